@@ -20,11 +20,12 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import course_of
-from gemini.pipeline.stages import Stage, balanced, left_out, micro_batches_of, params_of_stages
+from gemini.pipeline.stages import Numbered, Stage, balanced, left_out, micro_batches_of, params_of_stages
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
+from gemini.train.context.batch import sequence_batch
 from gemini.train.ddp import manage
 from gemini.train.gradients.tied import sum_tied
 from gemini.train.slices.slicing import cut_whole, sliced_in
@@ -48,7 +49,7 @@ class Pipeline:
             run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
             alone.
         config: how to manage it.
-        mesh: with a dim ``pp``, and ``dp``, ``dp_replicate`` and ``tp`` perhaps. None for one process.
+        mesh: with a dim ``pp``, beside any others. None for one process.
         micro_batches: into how many equal parts each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
             one process "bfs".
@@ -101,6 +102,7 @@ class Pipeline:
                 self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
+        self._numbered = [Numbered(stage) for stage in own]
         self._width = course.width
         self._runner: tuple[Any, Any] | None = None
 
@@ -117,18 +119,25 @@ class Pipeline:
         return self.model.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
     def step(self, **batch: Any) -> torch.Tensor:
-        """Forward and backward of all micro-batches: the mean of their losses, the same on all ranks of ``pp``.
+        """Forward and backward of all micro-batches: the mean of their losses, the same on all ranks of ``pp``, ``tp``
+        and ``cp``.
 
-        Every rank of ``pp`` is given the same batch. Gradients wait for the optimizer as after ``loss.backward()``.
+        All of these are given the same batch, whole; with ``cp`` each takes its part of the sequences by itself.
+        Gradients wait for the optimizer as after ``loss.backward()``.
 
         Raises:
-            ValueError: if ``micro_batches`` does not divide the batch.
+            ValueError: if ``micro_batches`` does not divide the batch, and as :func:`gemini.sequence_batch`.
         RankLost: if another rank does not answer.
         """
-        parts = micro_batches_of(batch, self._micro_batches)
+        parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
-        return self._breadth_first(parts) if self._size == 1 else self._over_ranks(batch, parts)
+        loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
+        ranks = self.model._gemini_engine.ranks
+        if ranks is None or ranks.context is None:
+            return loss
+        of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
+        return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
 
     # ---- in one process -----------------------------------------------------------------------------------------
 
@@ -159,17 +168,23 @@ class Pipeline:
 
     # ---- over ranks ---------------------------------------------------------------------------------------------
 
-    def _over_ranks(self, batch: dict[str, Any], parts: list[dict[str, Any]]) -> torch.Tensor:
+    def _over_ranks(self, parts: list[dict[str, Any]]) -> torch.Tensor:
         runner = self._runner_for(parts[0])
         losses: list[torch.Tensor] = []
-        target = next(value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim())
+        numbers = torch.arange(len(parts), device="cpu")
+        for stage in self._numbered:
+            stage.parts = parts
         try:
             with collectives_of("a schedule of torch"):
-                runner.step(target=target, losses=losses, return_outputs=False, **batch)
+                # torch divides what it is given into micro-batches; of ours it is told the numbers.
+                runner.step(number=numbers, target=numbers, losses=losses, return_outputs=False)
         except RuntimeError as e:
             if isinstance(e.__cause__, GeminiError):  # torch wraps what a stage raises in a page of its inputs
                 raise e.__cause__ from None
             raise
+        finally:
+            for stage in self._numbered:
+                stage.parts = ()
         engine = self.model._gemini_engine
         wire: Wire = engine.ranks.stages
         sum_tied(engine.params, engine.backward.gradients, wire)
@@ -198,11 +213,11 @@ class Pipeline:
 
         made = [
             pipelining.PipelineStage(
-                stage, number, len(self._ranges), device, input_args=() if stage.is_first else hidden(),
-                output_args=torch.empty((), device=device, requires_grad=True) if stage.is_last else hidden(),
+                stage, number, len(self._ranges), device, input_args=() if stage.stage.is_first else hidden(),
+                output_args=torch.empty((), device=device, requires_grad=True) if stage.stage.is_last else hidden(),
                 group=group,
             )
-            for number, stage in zip(self._numbers, self._stages, strict=True)
+            for number, stage in zip(self._numbers, self._numbered, strict=True)
         ]  # fmt: skip
         kinds: dict[str, Any] = {
             "1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe,
@@ -246,6 +261,11 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         raise ValueError(f"schedule={schedule!r} has one stage on each rank, got stages={stages}")
     if size > 1 and schedule in ("interleaved", "bfs") and stages == 1:
         raise ValueError(f"schedule={schedule!r} has several stages on each rank, got 1: use '1f1b' or 'gpipe'")
+    if size > 1 and schedule == "1f1b" and micro_batches < size:
+        raise ValueError(
+            f"schedule='1f1b' over {size} ranks takes {size} micro-batches or more, got {micro_batches}: with fewer "
+            "use 'gpipe'"
+        )
     if size > 1 and schedule == "interleaved" and micro_batches % size:
         raise ValueError(
             f"schedule='interleaved' over {size} ranks takes a multiple of {size} micro-batches, got {micro_batches}"

@@ -115,6 +115,9 @@ class Placeholder(_StandIn):
         return torch.zeros((), dtype=made.dtype, device=device).expand(made.shape)
 
 
+_LABELS = ("labels", "shift_labels")
+
+
 class Stage(nn.Module):
     """Blocks ``[start, stop)`` of a model, with what comes before or after them at its ends. Called with the hidden
     states of the stage before (none on the first) and a micro-batch; gives hidden states, or on the last one the loss.
@@ -144,8 +147,8 @@ class Stage(nn.Module):
         return set(self._stand_ins)
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> torch.Tensor:
-        if self._drops_labels:
-            batch.pop("labels", None)
+        for name in _LABELS if self._drops_labels else ():
+            batch.pop(name, None)
         if self._entry is not None:
             self._entry.__dict__["given"] = received[0]
         try:
@@ -170,6 +173,20 @@ class Stage(nn.Module):
         finally:
             for modules, key, module in before:
                 modules[key] = module
+
+
+class Numbered(nn.Module):
+    """A stage for torch's schedules, which divide what they are given along its first dim: it is told the number of a
+    micro-batch, one of ``parts``.
+    """
+
+    def __init__(self, stage: Stage):
+        super().__init__()
+        self.stage = stage
+        self.parts: Sequence[Mapping[str, Any]] = ()
+
+    def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.stage(*received, **self.parts[int(number)])  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -26,14 +26,15 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, and
-    whether it keeps exact states where others do not.
+    """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, whether
+    it keeps exact states where others do not, and whether its chunk holds nothing else.
     """
 
     name: str
     numel: int
     trainable: bool = True
     exact: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,10 @@ def make_layout(
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 
-    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others), or
-    where ``max_chunk`` elements would be passed. Blocks that are larger than ``max_chunk`` are cut into pieces of about
-    equal size. ``numel`` of every chunk is a multiple of ``ranks``, and each rank's shard of it a whole number of pages
-    in every plane.
+    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others), at
+    a param that stands apart, or where ``max_chunk`` elements would be passed. Blocks that are larger than
+    ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a multiple of ``ranks``, and each
+    rank's shard of it a whole number of pages in every plane.
 
     Raises:
         ValueError: without params, with a repeated name, or a negative number of elements.
@@ -189,14 +190,14 @@ def make_layout(
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
     """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns), and
-    so those with exact states (norms stand between matrices).
+    so those with exact states (norms stand between matrices), and each that is to stand apart.
     """
     runs: list[list[ParamSpec]] = []
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
-        by_kind: dict[tuple[bool, bool], list[ParamSpec]] = {}
+        by_kind: dict[tuple[bool, bool, str], list[ParamSpec]] = {}
         for spec in stretch:
             if spec.numel < 0:
                 raise ValueError(f"param {spec.name!r} has {spec.numel} elements")
-            by_kind.setdefault((spec.trainable, spec.exact), []).append(spec)
+            by_kind.setdefault((spec.trainable, spec.exact, spec.name if spec.apart else ""), []).append(spec)
         runs += by_kind.values()
     return runs

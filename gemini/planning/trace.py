@@ -41,11 +41,14 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class TracedParam:
-    """A param once: all its names (the first is its name), its shape, and whether it is laid out as a trained one."""
+    """A param once: all its names (the first is its name), its shape, whether it is laid out as a trained one, and
+    whether its chunk holds nothing else.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     trainable: bool = True
+    apart: bool = False
 
     @property
     def name(self) -> str:
@@ -168,7 +171,7 @@ class MemoryTrace:
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
-            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable))
+            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart)
             for p in self.params
         ]
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
@@ -201,7 +204,7 @@ class MemoryTrace:
             "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
             "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
-            "params": [[list(p.names), list(p.shape), p.trainable] for p in self.params],
+            "params": [[list(p.names), list(p.shape), p.trainable, p.apart] for p in self.params],
             "moment_fields": list(_FIELDS),
             "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
         }  # fmt: skip
@@ -222,7 +225,7 @@ class MemoryTrace:
             tokens=body["tokens"],
             target=body["target"],
             source=Source(body["source"]),
-            params=tuple(TracedParam(tuple(n), tuple(shape), bool(t)) for n, shape, t in body["params"]),
+            params=tuple(TracedParam(tuple(n), tuple(shape), *map(bool, how)) for n, shape, *how in body["params"]),
             buffer_bytes=body["buffer_bytes"],
             checkpointing=body["checkpointing"],
             tile_tokens=body.get("tile_tokens"),
@@ -281,7 +284,9 @@ def _moment(fields: dict[str, Any]) -> Moment:
 
 
 def _said(param: TracedParam | None) -> str:
-    return "absent" if param is None else f"{list(param.shape)}{'' if param.trainable else ' frozen'}"
+    if param is None:
+        return "absent"
+    return f"{list(param.shape)}{'' if param.trainable else ' frozen'}{' apart' if param.apart else ''}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.train.engine import Engine
 from gemini.train.modules.calls import iter_tensors
+from gemini.train.params.handle import is_in_stages
 
 LOSS = "loss"
 """What is computed between the end of the model's forward and the beginning of its backward."""
@@ -43,7 +44,12 @@ class Recording:
         self._reference = weakref.ref(engine)
         if trace is not None:
             params = tuple(
-                TracedParam(tuple(handle.names), tuple(handle.param.shape), handle.chunk.spec.trainable)
+                TracedParam(
+                    tuple(handle.names),
+                    tuple(handle.param.shape),
+                    handle.chunk.spec.trainable,
+                    is_in_stages(handle.param),
+                )  # fmt: skip
                 for handle in engine.params.handles
             )
             name, precision = type(model).__name__, engine.config.precision

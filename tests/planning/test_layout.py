@@ -190,6 +190,19 @@ def test_a_single_large_param_is_its_own_chunk() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_a_param_that_stands_apart_is_divided_alike_beside_any_others(ranks: int) -> None:
+    """As ranks need it that have different params besides."""
+    tied = ParamSpec("head.weight", 5 * ALIGN + 7, apart=True)
+    parts = []
+    for before, after in (([], []), ([ParamSpec("norm.weight", 3)], [ParamSpec("bias", 9 * ALIGN)])):
+        layout = make_layout([*before, tied, *after], ranks=ranks)
+        ((chunk, slot),) = [(c, s) for c in layout.chunks for s in c.slots if s.name == "head.weight"]
+        assert len(chunk.slots) == 1
+        parts.append([part_of(slot, chunk.numel, ranks, rank) for rank in range(ranks)])
+    assert parts[0] == parts[1]
+
+
 def test_lora_s_frozen_and_trained_params_in_turns_make_two_chunks_a_block() -> None:
     params = [ParamSpec(f"layers.{b}.p{i}", 4096, i % 2 == 1) for b in range(3) for i in range(6)]
     assert [chunk.trainable for chunk in make_layout(params).chunks] == [False, True] * 3

@@ -143,7 +143,8 @@ def test_stages_and_shards(
 def test_tied_embeddings_stay_the_same_on_both_ends(
     sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
 ) -> None:
-    num_ranks, make = math.prod(sizes.values()), partial(deep, tie_word_embeddings=True)
+    """Of an odd number of pages, so that it would be divided otherwise beside other params than alone."""
+    num_ranks, make = math.prod(sizes.values()), partial(deep, tie_word_embeddings=True, vocab_size=160)
     found = pool_of(num_ranks).run(piped, sizes, schedule, 4, "disk", str(tmp_path), make)
     plain = accumulated(num_batches(sizes), 4, make)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
@@ -503,6 +504,8 @@ def refused(how: str, folder: str) -> None:
         config = config_for("ram", folder, precision="fp16")
     elif how == "interleaved":
         settings = {"schedule": "interleaved", "micro_batches": 3}
+    elif how == "few":
+        settings["micro_batches"] = 1
     elif how == "many":
         settings |= {"schedule": "bfs", "stages": 5}
     elif how == "one":
@@ -533,6 +536,7 @@ def refused(how: str, folder: str) -> None:
     [
         ("fp16", 'precision="fp16" in a pipeline'),
         ("interleaved", "takes a multiple of 2 micro-batches, got 3"),
+        ("few", "'1f1b' over 2 ranks takes 2 micro-batches or more, got 1"),
         ("many", "10 stages (5 on each of 2 ranks)"),
         ("one", "has one stage on each rank, got stages=2"),
         ("budget", "cpu"),

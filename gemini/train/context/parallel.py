@@ -33,7 +33,8 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     if ranks.context is None:
         return None
     exchange = Exchange(ranks.context, ranks.context_collective, meet)
-    divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks)
+    slices = 1 if ranks.parts is None or ranks.same_batch is None else ranks.same_batch.size
+    divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks, slices)
     divided.put()
     return divided
 
@@ -54,18 +55,21 @@ class ContextParallel:
         exchange: among the ranks that have parts of the same sequences.
         kind: of attention (:mod:`gemini.train.context.attention`).
         global_ranks: their numbers, for error messages.
+        slices: among how many ranks Gemini has divided the heads of the model.
 
     Raises:
         GeminiError: naming why the model cannot compute parts; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int]):
+    def __init__(
+        self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int], slices: int = 1
+    ):  # fmt: skip
         self._model, self._exchange, self._global_ranks = transformer_in(model), exchange, global_ranks
         self._kernel = self._model.config._attn_implementation
         self._attend = Attend(exchange, self._kernel, kind)
         heads = getattr(self._model.config, "num_attention_heads", None)
         if isinstance(heads, int):
-            self._attend.kind_for(heads)
+            self._attend.kind_for(heads // slices)
         self._configs = list({id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values())
         self._configs = [config for config in self._configs if hasattr(config, "_attn_implementation_internal")]
         self._before: Any = None

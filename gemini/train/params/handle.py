@@ -132,6 +132,13 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
+def is_in_stages(param: nn.Parameter) -> bool:
+    """Whether several stages of a pipeline read it. Its chunk holds nothing else then: ranks that have the same part of
+    their stages' chunks have the same part of the param.
+    """
+    return hasattr(param, "_gemini_first")
+
+
 class StageParam(NamedTuple):
     """A param of a model in stages, as every rank knows it: its shape, and the stages' ranks (``pp``) that have it. The
     first of these writes it, and counts it in norms.

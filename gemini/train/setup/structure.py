@@ -14,6 +14,7 @@ from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
 from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
+from gemini.train.params.handle import is_in_stages
 
 
 def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
@@ -28,7 +29,7 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
     """The params of a trace of ``model``, trained or frozen as its layout has them."""
     adapters = adapter_params(model)
     return tuple(
-        TracedParam(names, tuple(param.shape), param.requires_grad or id(param) in adapters)
+        TracedParam(names, tuple(param.shape), param.requires_grad or id(param) in adapters, is_in_stages(param))
         for param, names in distinct_params(model)
     )
 

@@ -34,8 +34,3 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
             "a mesh with pp and tp: GeminiDDP cuts matrices (tp), and gemini.Pipeline makes stages (pp) as well. Give "
             "the whole model to that, or use dp in place of pp"
         )
-    if ranks.context is not None:
-        raise ValueError(
-            "a mesh with cp and tp: attention of a slice has a part of the heads, and parts of sequences divide heads "
-            "as well. Use one of the two"
-        )
