@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 
+from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import checksum_of
+from gemini.ranks.wire import Wire
 
 _COLUMNS: dict[str, Callable[[str], str]] = {
     "the gradient": lambda value: "there" if value == "1" else "none",
@@ -45,6 +47,31 @@ class Facts:
     def to_json(self) -> str:
         """For the other ranks, who have the same params."""
         return json.dumps({"values": self.values, "columns": {n: list(map(repr, c)) for n, c in self.columns.items()}})
+
+
+def tell_differing(
+    wire: Wire, whose: str, doing: str, facts: Facts, names: Sequence[str], *, untouched: str = "No weight"
+) -> NoReturn:
+    """All ranks of ``wire`` come here when their checksums differ: they tell each other the facts.
+
+    Args:
+        whose: the ranks, as an error calls them.
+        names: of the params that columns are about.
+
+    Raises:
+        RankMismatch: on every rank, naming the first fact that differs, both values and both ranks.
+    """
+    heard = [json.loads(text) for text in wire.exchange_texts(facts.to_json(), doing)]
+    for rank, other in zip(wire.global_ranks, heard, strict=True):
+        found = first_difference(heard[0], other, names)
+        if found is not None:
+            what, first, second = found
+            raise RankMismatch(
+                f"{doing}: {whose} disagree about {what}: {first} on rank {wire.global_ranks[0]}, {second} on rank "
+                f"{rank}. {untouched} was changed. What is done on one rank must be done on all of them, with the same "
+                "values"
+            )
+    raise RankMismatch(f"{doing}: {whose} disagree. {untouched} was changed")
 
 
 class Agree(Protocol):
@@ -83,7 +110,7 @@ def plain(value: Any) -> Any:
 
 
 def first_difference(
-    first: Mapping[str, Any], other: Mapping[str, Any], names: list[str]
+    first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
 ) -> tuple[str, str, str] | None:
     """What two ranks differ in, with the value of each, by what :meth:`Facts.to_json` says; ``names`` of the params."""
     for label in {**first["values"], **other["values"]}:

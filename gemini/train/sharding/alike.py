@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts, alone, first_difference
+from gemini.ranks.facts import Facts, alone, tell_differing
 from gemini.ranks.handshake import error_called
 from gemini.train.sharding.shards import Shards
 
@@ -31,24 +30,9 @@ def meet_with(shards: Shards, point: Point, gradients: Facts, step: Facts | None
 
 
 def refuse_differing(shards: Shards, doing: str, facts: Facts, *, untouched: str = "No weight") -> None:
-    """All ranks of the model come here when their checksums differ: tell each other the facts.
-
-    Raises:
-        RankMismatch: naming the first fact that differs, both values and both ranks.
-    """
-    everyone = shards.ranks.everyone
-    heard = [json.loads(text) for text in everyone.exchange_texts(facts.to_json(), doing)]
+    """All ranks of the model come here when their checksums differ; raises as :func:`tell_differing`."""
     names = [handle.name for handle in shards.params.handles]
-    for rank, other in enumerate(heard):
-        found = first_difference(heard[0], other, names)
-        if found is not None:
-            what, first, second = found
-            raise RankMismatch(
-                f"{doing}: the ranks disagree about {what}: {first} on rank {everyone.global_ranks[0]}, {second} on "
-                f"rank {everyone.global_ranks[rank]}. {untouched} was changed. What is done on one rank must be done "
-                "on all of them, with the same values"
-            )
-    raise RankMismatch(f"{doing}: the ranks disagree. {untouched} was changed")
+    tell_differing(shards.ranks.everyone, "the ranks", doing, facts, names, untouched=untouched)
 
 
 def agree_on_values(

@@ -6,14 +6,13 @@ not cut has the same gradient on all of them, to the bit; what the first one say
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 
 import torch
 
 from gemini.errors import RankMismatch
-from gemini.ranks.facts import Facts, first_difference
+from gemini.ranks.facts import Facts, tell_differing
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
 
@@ -61,20 +60,9 @@ class OtherSlices:
         """
         doing = "optimizer.step()"
         sums = self._wire.swap(Tag.VALUES, torch.tensor([facts.checksum], device="cpu"), doing).view(-1).tolist()
-        if len(set(sums)) == 1:
-            return
-        heard = [json.loads(text) for text in self._wire.exchange_texts(facts.to_json(), doing)]
-        names = [handle.name for handle in handles]
-        for rank, other in zip(self._wire.global_ranks, heard, strict=True):
-            found = first_difference(heard[0], other, names)
-            if found is not None:
-                what, first, second = found
-                raise RankMismatch(
-                    f"{doing}: ranks with slices of one model disagree about {what}: {first} on rank "
-                    f"{self._wire.global_ranks[0]}, {second} on rank {rank}. No weight was changed. What is done on "
-                    "one rank must be done on all of them, with the same values"
-                )
-        raise RankMismatch(f"{doing}: ranks with slices of one model disagree. No weight was changed")
+        if len(set(sums)) > 1:
+            names = [handle.name for handle in handles]
+            tell_differing(self._wire, "ranks with slices of one model", doing, facts, names)
 
     def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """The whole value of a param, of which ``own`` (in its shape, on the CPU) is this rank's slice."""
