@@ -20,7 +20,8 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import course_of
-from gemini.pipeline.stages import Numbered, Stage, balanced, left_out, micro_batches_of, params_of_stages
+from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
+from gemini.planning.stages import balanced
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,33 +12,6 @@ from torch import nn
 
 from gemini.pipeline.course import Course
 from gemini.train.params.handle import StageParam
-
-
-def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]:
-    """Ranges of blocks, one for each stage and none empty, whose heaviest is as light as can be.
-
-    ``weights``: of each block, and at last of what the last stage has besides.
-    """
-    blocks, rest = weights[:-1], weights[-1]
-    sums = [0.0]
-    for weight in blocks:
-        sums.append(sums[-1] + weight)
-    number = len(blocks)
-    # least[s][i]: the heaviest of s stages that have the first i blocks, at best, and where the last of them begins.
-    least: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
-    for stage in range(1, num_stages + 1):
-        row = {}
-        for stop in range(stage, number + 1):
-            extra = rest if stop == number else 0.0
-            row[stop] = min(
-                (max(least[-1][start][0], sums[stop] - sums[start] + extra), start)
-                for start in range(stage - 1, stop) if start in least[-1]
-            )  # fmt: skip
-        least.append(row)
-    cuts = [number]
-    for stage in range(num_stages, 0, -1):
-        cuts.append(least[stage][cuts[-1]][1])
-    return list(pairwise(reversed(cuts)))
 
 
 def params_of_stages(

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gemini.planning.hardware import Hardware
+from gemini.planning.mesh import Group, sent_in_ring
 from gemini.planning.planes import ADAM, GRAD, PlaneKind, touched_bytes
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
-GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE = RESOURCES = (
-    "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire",
+GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE, NETWORK = RESOURCES = (
+    "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire", "network",
 )  # fmt: skip
 """What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
-NVMe drives (reading, writing, and what they do of both at once), host threads; and its wire to the next rank.
+NVMe drives (reading, writing, and what they do of both at once), host threads; its wire to other ranks of the machine,
+and its port to those of others.
 """
 
 
@@ -59,7 +61,7 @@ _KIND_OF_FIGURE = {
     "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
     "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
     "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
-    "interconnect": "wire",
+    "interconnect": "wire", "network": "wire",
 }  # fmt: skip
 
 
@@ -235,9 +237,14 @@ class Costs:
         whole = max(seconds, through_memory)
         return Cost(whole, {THREADS: self._updates_with * seconds / whole, DRAM: through_memory / whole})
 
-    def ring(self, num_bytes: float, ranks: int) -> Cost:
-        """A ring all-gather or reduce-scatter of ``num_bytes`` in all: each rank sends (ranks - 1) / ranks of them."""
-        if ranks == 1 or not num_bytes:
+    def ring(self, group: Group, num_bytes: float) -> Cost:
+        """Each rank of ``group`` sends ``num_bytes`` on in a ring."""
+        if group.size == 1 or not num_bytes:
             return Cost(0.0, {})
-        wire = self._get("interconnect", "sharing a model among ranks")
-        return Cost(num_bytes * (ranks - 1) / ranks / wire, {WIRE: 1.0})
+        what = "sharing a model among ranks"
+        sent = sent_in_ring(group, num_bytes)
+        inside = sent.inside / self._get("interconnect", what) if sent.inside else 0.0
+        key = "network" if self._hardware.has("network") else "interconnect"
+        between = sent.between / self._get(key, what) if sent.between else 0.0
+        whole = max(inside, between)
+        return Cost(whole, {WIRE: inside / whole, NETWORK: between / whole})

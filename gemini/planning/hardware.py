@@ -43,6 +43,7 @@ FIGURES: dict[str, str] = {
     "update_cpu_compact": "seconds per param of one Adam update of compact states on the host, all cores",
     "cpu_contention": "times as long as alone that computing and an update take on cores of their own, side by side",
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
+    "network": "bytes/s that one GPU sends to other machines (without it: as its interconnect)",
 }
 """Every figure there is, with its unit."""
 

@@ -170,6 +170,7 @@ def serial(work: Work) -> Graph:
             if not graph.begins:
                 graph.begins.append(computing)
             live = graph.live(computing, moment, live)
+            do(work.exchange(moment), moment)
             graph.saved(moment, do(work.save(moment), moment))
             for landing in work.landings(adding=batch > 0)[moment]:
                 do(landing.hops, moment)
@@ -335,6 +336,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
         live = graph.live(computed[-1], moment, live)
         if step == STEPS:
             break
+        computed[-1:] = graph.chain(work.exchange(moment), step, moment, computed[-1:], at)[-1:] or computed[-1:]
         hops = work.save(moment)
         if hops:
             tasks = graph.chain(hops, step, moment, computed[-1:], at)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware
+from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.outcome import timeline_of
 from gemini.planning.plan import Moves, Plan
 from gemini.planning.planes import WEIGHTS
@@ -35,6 +36,7 @@ def simulate(
     order: str = "next use",
     update_threads: int | None = None,
     efficiency: Efficiency | None = None,
+    mesh: MeshSizes | None = None,
 ) -> Timeline:
     """Predict one optimizer step of ``plan`` on ``hardware``: step time, stalls by cause, bytes moved, memory.
 
@@ -56,6 +58,9 @@ def simulate(
             order in which gradients became complete.
         update_threads: threads of an update beside computing on the host, as ``GeminiConfig(update_threads=...)``.
         efficiency: the share of specified peaks that is reached.
+        mesh: how the ranks are arranged, where they share more than params: ``dp`` times ``cp`` are those of the plan.
+            What slices and parts of sequences send each other is what the trace says; stages are not played together
+            (:mod:`gemini.planning.parallel`).
 
     Returns:
         ``step_seconds`` and all else of one rank, ``tokens`` of all ranks, ``flops`` of one.
@@ -74,7 +79,10 @@ def simulate(
         raise ValueError('clipping needs the gradients of the whole model, and gradients="transient" keeps none')
     plan = _shared_by(plan, gpus)
     ranks = plan.layout.ranks
-    local_ranks = _ranks_of_one_machine(plan, hardware, ranks)
+    mesh = MeshSizes(dp=ranks) if mesh is None else mesh
+    if mesh.shards != ranks:
+        raise PlanMismatch(f"the plan is for {ranks} ranks that share params, and a mesh of {mesh} has {mesh.shards}")
+    local_ranks = _ranks_of_one_machine(plan, hardware, mesh.ranks)
     _check(plan, hardware, local_ranks)
     costs = Costs(
         hardware,
@@ -86,7 +94,7 @@ def simulate(
         update_threads=update_threads,
     )
     recorded_here = (plan.trace.target == "cpu") == (plan.problem.compute is Tier.CPU)
-    work = Work(plan, costs, measured=recorded_here and plan.trace.seconds is not None)
+    work = Work(plan, costs, Grid(mesh, local_ranks), measured=recorded_here and plan.trace.seconds is not None)
     if schedule == "serial":
         graph = serial(work)
     else:

@@ -28,6 +28,7 @@ class Track(Enum):
     NVME_WRITE = "nvme write"
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
+    EXCHANGE = "exchange"
 
     @classmethod
     def _missing_(cls, value: object) -> Track | None:

@@ -78,6 +78,8 @@ class Moment:
         flops: floating point operations of its matrix products, convolutions and attention.
         touched_bytes: bytes that its operations read and write, weights included: the work of memory-bound ones.
         num_ops: operations that run in it (each costs a launch).
+        tp_bytes, cp_bytes: bytes that it sends to ranks with other slices of the layers, and other parts of the
+            sequences (ahead of time; a recorded step does not say).
         gradients: indices of params whose gradient is complete at its end.
         seconds: measured computing time, without waiting for moves; None ahead of time.
     """
@@ -94,6 +96,8 @@ class Moment:
     num_ops: int = 0
     gradients: tuple[int, ...] = ()
     seconds: float | None = None
+    tp_bytes: int = 0
+    cp_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class MemoryTrace:
         checkpointing: whether gradient checkpointing was on.
         tile_tokens: what ``GeminiConfig(tile_tokens=)`` was; None for a model as it is.
         context_parallel: parts of a sequence, of which this is the last one; 1 for whole sequences.
+        tensor_parallel: slices of layers, of which this has the first one; 1 for whole layers. ``params`` are slices.
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
@@ -132,6 +137,7 @@ class MemoryTrace:
     read_together: tuple[tuple[int, ...], ...] = ()
     tile_tokens: int | None = None
     context_parallel: int = 1
+    tensor_parallel: int = 1
     tiled: MemoryTrace | None = None
 
     @property
@@ -202,6 +208,7 @@ class MemoryTrace:
             "tokens": self.tokens, "target": self.target, "source": self.source.value,
             "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
             "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
+            "tensor_parallel": self.tensor_parallel,
             "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
             "params": [[list(p.names), list(p.shape), p.trainable, p.apart] for p in self.params],
@@ -230,6 +237,7 @@ class MemoryTrace:
             checkpointing=body["checkpointing"],
             tile_tokens=body.get("tile_tokens"),
             context_parallel=body.get("context_parallel", 1),
+            tensor_parallel=body.get("tensor_parallel", 1),
             tiled=cls.from_json(body["tiled"]) if body.get("tiled") else None,
             read_together=tuple(tuple(indices) for indices in body["together"]),
             moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
@@ -248,6 +256,8 @@ class MemoryTrace:
             checkpointing += f", tiles of {self.tile_tokens:,} tokens"
         if self.context_parallel > 1:
             checkpointing += f", one of {self.context_parallel} parts of each sequence"
+        if self.tensor_parallel > 1:
+            checkpointing += f", one of {self.tensor_parallel} slices of its layers"
         lines = [
             f"{self.model}, {self.num_params:,} params, {self.precision}{checkpointing}; {shapes or 'no inputs known'}",
             f"{how[self.source]} for {self.target}: {len(self.moments):,} moments, {self.flops / 1e12:,.4g} TFLOP, "

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from gemini.planning.costs import Cost, Costs
+from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import Track
@@ -25,6 +26,8 @@ UPDATE = "update"
 ACTIVATION = "activation"
 GATHERING = "all-gather"
 REDUCING = "reduce-scatter"
+SLICES = "slices of layers"
+PARTS = "parts of sequences"
 
 _TRACKS = {
     Boundary(Tier.CPU, Tier.GPU): Track.H2D,
@@ -91,13 +94,14 @@ class Landing(NamedTuple):
 
 
 class Work:
-    """All the hops of a plan on one rank."""
+    """All the hops of a plan on one rank; ``grid``: where the ranks are, by default all on one machine."""
 
-    def __init__(self, plan: Plan, costs: Costs, *, measured: bool):
+    def __init__(self, plan: Plan, costs: Costs, grid: Grid | None = None, *, measured: bool):
         self.plan = plan
         self.problem = plan.problem
         self.ranks = plan.layout.ranks
         self._costs = costs
+        self._grid = Grid(MeshSizes(dp=self.ranks), self.ranks) if grid is None else grid
         self._measured = measured
         self._fetches: dict[int, tuple[Hop, ...]] = {}
         self._updates: dict[int, Update] = {}
@@ -109,6 +113,23 @@ class Work:
             Track.NVME_READ: self._costs.nvme_read, Track.NVME_WRITE: self._costs.nvme_write,
         }[track](num_bytes)  # fmt: skip
         return Hop(track, track.value, cost, name, cause, chunk, boundary, num_bytes)
+
+    def _share(self, track: Track, num_bytes: int, name: str, cause: str, index: int) -> Hop:
+        """``num_bytes`` that those who have parts of a chunk are to have, or to add up."""
+        sent = num_bytes * (self.ranks - 1) // self.ranks
+        return Hop(track, track.value, self._costs.ring(self._grid.shards, sent), name, cause, index, None, sent)
+
+    def exchange(self, moment: int) -> tuple[Hop, ...]:
+        """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
+        traced, found = self.plan.trace.moments[moment], []
+        for group, sent, cause in (
+            (self._grid.slices, traced.tp_bytes, SLICES), (self._grid.parts, traced.cp_bytes, PARTS),
+        ):  # fmt: skip
+            if sent:
+                name = f"exchange of {traced.module or self.plan.trace.model}"
+                cost = self._costs.ring(group, sent)
+                found.append(Hop(Track.EXCHANGE, Track.EXCHANGE.value, cost, name, cause, num_bytes=sent))
+        return tuple(found)
 
     @cached_property
     def computing(self) -> tuple[Hop, ...]:
@@ -140,8 +161,8 @@ class Work:
         elif home is Tier.GPU:
             hops.append(Hop(Track.GATHER, "copy", self._costs.gpu_pass(wide + narrow), name, cause, index))
         if self.ranks > 1:
-            cost = self._costs.ring(problem.window_bytes(index), self.ranks)
-            hops.append(Hop(Track.GATHER, Track.GATHER.value, cost, f"all-gather chunk {index}", GATHERING, index))
+            title = f"all-gather chunk {index}"
+            hops.append(self._share(Track.GATHER, problem.window_bytes(index), title, GATHERING, index))
         return hops
 
     def landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
@@ -189,9 +210,7 @@ class Work:
         narrow = compute_itemsize(problem.precision)
         hops: list[Hop] = []
         if self.ranks > 1:
-            cost = self._costs.ring(numel * narrow, self.ranks)
-            title = f"reduce-scatter chunk {index}"
-            hops.append(Hop(Track.REDUCE, Track.REDUCE.value, cost, title, REDUCING, index))
+            hops.append(self._share(Track.REDUCE, numel * narrow, f"reduce-scatter chunk {index}", REDUCING, index))
         off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
         hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
         home = homes.get(GRAD)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -34,6 +35,7 @@ from gemini.train.modules import token_tiles
 from gemini.train.modules.calls import iter_tensors
 from gemini.train.modules.compiled import compiled_part, mark_compiled
 from gemini.train.params.handle import handle_of
+from gemini.train.slices.slicing import imagine_slices
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 
@@ -49,6 +51,7 @@ def trace(
     tile_tokens: int | str | None = None,
     context_parallel: int = 1,
     context_attention: str = "auto",
+    tensor_parallel: int = 1,
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -70,6 +73,8 @@ def trace(
         context_parallel: ranks that share each sequence, the size of ``cp`` in their mesh. The batch is the whole one,
             the trace is of the last rank, which under ``context_attention="gathered"`` holds most.
         context_attention: as in :class:`gemini.GeminiConfig`.
+        tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
+            first one, and its params are slices.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -77,11 +82,14 @@ def trace(
 
     Raises:
         GeminiError: if forward gives no loss, or needs values that fake tensors do not have.
-        ValueError: for an unknown precision, target, or kind of checkpointing, or a config without a model class.
+        ValueError: for an unknown precision, target, or kind of checkpointing, a config without a model class, layers
+            that ``tensor_parallel`` does not divide, and tiles of layers in slices.
     """
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     chosen = make_target(target)
+    if tensor_parallel > 1 and isinstance(tile_tokens, int):
+        raise ValueError(f"tile_tokens={tile_tokens} with tensor_parallel={tensor_parallel}: leave one of them out")
 
     def traced(tiles: int | str | None) -> MemoryTrace:
         """``tiles``: as ``tile_tokens``; with "auto" those of the size for the batch."""
@@ -93,7 +101,9 @@ def trace(
                 without_package(getattr(module, "config", None))
             fake.train()
             _set_checkpointing(fake, checkpointing)
-            own = batch
+            own, sent = batch, Counter[str]()
+            if tensor_parallel > 1:
+                imagine_slices(fake, tensor_parallel, sent)
             if context_parallel > 1:
                 with unset_fake_temporarily():
                     own = part_of(_with_values(batch), context_parallel - 1, context_parallel)
@@ -107,13 +117,13 @@ def trace(
             if tiles is not None:
                 token_tiles.tile_tokens(fake, int(tiles))
             if context_parallel > 1:
-                imagine_parts(fake, context_parallel, context_attention)
-            step = _run(fake, inputs, chosen, loss, mode)
+                imagine_parts(fake, context_parallel, context_attention, sent, slices=tensor_parallel)
+            step = _run(fake, inputs, chosen, loss, mode, sent)
             found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles))
-            return replace(found, context_parallel=context_parallel)
+            return replace(found, context_parallel=context_parallel, tensor_parallel=tensor_parallel)
 
-    if tile_tokens != "auto":
-        return traced(tile_tokens)
+    if tile_tokens != "auto" or tensor_parallel > 1:
+        return traced(None if tile_tokens == "auto" else tile_tokens)
     whole = traced(None)
     try:
         tiled = traced("auto")
@@ -273,9 +283,10 @@ def _run(
     target: Target,
     loss: Callable[[Any], torch.Tensor] | None,
     mode: FakeTensorMode,
+    sent: Counter[str],
 ) -> ObservedStep:
     seen: list[ObservedStep] = []
-    observer = Observer(model, target, free_gradients=True, on_step=seen.append)
+    observer = Observer(model, target, free_gradients=True, on_step=seen.append, sent=sent)
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()

@@ -69,8 +69,12 @@ class Observer:
         on_step: Callable[[ObservedStep], None] | None = None,
         on_begin: Callable[[], None] | None = None,
         now: Callable[[], float] = time.perf_counter,
+        sent: Counter[str] | None = None,
     ):
-        """``free_gradients``: whether complete gradients are dropped, as the engine does by moving them away."""
+        """
+        ``free_gradients``: whether complete gradients are dropped, as the engine does by moving them away.
+        ``sent``: where those who imagine other ranks count what they would send them.
+        """
         self._model = model
         self._index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
         self._params = [param for param, _ in distinct_params(model)]
@@ -79,6 +83,7 @@ class Observer:
         self._on_step = on_step
         self._on_begin = on_begin
         self._now = now
+        self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
         self._gathered: Counter[int] = Counter()
         self._calls = Calls(self._acquire, self._release)  # type: ignore[arg-type]
@@ -329,6 +334,8 @@ class Observer:
                 touched_bytes=touched,
                 num_ops=num_ops,
                 gradients=tuple(sorted(self._gradients)),
+                tp_bytes=self._sent.pop("tp", 0),
+                cp_bytes=self._sent.pop("cp", 0),
             )
         )
         self._gradients = set()

@@ -18,7 +18,7 @@ from torch import nn
 
 import gemini
 from gemini.optim import MuonRule
-from gemini.pipeline.stages import balanced
+from gemini.planning.stages import balanced
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_slices import FAMILIES, small

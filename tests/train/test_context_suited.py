@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -89,13 +90,13 @@ def test_what_looks_along_the_sequence_is_refused_by_name(name: str) -> None:
 
 def test_heads_that_cannot_be_divided() -> None:
     with pytest.raises(GeminiError, match=r"divides 4 heads over cp=8, which does not go: cp can be 2, 4"):
-        imagine_parts(llama(), 8, "ulysses")
-    imagine_parts(llama(), 8, "auto")
+        imagine_parts(llama(), 8, "ulysses", Counter())
+    imagine_parts(llama(), 8, "auto", Counter())
 
 
 def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
     model: Any = llama()
-    imagine_parts(model, 2, "auto")
+    imagine_parts(model, 2, "auto", Counter())
     ids = torch.ones(1, 4, dtype=torch.int64)
     with torch.no_grad(), pytest.raises(GeminiError, match="a part of a model under context parallel was called by"):
         model.model(ids)
@@ -112,4 +113,4 @@ def test_a_part_of_the_model_alone_and_models_that_borrow_its_config() -> None:
 def test_attention_that_is_told_more_than_parts_know(name: str) -> None:
     x = torch.ones(1, 4, 2, 8)
     with pytest.raises(GeminiError, match="which context parallel does not divide"):
-        Attend(ImaginedExchange(2), "sdpa", "auto")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})
+        Attend(ImaginedExchange(2, Counter()), "sdpa", "auto")(nn.Linear(1, 1), x, x, x, None, **{name: torch.ones(1)})

@@ -8,6 +8,7 @@ Sums are made here, in the order of ranks, so that they are the same bits in eve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -63,17 +64,22 @@ class Exchange:
 
 
 class ImaginedExchange(Exchange):
-    """The last rank of ``size``, as it looks to who traces it: what others would send has shapes and no values."""
+    """The last rank of ``size``, as it looks to who traces it: what others would send has shapes and no values.
 
-    def __init__(self, size: int):
-        self.rank, self.size = size - 1, size
+    ``sent``: bytes that it would send, under "cp".
+    """
+
+    def __init__(self, size: int, sent: Counter[str]):
+        self.rank, self.size, self._sent = size - 1, size, sent
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
         """Of the shape of ``parts``."""
+        self._sent["cp"] += parts.nbytes * (self.size - 1) // self.size
         return torch.empty_like(parts.contiguous())
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """As many of the shape of ``own`` as there are ranks."""
+        self._sent["cp"] += own.nbytes * (self.size - 1)
         return own.new_empty((self.size, *own.shape))
 
     def tell(self, numbers: torch.Tensor) -> list[list[int]]:

@@ -7,6 +7,7 @@ one without computes whole sequences as ever, and that is for evaluation and ``g
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,13 +40,14 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     return divided
 
 
-def imagine_parts(model: nn.Module, size: int, kind: str) -> None:
-    """Let a model without values compute the last of ``size`` parts of a sequence, to be traced.
+def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *, slices: int = 1) -> None:
+    """Let a model without values compute the last of ``size`` parts of a sequence, to be traced; ``sent``: see
+    :class:`~gemini.train.context.exchange.ImaginedExchange`.
 
     Raises:
         GeminiError: naming why it cannot.
     """
-    ContextParallel(model, ImaginedExchange(size), kind, range(size)).put()
+    ContextParallel(model, ImaginedExchange(size, sent), kind, range(size), slices).put()
 
 
 class ContextParallel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -25,7 +26,7 @@ from gemini.train.params.handle import SET_DATA
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.plans import PLANS, Plan, of_end
 from gemini.train.slices.styles import STYLES, cutting_of, parts_of, sliced_forward
-from gemini.train.slices.sums import Slices
+from gemini.train.slices.sums import ImaginedSlices, Slices
 
 STANDS_IN = "_gemini_stands_in"
 """An attribute of classes of modules that stand in for those of another rank."""
@@ -123,18 +124,32 @@ def cut_whole(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None
             f"tensor parallel: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
             "load the same weights, or draw them from the same seed"
         )
-    return _cut_params(model, mesh, plan)
+    return _cut_params(model, _slices_of(mesh), plan)
 
 
-def _cut_params(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel:
+def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
+    """Let a model without values compute the first of ``size`` slices, to be traced; ``sent``: see
+    :class:`~gemini.train.slices.sums.ImaginedSlices`.
+
+    Raises:
+        ValueError: as :func:`slice_tensors`.
+    """
+    sliced = _cut_params(model, ImaginedSlices(size, sent))
+    sliced.keep()
+    sliced.put_on(model)
+
+
+def _slices_of(mesh: DeviceMesh) -> Slices:
+    return Slices(mesh.get_group(names_of(mesh).index("tp")))
+
+
+def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None = None) -> SlicedModel:
     adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
     if adapted:
         raise ValueError(
             f"tensor parallel of a model with adapters ({adapted[0]!r}): of a layer in slices an adapter would have "
             "to be cut as well. Use dp in place of tp"
         )
-    group = mesh.get_group(names_of(mesh).index("tp"))
-    slices = Slices(group)
     styles = expanded(model, plan_of(model) if plan is None else plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
     if not cuts:
@@ -176,7 +191,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
             "weights, or draw them from the same seed"
         )
         return None
-    return _cut_params(model, mesh)
+    return _cut_params(model, _slices_of(mesh))
 
 
 def _differing(model: nn.Module, mesh: DeviceMesh) -> str | None:

@@ -6,6 +6,7 @@ the gradients of their input in backward. gloo and NCCL add up each element in o
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -49,18 +50,41 @@ class Slices:
             RankLost: if another rank does not answer.
         """
         value = value.contiguous().clone()
-        guarded(_DOING, lambda: dist.all_reduce(value, group=self.group))
+        self._sum(value)
         return value
 
     def join(self, value: torch.Tensor) -> torch.Tensor:
         """The slices' values side by side in the last dim; raises as :meth:`add_up`."""
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        guarded(_DOING, lambda: dist.all_gather(parts, value.contiguous(), group=self.group))
+        self._gather(parts, value.contiguous())
         return torch.cat(parts, -1)
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """This slice's part of the last dim."""
         return value.chunk(self.size, -1)[self.rank].contiguous()
+
+    def _sum(self, value: torch.Tensor) -> None:
+        guarded(_DOING, lambda: dist.all_reduce(value, group=self.group))
+
+    def _gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        guarded(_DOING, lambda: dist.all_gather(parts, own, group=self.group))
+
+
+class ImaginedSlices(Slices):
+    """The first of ``size`` slices, as it looks to who traces it: what others would send has shapes and no values.
+
+    ``sent``: bytes that it would send in rings, under "tp".
+    """
+
+    def __init__(self, size: int, sent: Counter[str]):
+        self.rank, self.size, self._sent = 0, size, sent
+        self._given = self._taken = None
+
+    def _sum(self, value: torch.Tensor) -> None:
+        self._sent["tp"] += 2 * value.nbytes * (self.size - 1) // self.size
+
+    def _gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        self._sent["tp"] += own.nbytes * (self.size - 1)
 
 
 class SumInBackward(Function):
