@@ -100,6 +100,8 @@ def trace(
     gradient_checkpointing: _Checkpointing = False,
     tile_tokens: _TileTokens = None,
     attn_implementation: _Attention = None,
+    tp: Annotated[int, typer.Option(help="Slices of layers, of which this is one.", rich_help_panel=_STEP)] = 1,
+    cp: Annotated[int, typer.Option(help="Parts of sequences, of which this is one.", rich_help_panel=_STEP)] = 1,
     target: Annotated[
         str, typer.Option(help=f"Whose workspaces count: {', '.join(TARGETS)}.", rich_help_panel=_STEP)
     ] = _T.target,
@@ -119,6 +121,8 @@ def trace(
         gradient_checkpointing=gradient_checkpointing,
         tile_tokens=as_tiles(tile_tokens),
         attn_implementation=attn_implementation,
+        tensor_parallel=tp,
+        context_parallel=cp,
         target=target,
     )
     settings.check()
@@ -210,6 +214,22 @@ def plan(
     gpus: Annotated[
         int, typer.Option(help="GPUs (or, on CPUs, processes) that share the model.", rich_help_panel=_MACHINE)
     ] = _P.gpus,
+    tp: Annotated[
+        int, typer.Option(help="GPUs that share each layer, in slices (tensor parallel).", rich_help_panel=_MACHINE)
+    ] = _P.tp,
+    pp: Annotated[
+        int, typer.Option(help="Stages of a pipeline; --accumulate says its micro-batches.", rich_help_panel=_MACHINE)
+    ] = _P.pp,
+    cp: Annotated[
+        int, typer.Option(help="GPUs that share each sequence, in parts (context parallel).", rich_help_panel=_MACHINE)
+    ] = _P.cp,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            help="auto: the best of all meshes of --gpus for the windows of a step, and the runners-up.",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
     compute: Annotated[
         str | None,
         typer.Option(
@@ -250,6 +270,10 @@ def plan(
         nvme=nvme,
         machine=machine,
         gpus=gpus,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        parallel=parallel,
         compute=compute,
         schedule=schedule,
     )

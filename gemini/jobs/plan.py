@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.plan_machine import Machine, machine_of
+from gemini.jobs.plan_mesh import plan_over_mesh
 from gemini.jobs.plan_report import Question, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import WIDEST, check_files, say, write_all
+from gemini.jobs.step_files import WIDEST, check_files, say, stdout_closed_to_others, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import load_hardware
 from gemini.planning.placement import fill_fastest
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace
-from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
-
-
-class Machine(NamedTuple):
-    """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
-
-    ``sharing``: ranks that divide its host memory and drives.
-    """
-
-    budgets: dict[Tier, int]
-    origins: dict[Tier, str]
-    hardware: Hardware | None
-    compute: Tier
-    ranks: int
-    sharing: int
-
-    @property
-    def budgets_of_rank(self) -> dict[Tier, int]:
-        return {tier: n if tier is Tier.GPU else n // self.sharing for tier, n in self.budgets.items()}
 
 
 def plan(
@@ -63,6 +40,12 @@ def plan(
     machine = machine_of(settings)
     if pictures and machine.hardware is None:
         raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
+    if settings.is_over_mesh:
+        if out is not None:
+            raise JobError(
+                f"--out {out} is for the plan of one model, and a mesh has one for each stage: leave it out."
+            )
+        return plan_over_mesh(settings, machine, console, as_json=as_json, pictures=pictures)
     trace = _trace_of(settings, machine)
     if settings.states == "compact" and trace.precision != "bf16":
         raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
@@ -108,57 +91,7 @@ def plan(
     return 0 if report.fits else REFUSED
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
-
-
-def machine_of(settings: PlanSettings) -> Machine:
-    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free.
-
-    Raises:
-        JobError: if there is nothing to plan for, or no such machine.
-    """
-    hardware = None if settings.machine is None else load_hardware(settings.machine)
-    budgets: dict[Tier, int] = {}
-    origins: dict[Tier, str] = {}
-    for tier in Tier:
-        given = settings.given_bytes(tier)
-        capacity = None if hardware is None else hardware.capacity(tier)
-        if given is None and capacity is not None:
-            given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
-        if given and hardware is not None and capacity is not None and given > capacity:
-            # Who gives a size knows the machine: its speeds are taken, and the note says what a named one has.
-            has = f"{hardware.name}: {human_bytes(capacity)}"
-            origins[tier] = f"({has})" if given <= 1.01 * capacity else f"(MORE than it has, {has})"
-            hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
-        if given:
-            budgets[tier] = given
-    if settings.compute == "cpu":
-        budgets.pop(Tier.GPU, None)
-    compute = Tier.GPU if Tier.GPU in budgets else Tier.CPU
-    if settings.compute == "gpu" and compute is not Tier.GPU:
-        raise JobError("--compute gpu needs the size of a GPU: --gpu 24GiB, or a --machine that has one.")
-    if Tier.CPU not in budgets:
-        raise JobError(
-            "A plan needs host memory, where whatever moves stands in between: give --cpu 64GiB, or --machine for "
-            f"{MARGIN:.0%} of what a machine has."
-        )
-    local = settings.gpus
-    if compute is Tier.GPU and hardware is not None and hardware.has("num_gpus"):
-        num_gpus = int(hardware.get("num_gpus", needed_for="a plan for several GPUs"))
-        local = min(local, num_gpus)
-        if settings.gpus % local:
-            raise JobError(
-                f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
-                "for several machines."
-            )
-    return Machine(budgets, origins, hardware, compute, settings.gpus, local)
-
-
 # ---- the step --------------------------------------------------------------------------------------------------------
-
-
-def _target(machine: Machine) -> str:
-    return "cuda" if machine.compute is Tier.GPU else "cpu"
 
 
 def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
@@ -168,7 +101,7 @@ def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
         JobError, PlanMismatch: if the file is no trace of it.
     """
     if settings.trace is None:
-        return take_trace(settings.traced(target=_target(machine)))
+        return take_trace(settings.traced(target=machine.target))
     trace = document.load(settings.trace, "--trace", MemoryTrace.from_json)
     if not trace.moments:
         raise PlanMismatch(f"--trace {settings.trace} has no moments: trace a whole forward and backward")
@@ -183,7 +116,7 @@ def _checkpointed(settings: PlanSettings, machine: Machine) -> MemoryTrace | Non
     if settings.config is None or settings.trace is not None or settings.gradient_checkpointing:
         return None
     try:
-        return take_trace(replace(settings.traced(target=_target(machine)), gradient_checkpointing=True))
+        return take_trace(replace(settings.traced(target=machine.target), gradient_checkpointing=True))
     except JobError:
         return None
 
@@ -193,28 +126,10 @@ def _plan_of(
 ) -> tuple[gemini.Plan, None] | tuple[None, BudgetExceeded]:
     """The plan, or why there is none."""
     try:
-        with _stdout_closed_to_others():
+        with stdout_closed_to_others():
             return _make(settings, machine, trace), None
     except BudgetExceeded as e:
         return None, e
-
-
-@contextmanager
-def _stdout_closed_to_others() -> Iterator[None]:
-    """The solver inside scipy writes some lines straight to the process's standard output, whatever it is told."""
-    sys.stdout.flush()
-    try:
-        kept = os.dup(1)
-    except OSError:  # there is none
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemini.Plan:
@@ -274,7 +189,7 @@ def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTra
 
     def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
         if size not in traces:
-            traces[size] = take_trace(settings.traced(batch_size=size, target=_target(machine)))
+            traces[size] = take_trace(settings.traced(batch_size=size, target=machine.target))
         return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
 
     fits, fails = 0, len(sizes)  # the smallest is taken in any case
@@ -306,7 +221,7 @@ def _changes(
     if fits:
         return tuple(found)
     if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
-        one = take_trace(settings.traced(batch_size=1, target=_target(machine)))
+        one = take_trace(settings.traced(batch_size=1, target=machine.target))
         if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
             found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
     if settings.offload_activations == "no" and trace.checkpoint_bytes and machine.compute is Tier.GPU:
@@ -326,7 +241,7 @@ def _changes(
 def _with_tiles(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> list[str]:
     """What tiles of tokens would make of a step that does not fit."""
     try:
-        both = take_trace(replace(settings.traced(target=_target(machine)), tile_tokens="auto"))
+        both = take_trace(replace(settings.traced(target=machine.target), tile_tokens="auto"))
     except (JobError, GeminiError):
         return []
     tiled = both.tiled

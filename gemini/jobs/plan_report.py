@@ -103,6 +103,62 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class StageReport:
+    """One rank of a stage of a pipeline.
+
+    Attributes:
+        first_block, stop_block: its blocks, and the one after the last.
+        num_params: of this rank, in slices.
+        held: bytes of each tier.
+        seconds: of its step, without waiting for other stages.
+    """
+
+    first_block: int
+    stop_block: int
+    num_params: int
+    held: dict[str, int]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A mesh that was not the best one; ``compute_bytes``: of the computing tier, on the rank that has most."""
+
+    mesh: str
+    order: str
+    micro_batches: int
+    tokens_per_second: float
+    compute_bytes: int
+
+
+@dataclass(frozen=True)
+class MeshReport:
+    """A step over a mesh.
+
+    Attributes:
+        mesh: the sizes of its dims, in words; of one that does not fit, the first that was tried.
+        num_params: of the whole model.
+        order: in which stages take micro-batches: "1f1b", "bfs" (breadth first), or "" without stages.
+        stages: one rank of each; empty without stages.
+        bubble: seconds in which the slowest stage has nothing to compute.
+        sent: bytes that a rank sends in a step, by what for: inside its machine, and to others.
+        runners_up: of ``--parallel auto``, the quickest first.
+        chosen: whether the mesh was found by ``--parallel auto``.
+    """
+
+    mesh: str
+    ranks: int
+    num_params: int
+    order: str
+    micro_batches: int
+    stages: tuple[StageReport, ...] = ()
+    bubble: float = 0.0
+    sent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    runners_up: tuple[RunnerUp, ...] = ()
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The answer.
 
@@ -115,6 +171,8 @@ class PlanReport:
         streamed: those of them on the GPU whose states come from host memory and go back there.
         moved: bytes over each boundary in a step of one rank.
         changes: what to change, the cheapest first.
+        mesh: of a step over one: then all else but the batch, the tokens and the time of the step is of a rank of its
+            slowest stage.
     """
 
     model: str
@@ -143,6 +201,7 @@ class PlanReport:
     moved: dict[str, int] = field(default_factory=dict)
     step: StepReport | None = None
     changes: tuple[str, ...] = ()
+    mesh: MeshReport | None = None
 
     @property
     def fits(self) -> bool:

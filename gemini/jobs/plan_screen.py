@@ -26,6 +26,7 @@ _TRACKS = {
     "nvme write": "writing to NVMe",
     "all-gather": "gathering between ranks",
     "reduce-scatter": "reducing between ranks",
+    "exchange": "layers in slices and sequences in parts",
 }
 """What keeps a step as long as it is, in words."""
 
@@ -33,7 +34,10 @@ _TRACKS = {
 def screen(report: PlanReport, *, width: int = 80) -> list[str]:
     """The lines, none of them longer than ``width``."""
     found: list[str] = []
-    for part in (_head(report), _verdict(report), _homes(report), _facts(report), _changes(report)):
+    for part in (
+        _head(report), _verdict(report), _mesh(report), _homes(report), _facts(report), _runners_up(report),
+        _changes(report),
+    ):  # fmt: skip
         lines = [line for text in part for line in _fold(text, width)]
         found += ["", *lines] if lines and found else lines
     return found
@@ -55,20 +59,24 @@ def _line(label: str, text: str) -> str:
 
 
 def _head(report: PlanReport) -> Iterator[str]:
-    frozen = report.num_params - report.num_trained
+    frozen = report.num_params - report.num_trained if report.mesh is None else 0
     yield (
-        f"{report.model}, {human_count(report.num_params)} params"
+        f"{report.model}, {human_count(report.num_params if report.mesh is None else report.mesh.num_params)} params"
         f"{f', {human_count(frozen)} of them frozen' if frozen else ''}, {report.precision}"
     )
     shapes = sorted({"x".join(map(str, shape)) for shape in report.batch.values()})
+    ranks = report.ranks if report.mesh is None else report.mesh.ranks
+    micro_batches = report.accumulate if report.mesh is None else report.mesh.micro_batches
     parts = [
         f"{', '.join(shapes) or 'a batch'} tokens",
-        f"{report.accumulate} micro-batches" if report.accumulate > 1 else "",
+        f"{micro_batches} micro-batches" if micro_batches > 1 else "",
         "gradient checkpointing" if report.checkpointing else "",
         _tiles(report),
-        f"{report.ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}" if report.ranks > 1 else "",
+        f"{ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}" if ranks > 1 else "",
         f"gradients {report.gradients}" if report.gradients != "retain" else "",
-        f"{report.tokens:,} tokens a step" if report.accumulate * report.ranks > 1 else "",
+        f"{report.tokens:,} tokens a step"
+        if micro_batches * ranks > 1 and (report.fits or report.mesh is None)
+        else "",
     ]
     yield _line("step", "; ".join(filter(None, parts)))
     budgets = [f"{tier} {human_bytes(n)} {report.origins.get(tier, '')}".rstrip() for tier, n in report.budgets.items()]
@@ -97,6 +105,50 @@ def _verdict(report: PlanReport) -> Iterator[str]:
     if change:
         yield _line("cheapest change", _IN_PYTHON.sub(r"--nvme \1\2", change))
     yield _line("it needs", f"{human_bytes(sum(report.needs.values()))} for states and gradients: {needs}")
+
+
+_ORDERS = {"1f1b": "one forward, one backward", "bfs": "breadth first"}
+_STAGES_SHOWN = 8
+
+
+def _mesh(report: PlanReport) -> Iterator[str]:
+    """The ranks of a mesh: its stages, and what a rank sends."""
+    mesh = report.mesh
+    if mesh is None:
+        return
+    rank = "a GPU" if report.compute == "gpu" else "a rank"
+    yield _line("best mesh" if mesh.chosen else "mesh", mesh.mesh + (f"; {_ORDERS[mesh.order]}" if mesh.order else ""))
+    if mesh.stages:
+        tiers = "".join(f"{tier:>11}" for tier in mesh.stages[0].held)
+        yield f"{f'{rank} of stage':<15}{'blocks':>10}{'params':>9}{tiers}{'works':>9}"
+        half, number = _STAGES_SHOWN // 2, len(mesh.stages)
+        for at, stage in enumerate(mesh.stages, 1):
+            if number <= _STAGES_SHOWN or at <= half or at > number - half:
+                blocks, held = f"{stage.first_block}-{stage.stop_block - 1}", map(human_bytes, stage.held.values())
+                cells = "".join(f"{size:>11}" for size in held)
+                params, works = human_count(stage.num_params), human_seconds(stage.seconds)
+                yield f"  {at:<13}{blocks:>10}{params:>9}{cells}{works:>9}"
+            elif at == half + 1:
+                yield f"  ... {number - _STAGES_SHOWN} more ..."
+    if mesh.bubble and report.step is not None:
+        share = _percent(mesh.bubble, report.step.seconds)
+        yield _line("bubble", f"{human_seconds(mesh.bubble)} in which the slowest stage waits for others ({share})")
+    if mesh.sent:
+        yield f"{f'{rank} sends for':<32}{'in its machine':>16}{'to others':>16}"
+        for what, both in mesh.sent.items():
+            yield f"  {what:<30}" + "".join(f"{human_bytes(n) if n else '.':>16}" for n in both)
+
+
+def _runners_up(report: PlanReport) -> Iterator[str]:
+    """Other meshes that ``--parallel auto`` has tried."""
+    mesh = report.mesh
+    if mesh is None or not mesh.runners_up:
+        return
+    yield f"{'other meshes':<32}{'micro-batches':>14}{report.compute:>16}{'tokens/s':>14}"
+    for other in mesh.runners_up:
+        name = f"{other.mesh}{', ' + other.order if other.order else ''}"
+        rate = human_rate(other.tokens_per_second)
+        yield f"  {name:<30}{other.micro_batches:>14}{human_bytes(other.compute_bytes):>16}{rate:>14}"
 
 
 def _homes(report: PlanReport) -> Iterator[str]:
@@ -159,7 +211,8 @@ def _facts(report: PlanReport) -> Iterator[str]:
     waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
     if waited and waited[0][1] > 0.01 * step.seconds:
         yield _line("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
-    yield _line("offload is free", _free(report, step))
+    if report.mesh is None:
+        yield _line("offload is free", _free(report, step))
 
 
 def _bounds(step: StepReport) -> str:

@@ -34,6 +34,8 @@ class TraceSettings:
     gradient_checkpointing: bool = False
     tile_tokens: int | str | None = None
     attn_implementation: str | None = None
+    tensor_parallel: int = 1
+    context_parallel: int = 1
     target: str = "cuda"
 
     def check(self) -> None:
@@ -45,6 +47,8 @@ class TraceSettings:
         at_least(1, "--layers", self.layers)
         at_least(1, "--batch-size", self.batch_size)
         at_least(2, "--seq-len", self.seq_len)
+        at_least(1, "--tp", self.tensor_parallel)
+        at_least(1, "--cp", self.context_parallel)
         one_of(PRECISIONS, "--precision", self.precision)
         one_of(ATTENTIONS, "--attn-implementation", self.attn_implementation)
         one_of(TARGETS, "--target", self.target)
@@ -84,6 +88,10 @@ class PlanSettings:
     nvme: str | None = None
     machine: str | None = None
     gpus: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    parallel: str | None = None
     compute: str | None = None
     schedule: str = "overlapped"
 
@@ -108,6 +116,11 @@ class PlanSettings:
             raise JobError(f"--micro-batch must be auto, got {self.micro_batch!r}; --batch-size says how large it is.")
         at_least(1, "--accumulate", self.accumulate)
         at_least(1, "--gpus", self.gpus)
+        for dim in _DIMS:
+            at_least(1, f"--{dim}", getattr(self, dim))
+        one_of(("auto",), "--parallel", self.parallel)
+        if self.is_over_mesh:
+            self._check_mesh()
         one_of(GRADIENTS, "--gradients", self.gradients)
         one_of(tuple(RULES), "--optimizer", self.optimizer)
         one_of(STATES, "--states", self.states)
@@ -127,6 +140,28 @@ class PlanSettings:
             self.rule_in("bf16")
         if self.gradients == "transient" and self.precision == "fp16":
             raise JobError("--gradients transient updates inside backward, which does not go with --precision fp16.")
+
+    @property
+    def is_over_mesh(self) -> bool:
+        """Whether ranks share more than params."""
+        return self.parallel is not None or any(getattr(self, dim) > 1 for dim in _DIMS)
+
+    def _check_mesh(self) -> None:
+        asked = "--parallel auto" if self.parallel else f"--{next(dim for dim in _DIMS if getattr(self, dim) > 1)}"
+        if self.parallel and any(getattr(self, dim) > 1 for dim in _DIMS):
+            raise JobError("--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.")
+        if self.trace is not None:
+            raise JobError(
+                f"{asked} needs a step of one rank of a mesh, and --trace {self.trace} brings one of a whole model: "
+                "give the config in its place."
+            )
+        for name in ("micro_batch", "tile_tokens"):
+            if getattr(self, name) is not None:
+                raise JobError(f"{asked} with {option(name)}: leave one of the two out.")
+        if self.gradients == "transient" and (self.parallel or self.tp > 1 or self.pp > 1):
+            raise JobError(f"{asked} with --gradients transient: slices and stages keep gradients until the update.")
+        if self.precision == "fp16" and (self.parallel or self.pp > 1):
+            raise JobError(f"{asked} with --precision fp16: stages have no common loss scale. Use bf16.")
 
     def rule_in(self, precision: str, states: str | None = None) -> RuleSpec:
         """The planes of the update rule, with its states kept as was asked or as said.
@@ -179,6 +214,8 @@ class PlanSettings:
             target=target,
         )
 
+
+_DIMS = ("tp", "pp", "cp")
 
 _OF_THE_TRACE = (
     "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "attn_implementation", "micro_batch",

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -89,3 +93,21 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
         raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e
+
+
+@contextmanager
+def stdout_closed_to_others() -> Iterator[None]:
+    """The solver inside scipy writes some lines straight to the process's standard output, whatever it is told."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -55,6 +55,8 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
             model_class=model_class,
             tile_tokens=settings.tile_tokens,
+            tensor_parallel=settings.tensor_parallel,
+            context_parallel=settings.context_parallel,
         )
     except (GeminiError, JobError, MemoryError):
         raise

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from gemini.errors import BudgetExceeded
-from gemini.planning.costs import Efficiency
+from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import Grid, Group, MeshSizes, sent_in_ring
 from gemini.planning.plan import Plan
@@ -27,6 +27,7 @@ from gemini.planning.simulate import simulate
 from gemini.planning.stages import Blocks, balanced, breadth_first, in_flight, stage_trace
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
+from gemini.tiers import Tier
 
 ORDERS = ("1f1b", "bfs")
 """In which order stages take micro-batches: one forward, one backward; or breadth first."""
@@ -55,6 +56,7 @@ class MeshOutcome:
     """A step over a mesh.
 
     Attributes:
+        micro_batches: of a step, on each rank.
         order: of the micro-batches, one of ``ORDERS``; "" without stages.
         stages: one of each.
         tokens: of a step, on all ranks.
@@ -64,6 +66,7 @@ class MeshOutcome:
     """
 
     sizes: MeshSizes
+    micro_batches: int
     order: str
     stages: tuple[StageOutcome, ...]
     tokens: int
@@ -92,6 +95,7 @@ def play_mesh(
     order: str | None = None,
     schedule: str = "overlapped",
     efficiency: Efficiency | None = None,
+    ends: bool = False,
 ) -> MeshOutcome:
     """Plan and play a step over a mesh.
 
@@ -102,6 +106,7 @@ def play_mesh(
         width: of hidden states.
         per_machine: ranks on one machine.
         order: of the micro-batches; None for the quicker one of those that fit.
+        ends: play only the first and the last stage, which have what comes before and after the blocks.
 
     Raises:
         BudgetExceeded: if a stage does not fit, naming it.
@@ -113,7 +118,18 @@ def play_mesh(
     for each in orders:
         try:
             found.append(
-                _play(trace, hardware, Grid(sizes, per_machine), make, micro_batches, width, each, schedule, efficiency)
+                _play(
+                    trace,
+                    hardware,
+                    Grid(sizes, per_machine),
+                    make,
+                    micro_batches,
+                    width,
+                    each,
+                    schedule,
+                    efficiency,
+                    ends=ends,
+                )  # fmt: skip
             )
         except BudgetExceeded as e:
             refusal = refusal or e
@@ -123,14 +139,36 @@ def play_mesh(
     return min(found, key=lambda outcome: outcome.step_seconds)
 
 
+def least_seconds(
+    trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int,
+    efficiency: Efficiency | None = None,
+) -> float:  # fmt: skip
+    """What a step on a GPU takes at least: what computing and the exchanges inside of it take, stages alike, and the
+    bubble of the order with the smaller one.
+    """
+    costs = Costs(
+        hardware, efficiency or Efficiency(), compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
+        precision=trace.precision, local_ranks=min(per_machine, sizes.ranks),
+    )  # fmt: skip
+    grid, one = Grid(sizes, per_machine), 0.0
+    for moment in trace.moments:
+        one += costs.compute(moment, measured=False).seconds
+        one += costs.ring(grid.slices, moment.tp_bytes).seconds + costs.ring(grid.parts, moment.cp_bytes).seconds
+    stage = one / sizes.pp * micro_batches
+    return stage + (sizes.pp - 1) * stage / (micro_batches * LOOPS)
+
+
 def _play(
     trace: MemoryTrace, hardware: Hardware, grid: Grid, make: Callable[[MemoryTrace, int, str], Plan],
-    micro_batches: int, width: int, order: str, schedule: str, efficiency: Efficiency | None,
+    micro_batches: int, width: int, order: str, schedule: str, efficiency: Efficiency | None, *,
+    ends: bool,
 ) -> MeshOutcome:  # fmt: skip
     sizes = grid.sizes
     boundary = trace.tokens * width * compute_itemsize(trace.precision)
     stages: list[StageOutcome] = []
     for number, (start, stop, own) in enumerate(_stages(trace, sizes.pp, boundary)):
+        if ends and 0 < number < sizes.pp - 1:
+            continue
         if order == "1f1b":
             own = in_flight(own, min(micro_batches, sizes.pp - number))
         elif order == "bfs":
@@ -159,7 +197,7 @@ def _play(
         one = _seconds(hardware, efficiency or Efficiency(), {"": _to_neighbour(grid.stages, boundary)})
         bubble = (sizes.pp - 1) * (computing / (micro_batches * loops) + 2 * one)
     return MeshOutcome(
-        sizes, order, tuple(stages), trace.tokens * micro_batches * sizes.shards, bubble,
+        sizes, micro_batches, order, tuple(stages), trace.tokens * micro_batches * sizes.shards, bubble,
         max(slowest + bubble, links), {name: both for name, both in sent.items() if any(both)},
     )  # fmt: skip
 

@@ -35,8 +35,8 @@ from gemini.train.modules import token_tiles
 from gemini.train.modules.calls import iter_tensors
 from gemini.train.modules.compiled import compiled_part, mark_compiled
 from gemini.train.params.handle import handle_of
-from gemini.train.slices.slicing import imagine_slices
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
+from gemini.train.slices.slicing import imagine_slices
 
 
 def trace(

@@ -362,3 +362,84 @@ def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini
     for wrong in ("1", "some", "-3"):
         said = f"--tile-tokens must be auto or a number of tokens, 2 or more, got '{wrong}'"
         refused(gemini_command(*asked, "--tile-tokens", wrong), said)
+
+
+# ---- over a mesh -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config of four blocks."""
+    body = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(body))
+    return path
+
+
+MESH = ("--machine", "dgx-a100", "--gpus", "16")
+
+
+def test_a_mesh_says_its_stages_and_what_a_gpu_sends(gemini_command: Gemini, config: Path) -> None:
+    result = gemini_command("plan", config, *MESH, "--tp", "2", "--pp", "4", "--cp", "2", "--accumulate", "8")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert all(len(line) <= 80 for line in result.stdout.splitlines()), result.stdout
+    assert re.search(r"^mesh +pp 4 x cp 2 x tp 2; (breadth first|one forward, one backward)$", result.stdout, re.M)
+    assert re.search(r"^  4 +3-3 ", result.stdout, re.M)
+    assert "1x128 tokens; 8 micro-batches; 16 GPUs" in result.stdout and "1,024 tokens a step" in result.stdout
+    for words in ("slices of layers", "parts of sequences", "hidden states", "bubble", "for other stages"):
+        assert words in result.stdout
+    told = json.loads(gemini_command("plan", config, *MESH, "--tp", "8", "--json").stdout)
+    assert told["mesh"]["mesh"] == "dp 2 x tp 8" and told["mesh"]["stages"] == []
+    inside, between = told["mesh"]["sent"]["slices of layers"]
+    assert inside > 0 and between == 0 and told["mesh"]["sent"]["weights and gradients"][1] > 0
+    assert told["tokens"] == 2 * 128
+
+
+def test_auto_finds_a_mesh_as_good_as_any_that_is_asked_for(gemini_command: Gemini, config: Path) -> None:
+    asked = (config, "--machine", "dgx-a100", "--gpus", "4", "--json")
+    best = json.loads(gemini_command("plan", *asked, "--parallel", "auto").stdout)
+    assert best["mesh"]["chosen"] and len(best["mesh"]["runners_up"]) == 4
+    rates = [other["tokens_per_second"] for other in best["mesh"]["runners_up"]]
+    assert best["step"]["tokens_per_second"] >= max(rates) and rates == sorted(rates, reverse=True)
+    for options in (("--tp", "2"), ("--pp", "2", "--accumulate", "2"), ("--cp", "2", "--accumulate", "2")):
+        one = json.loads(gemini_command("plan", *asked, *options).stdout)
+        assert best["step"]["tokens_per_second"] >= one["step"]["tokens_per_second"], options
+
+
+def test_a_mesh_that_does_not_fit(gemini_command: Gemini, config: Path) -> None:
+    result = gemini_command(
+        "plan", config, *MESH, "--pp", "2", "--accumulate", "8", "--gpu", "1MiB", "--cpu", "1MiB", "--nvme", "1MiB"
+    )
+    assert result.exit_code == 2
+    assert "DOES NOT FIT" in result.stdout and "mesh             pp 2 x dp 8" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--tp", "3"), "--gpus 16 with --tp 3, which are 3 GPUs together: a multiple of 3."),
+        (("--pp", "2"), "--pp 2 with --accumulate 1: a pipeline takes a micro-batch for each of its stages at least"),
+        (("--tp", "0"), "--tp must be at least 1"),
+        (("--parallel", "best"), "--parallel must be one of auto"),
+        (("--parallel", "auto", "--tp", "2"), "--parallel auto chooses the mesh: leave --tp, --pp and --cp out"),
+        (("--tp", "2", "--gradients", "transient"), "--tp with --gradients transient"),
+        (("--pp", "2", "--precision", "fp16"), "--pp with --precision fp16"),
+        (("--tp", "2", "--tile-tokens", "16"), "--tp with --tile-tokens: leave one of the two out"),
+        (("--tp", "2", "--out", "plan.json"), "--out plan.json is for the plan of one model"),
+        (("--tp", "16",), "tensor parallel over 16 ranks: the model has num_attention_heads=8"),
+        (("--pp", "8", "--accumulate", "8"), "8 stages of LlamaForCausalLM, which has 4 blocks"),
+    ],
+)  # fmt: skip
+def test_meshes_that_are_refused(gemini_command: Gemini, config: Path, options: tuple[str, ...], words: str) -> None:
+    result = gemini_command("plan", config, *MESH, *options)
+    refused(result, words)
+
+
+def test_a_mesh_needs_a_config_and_a_machine(gemini_command: Gemini, config: Path, traced: Path) -> None:
+    refused(gemini_command("plan", "--trace", traced, *MESH, "--tp", "2"), "--tp needs a step of one rank of a mesh")
+    result = gemini_command("plan", config, "--gpus", "2", "--tp", "2", *SIZES)
+    refused(result, "A plan over a mesh needs the speeds of a machine and of its wires")
