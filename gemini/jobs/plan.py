@@ -130,6 +130,8 @@ def _plan_of(
             return _make(settings, machine, trace), None
     except BudgetExceeded as e:
         return None, e
+    except ValueError as e:
+        raise JobError(f"--optimizer {settings.optimizer} with --gpus {settings.gpus}: {e}.") from e
 
 
 def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemini.Plan:

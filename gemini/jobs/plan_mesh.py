@@ -32,6 +32,9 @@ MOST_PLAYED = 8
 """Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
 
 
+_WHOLE = "which looks at whole params, and slices leave a part of each on a rank"
+
+
 class Candidate(NamedTuple):
     """A mesh, the micro-batches of a step on it, and no more seconds than a step can take."""
 
@@ -68,7 +71,8 @@ class _OverMesh:
 
         assert settings.config is not None
         self._settings, self._machine, self._hardware = settings, machine, hardware
-        self._config = find_config(settings.config, settings.layers).config.get_text_config()
+        config = find_config(settings.config, settings.layers).config
+        self._config, self._in_two = config.get_text_config(), bool(getattr(config, "is_encoder_decoder", False))
         self._traces: dict[tuple[int, int], MemoryTrace] = {}
         self._whole = params_of(settings.config, settings.layers, settings.precision or "bf16")
         self._refused = ""
@@ -87,6 +91,14 @@ class _OverMesh:
                 f"--pp {sizes.pp} with --accumulate {settings.accumulate}: a pipeline takes a micro-batch for each of "
                 f"its stages at least, --accumulate {sizes.pp}."
             )
+        if sizes.pp > 1 and self._in_two:
+            raise JobError(
+                f"--pp {sizes.pp}: this model is an encoder-decoder, whose decoder reads in every block what the encoder "
+                "gives, which a pipeline does not hand on. Use --tp, or data parallel alone."
+            )
+        rule = settings.rule_in(settings.precision or "bf16")
+        if sizes.tp > 1 and rule.whole:
+            raise JobError(f"--tp {sizes.tp} with --optimizer {settings.optimizer}, {_WHOLE}.")
         try:
             return [self._play(sizes, settings.accumulate)], None
         except BudgetExceeded as e:
@@ -104,6 +116,7 @@ class _OverMesh:
             raise JobError(f"--parallel auto: no mesh of {self._settings.gpus} GPUs goes with this model.")
         found: list[MeshOutcome] = []
         refusal: BudgetExceeded | None = None
+        unsuited: ValueError | None = None
         for candidate in candidates:
             is_known = len(found) > RUNNERS_UP and candidate.least > found[RUNNERS_UP].step_seconds
             if is_known or len(found) == MOST_PLAYED:
@@ -113,6 +126,10 @@ class _OverMesh:
                 found.sort(key=lambda outcome: outcome.step_seconds)
             except BudgetExceeded as e:
                 refusal, self._refused = refusal or e, self._refused or str(candidate.sizes)
+            except ValueError as e:
+                unsuited = e
+        if unsuited is not None and not found and refusal is None:
+            raise JobError(f"--parallel auto: {unsuited}.") from unsuited
         if found and found[0].sizes.pp > 2:
             found[0] = self._play(found[0].sizes, found[0].micro_batches)
         return found, None if found else refusal
@@ -122,13 +139,15 @@ class _OverMesh:
         that all GPUs would take without slices, parts and stages.
         """
         gpus, machine = self._settings.gpus, self._machine
-        for tp in _powers(min(gpus, machine.sharing)):
+        whole = self._settings.rule_in(self._settings.precision or "bf16").whole
+        for tp in _powers(1 if whole else min(gpus, machine.sharing)):
             for cp in _powers(gpus // tp):
                 try:
                     trace = self._trace(tp, cp)
                 except (JobError, GeminiError, ValueError):
                     continue  # heads or lengths that do not divide, attention that has no parts
-                for pp in _powers(min(gpus // (tp * cp), getattr(self._config, "num_hidden_layers", 1))):
+                most = 1 if self._in_two else getattr(self._config, "num_hidden_layers", 1)
+                for pp in _powers(min(gpus // (tp * cp), most)):
                     if gpus % (tp * cp * pp):
                         continue
                     sizes = MeshSizes(pp, gpus // (tp * cp * pp), cp, tp)

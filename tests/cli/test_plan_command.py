@@ -431,12 +431,31 @@ def test_a_mesh_that_does_not_fit(gemini_command: Gemini, config: Path) -> None:
         (("--tp", "2", "--tile-tokens", "16"), "--tp with --tile-tokens: leave one of the two out"),
         (("--tp", "2", "--out", "plan.json"), "--out plan.json is for the plan of one model"),
         (("--tp", "16",), "tensor parallel over 16 ranks: the model has num_attention_heads=8"),
+        (("--tp", "2", "--optimizer", "muon"), "--tp 2 with --optimizer muon, which looks at whole params"),
+        (("--cp", "2", "--optimizer", "muon"), "--cp 2: the rule 'Muon' updates whole params"),
+        (("--parallel", "auto", "--optimizer", "muon", "--pp", "1"), "--parallel auto: the rule 'Muon' updates"),
+        (("--optimizer", "muon"), "--optimizer muon with --gpus 16: the rule 'Muon' updates whole params"),
         (("--pp", "8", "--accumulate", "8"), "8 stages of LlamaForCausalLM, which has 4 blocks"),
     ],
 )  # fmt: skip
 def test_meshes_that_are_refused(gemini_command: Gemini, config: Path, options: tuple[str, ...], words: str) -> None:
     result = gemini_command("plan", config, *MESH, *options)
     refused(result, words)
+
+
+def test_an_encoder_decoder_has_no_stages(gemini_command: Gemini, tmp_path: Path) -> None:
+    body = {
+        "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_model": 64, "d_ff": 128,
+        "num_layers": 4, "num_heads": 4, "d_kv": 16, "vocab_size": 256, "decoder_start_token_id": 0, "n_positions": 64,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(body))
+    refused(
+        gemini_command("plan", path, *MESH, "--pp", "2", "--accumulate", "2"), "--pp 2: this model is an encoder-dec"
+    )
+    assert gemini_command("plan", path, *MESH, "--tp", "2").exit_code == 0
+    best = json.loads(gemini_command("plan", path, *MESH, "--parallel", "auto", "--json").stdout)
+    assert "pp" not in best["mesh"]["mesh"] and not any("pp" in other["mesh"] for other in best["mesh"]["runners_up"])
 
 
 def test_a_mesh_needs_a_config_and_a_machine(gemini_command: Gemini, config: Path, traced: Path) -> None:
