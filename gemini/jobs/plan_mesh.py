@@ -93,8 +93,8 @@ class _OverMesh:
             )
         if sizes.pp > 1 and self._in_two:
             raise JobError(
-                f"--pp {sizes.pp}: this model is an encoder-decoder, whose decoder reads in every block what the encoder "
-                "gives, which a pipeline does not hand on. Use --tp, or data parallel alone."
+                f"--pp {sizes.pp}: this model is an encoder-decoder, whose decoder reads in every block what the "
+                "encoder gives, which a pipeline does not hand on. Use --tp, or data parallel alone."
             )
         rule = settings.rule_in(settings.precision or "bf16")
         if sizes.tp > 1 and rule.whole:

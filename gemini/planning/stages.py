@@ -73,7 +73,7 @@ class Blocks:
 
     def of_moments(self) -> list[int]:
         """For each moment the block that it belongs to: -1 for what comes before the first, ``number`` for what comes
-        after the last. What runs between two blocks belongs to the one that ran last.
+        after the last. What runs between two blocks, and in backward after the first, belongs to the one that ran last.
         """
         found: list[int] = []
         now, phase = -1, Phase.FORWARD
@@ -86,8 +86,6 @@ class Blocks:
                 now = block
             elif phase is Phase.FORWARD and now == self.number - 1:
                 now = self.number
-            elif phase is Phase.BACKWARD and now == 0:
-                now = -1
             found.append(now)
         return found
 
