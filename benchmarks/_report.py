@@ -34,7 +34,8 @@ def processor() -> str:
             model = next((line.split(":")[1] for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    words = [word for word in model.lower().split() if word.isalpha() and word not in ("amd", "intel", "processor")]
+    names = model.lower().replace("(r)", "").split()
+    words = [word for word in names if word.isalpha() and word not in ("amd", "intel", "processor")]
     return f"{words[0] if words else platform.machine()}-{len(os.sched_getaffinity(0))}-cores"
 
 

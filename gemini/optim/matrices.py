@@ -120,7 +120,7 @@ def orthogonalized(matrix: Tensor, steps: int, eps: float) -> Tensor:
 
 class AdaLomoScalars(NamedTuple):
     lr: float
-    decay: float
+    weight_decay: float
     beta: float
     eps: float
     least: float
@@ -131,8 +131,8 @@ class AdaLomoScalars(NamedTuple):
 @dataclass(frozen=True)
 class AdaLomoRule(UpdateRule):
     """AdaLomo (Lv et al., 2023, arXiv:2310.10195): the second moment in factors as Adafactor has it (Shazeer and Stern,
-    2018, arXiv:1804.04235), no momentum, each step as long as the param at most times lr. 4 bytes per param, and a
-    value for each row and column of a matrix.
+    2018, arXiv:1804.04235), no momentum, each step as long as the param at most times lr, by which weight decay
+    is multiplied too, as in its authors' code. 4 bytes per param, and a value for each row and column of a matrix.
     """
 
     spec = RuleSpec(
@@ -160,7 +160,7 @@ class AdaLomoRule(UpdateRule):
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdaLomoScalars:
         lr, (eps, least) = float(group["lr"]), map(float, group["eps"])
         beta, clip = 1.0 - step ** float(group["decay_rate"]), float(group["clip_threshold"])
-        return AdaLomoScalars(lr, 1.0 - lr * float(group["weight_decay"]), beta, eps, least, clip, grad_scale)
+        return AdaLomoScalars(lr, float(group["weight_decay"]), beta, eps, least, clip, grad_scale)
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -177,8 +177,8 @@ class AdaLomoRule(UpdateRule):
             columns = states["col_var"].mul_(s.beta).add_(squares.mean(-2, keepdim=True), alpha=1 - s.beta)
             step = g.div_((rows / rows.mean(-2, keepdim=True)).sqrt_()).div_(columns.sqrt())
         step.div_(max(1.0, _rms(step) / s.clip))
-        length = max(s.least, _rms(master))
-        master.mul_(s.decay).view(shape).sub_(step, alpha=s.lr * length)
+        lr = s.lr * max(s.least, _rms(master))
+        master.mul_(1.0 - lr * s.weight_decay).view(shape).sub_(step, alpha=lr)
 
 
 def _rms(x: Tensor) -> float:

@@ -107,7 +107,7 @@ class AdaLomo(HybridOptimizer):
         decay_rate: the average of squares has the factor 1 - t**decay_rate at step t.
         eps: added to squares, and the least length of a param that counts.
         clip_threshold: the root mean square of a step before lr, at most.
-        weight_decay: decoupled decay.
+        weight_decay: decoupled decay, of the length of the param as its step is.
         step_in_backward: as of :class:`gemini.HybridOptimizer`.
     """
 

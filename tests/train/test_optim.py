@@ -137,7 +137,8 @@ def test_adalomo_is_the_papers(shape: tuple[int, ...]) -> None:
             second = rows * columns / rows.sum(-2, keepdim=True)
         u = g / second.sqrt()
         u = u / max(1, (u**2).mean().sqrt().item())
-        w = w * (1 - lr * decay) - lr * max(1e-3, (w**2).mean().sqrt().item()) * u
+        own = lr * max(1e-3, (w**2).mean().sqrt().item())
+        w = w * (1 - own * decay) - own * u  # decay is not the paper's but its authors' code's
         if len(shape) == 1:
             continue
         second = torch.zeros((), dtype=torch.float64)
