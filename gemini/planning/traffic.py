@@ -92,10 +92,22 @@ def update_traffic(problem: Problem, homes: Homes, index: int, *, streamed: bool
     for kind, num_bytes in problem.plane_bytes(index).items():
         if kind == GRAD_ERROR:
             continue
-        moved.update(_move(homes[kind], where, num_bytes))
+        source = problem.compute if kind == WEIGHTS and _reads_window(problem, homes, index, where) else homes[kind]
+        moved.update(_move(source, where, num_bytes))
         if kind != GRAD:
             moved.update(_move(where, homes[kind], num_bytes))
     return moved
+
+
+def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bool:
+    """Whether an update takes the weights from where they are gathered: it begins inside backward (gradients are not
+    kept), spares the drive, and finds them whole and as wide as at home.
+    """
+    chunk, wide = problem.layout.chunks[index], problem.plane_bytes(index)[WEIGHTS]
+    return (
+        problem.gradients == "transient" and homes[WEIGHTS] is Tier.NVME and where is Tier.CPU
+        and problem.layout.ranks == 1 and wide == chunk.numel * compute_itemsize(problem.precision)
+    )  # fmt: skip
 
 
 def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:

@@ -16,10 +16,13 @@ LEGAL_USE = {
     (Use.FETCHING, UseChange.FAIL): Use.FREE,
     (Use.HOLD, UseChange.ACQUIRE): Use.COMPUTE,
     (Use.HOLD, UseChange.GRADS): Use.GRAD_READY,
+    (Use.HOLD, UseChange.UPDATE): Use.UPDATING,
     (Use.HOLD, UseChange.EVICT): Use.FREE,
     (Use.COMPUTE, UseChange.RELEASE): Use.HOLD,
     (Use.GRAD_READY, UseChange.ACQUIRE): Use.COMPUTE,
+    (Use.GRAD_READY, UseChange.UPDATE): Use.UPDATING,
     (Use.GRAD_READY, UseChange.EVICT): Use.FREE,
+    (Use.UPDATING, UseChange.EVICT): Use.FREE,
 }
 
 

@@ -22,6 +22,8 @@ class Use(Enum):
     COMPUTE: a module reads them in forward or backward; their memory may not be taken.
     GRAD_READY: gathered, and every gradient of the chunk has arrived, so that this step reads them no more: first to
         go.
+    UPDATING: an update reads the old weights out of the gathered ones, in place of their home; nobody else reads them,
+        and their memory goes when it is over.
     """
 
     FREE = "free"
@@ -29,6 +31,7 @@ class Use(Enum):
     HOLD = "hold"
     COMPUTE = "compute"
     GRAD_READY = "grad_ready"
+    UPDATING = "updating"
 
 
 class UseChange(Enum):
@@ -40,6 +43,7 @@ class UseChange(Enum):
     ACQUIRE = "acquire"
     RELEASE = "release"
     GRADS = "grads"
+    UPDATE = "update"
     EVICT = "evict"
 
 
@@ -51,8 +55,11 @@ USE_TABLE: dict[tuple[Use, UseChange], Use] = {
     (Use.GRAD_READY, UseChange.ACQUIRE): Use.COMPUTE,
     (Use.COMPUTE, UseChange.RELEASE): Use.HOLD,
     (Use.HOLD, UseChange.GRADS): Use.GRAD_READY,
+    (Use.HOLD, UseChange.UPDATE): Use.UPDATING,
+    (Use.GRAD_READY, UseChange.UPDATE): Use.UPDATING,
     (Use.HOLD, UseChange.EVICT): Use.FREE,
     (Use.GRAD_READY, UseChange.EVICT): Use.FREE,
+    (Use.UPDATING, UseChange.EVICT): Use.FREE,
 }
 
 

@@ -11,6 +11,7 @@ needed sooner.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -62,6 +63,8 @@ class Manager:
         )  # fmt: skip
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
+        self._updating: dict[int, Chunk] = {}
+        """Chunks whose window an update reads, in the order in which they were handed over."""
         self.connect()
 
     def connect(
@@ -96,7 +99,8 @@ class Manager:
             follow: called when a chunk was acquired.
         """
         self._on_evict, self._explain_more, self._await_update, self._is_lent = on_evict, explain, await_update, is_lent
-        self.room.connect(is_lent=is_lent, relieve=relieve, unpin=unpin, leave=leave)
+        self._update_of = update_of
+        self.room.connect(is_lent=is_lent, relieve=relieve, unpin=unpin, leave=leave, await_reader=self._await_reader)
         self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
         self._in_order = upcoming is not None
         self.fetches.connect(gather, update_of, await_update, in_order=self._in_order)
@@ -109,6 +113,9 @@ class Manager:
             StorageError: if the weights could not be read; nothing has changed.
         """
         try:
+            if chunk.use is Use.UPDATING:
+                self._await_update(chunk)
+                self.end_update(chunk)
             if chunk.use is Use.FREE:
                 self._fetch(chunk)
             elif chunk.use is Use.FETCHING:
@@ -149,7 +156,12 @@ class Manager:
         if chunk.pins == 0:
             self.foresight.released(chunk.spec.index)
             chunk.step(UseChange.RELEASE)
-            if chunk.stale:
+            if chunk.spec.index in self._updating and not self._is_lent(chunk):
+                chunk.step(UseChange.UPDATE)
+            elif chunk.stale:
+                if chunk.spec.index in self._updating:
+                    self._await_update(chunk)
+                    self.end_update(chunk)
                 self.drop([chunk])
             elif chunk.grads_complete:
                 chunk.step(UseChange.GRADS)
@@ -167,7 +179,7 @@ class Manager:
         Those that are lent get their new content with :meth:`refresh_lent`.
         """
         for chunk in chunks:
-            if chunk.resident or chunk.use is Use.FREE:
+            if chunk.resident or chunk.use in (Use.FREE, Use.UPDATING):
                 continue
             if chunk.use is Use.FETCHING:
                 self._call_back(chunk)
@@ -177,6 +189,46 @@ class Manager:
                 self._overtaken[chunk.spec.index] = chunk
             else:
                 self._evict(chunk)
+
+    # ---- updates that read windows ------------------------------------------------------------------------------
+
+    def is_current(self, chunk: Chunk) -> bool:
+        """Whether the window holds what the home does, for nobody but the program's own calls."""
+        there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
+        return chunk.window is not None and there and not (chunk.stale or self._is_lent(chunk))
+
+    def begin_update(self, chunk: Chunk) -> None:
+        """An update of a chunk that :meth:`is_current` reads the weights in its window: nobody reads them after who
+        does not now, and the window stays until ``update_of(chunk)`` is over, or :meth:`end_update`.
+        """
+        self._updating[chunk.spec.index] = chunk
+        if chunk.use is Use.COMPUTE:
+            chunk.stale = True
+        else:
+            chunk.step(UseChange.UPDATE)
+
+    def end_update(self, chunk: Chunk) -> None:
+        """The update reads nothing any more."""
+        if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
+            self._evict(chunk)
+
+    def _end_updates(self) -> None:
+        """Take the windows of updates that are over."""
+        for chunk in list(self._updating.values()):
+            update = self._update_of(chunk)
+            if update is None or update.is_complete():
+                self.end_update(chunk)
+
+    def _await_reader(self) -> bool:
+        """Wait for an update that reads a window; False if there is none."""
+        if not self._updating:
+            return False
+        chunk = next(iter(self._updating.values()))
+        try:
+            self._await_update(chunk)
+        finally:
+            self.end_update(chunk)
+        return True
 
     def refresh_lent(self) -> None:
         """Fetch anew what an update has overtaken and others still look at: they see the new weights, as in torch."""
@@ -204,6 +256,7 @@ class Manager:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
         if self.fetches.worker is None:
             return
+        self._end_updates()
         for moment, index in self._upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
@@ -275,6 +328,9 @@ class Manager:
         Copies are clean, so nothing is lost but the time to gather them again. Those that are lent keep their memory.
         """
         kept = [c for c in self.chunks if c.window is not None and c.gathered and self._is_lent(c)]
+        while self._updating:
+            with contextlib.suppress(Exception):  # told when the update is waited for
+                self._await_reader()
         for chunk in self.chunks:
             self.fetches.start_over(chunk)
             chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
@@ -296,6 +352,7 @@ class Manager:
         self.room.check_invariants()
         for chunk in self.chunks:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
+            assert chunk.use is not Use.UPDATING or chunk.spec.index in self._updating, chunk.name
             assert chunk.gathered or not chunk.resident, chunk.name
             ahead = chunk.spec.index in self.fetches.ahead
             assert (chunk.use is Use.FETCHING) == (chunk.arriving is not None) == ahead

@@ -63,9 +63,13 @@ class Room:
         relieve: Callable[[], bool] = lambda: False,
         unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
+        await_reader: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Who is asked: see :meth:`gemini.memory.movement.manager.Manager.connect`."""
+        """Who is asked: see :meth:`gemini.memory.movement.manager.Manager.connect`. ``await_reader``: waits for an
+        update that reads a window, which goes then; False if there is none.
+        """
         self.is_lent, self.relieve, self._unpin, self._leave = is_lent, relieve, unpin, leave
+        self._await_reader = await_reader
 
     def populate(self, window: Window, holder: str, *, what: str) -> None:
         """Put memory behind a window, for ``holder``; others give way to it.
@@ -153,7 +157,7 @@ class Room:
         """Take so many bytes from windows for good; False if some are read. All of them go: their memory is one piece,
         and a shorter one is got in its place.
         """
-        while self._call_back() or self._unpin():
+        while self._await_reader() or self._call_back() or self._unpin():
             pass
         evictable = self._evictable()
         has = self._pool + sum(candidate.num_bytes for candidate in evictable)
@@ -171,7 +175,7 @@ class Room:
         """
         evictable = self._evictable()
         victims = self._policy.choose([c for c in evictable if not c.kept], missing)
-        if victims is None and relieve():
+        if victims is None and (self._await_reader() or relieve()):
             return True
         victims = victims or self._policy.choose(evictable, missing)
         for index in victims or ():
@@ -222,7 +226,7 @@ class Room:
             if victims:
                 for index in victims:
                     self._evict(self.chunks[index])
-            elif not (self._call_back() or self.relieve() or self._unpin()):
+            elif not (self._await_reader() or self._call_back() or self.relieve() or self._unpin()):
                 what = "the room for activations, which windows had for a while,"
                 raise BudgetExceeded(self._explain(excess, what, excess))
 

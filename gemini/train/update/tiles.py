@@ -71,6 +71,8 @@ class ChunkUpdate(NamedTuple):
     path: Path
     in_place: TilesInPlace | None = None
     """Its tiles, if they were cut before."""
+    window: torch.Tensor | None = None
+    """The weights as they are, where they are gathered: read there and not from their home."""
 
     @property
     def landed(self) -> bool:
@@ -117,6 +119,7 @@ class Tile:
         self.factor: torch.Tensor | None = None
         """On the device: what gradients are multiplied by there, in place of the scalars' own."""
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
+        self._window = update.window
         self._is_whole = update.rule.spec.whole
         self._spans = spans
         self._first, self._last = first, last
@@ -132,7 +135,7 @@ class Tile:
             view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
                 view = self._area(kind, plane)
-                self._events.append(self._mover.begin_load(plane, self._first, self._last, view, *self._label))
+                self._events.append(self._begin_bringing(kind, plane, view))
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(self._spans[0]).dtype
@@ -141,9 +144,19 @@ class Tile:
             for span in self._spans:
                 into = inbound[span.start - self._first : span.stop - self._first]
                 behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
-                part = self._grad_of(span)
-                copy = partial(self._mover.device.copy, into, part, "evict", behind_computing=behind)
-                self._events.append(self._mover.under_way(Tier.GPU, Tier.CPU, into.nbytes, copy, *self._label))
+                self._events.append(self._begin_copy(into, self._grad_of(span), behind_computing=behind))
+
+    def _begin_bringing(self, kind: PlaneKind, plane: Plane, into: torch.Tensor) -> Event:
+        if kind == WEIGHTS and self._window is not None:
+            # A copy, though the window is in host memory: a call that computes still may read the old weights there.
+            return self._begin_copy(into, self._window[self._first : self._last], behind_computing=False)
+        return self._mover.begin_load(plane, self._first, self._last, into, *self._label)
+
+    def _begin_copy(self, into: torch.Tensor, source: torch.Tensor, *, behind_computing: bool) -> Event:
+        """Start to copy what the computing device has."""
+        device = self._mover.device
+        copy = partial(device.copy, into, source, "evict", behind_computing=behind_computing)
+        return self._mover.under_way(device.tier, Tier.CPU, into.nbytes, copy, *self._label)
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""

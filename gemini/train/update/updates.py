@@ -20,6 +20,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
+from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import note_writes
@@ -122,6 +123,7 @@ class Updates:
                 if worker.cancel(job) or job.worker is None:
                     self.pending.pop(job.chunk.spec.index, None)
                     job.finish(e)
+                    self._manager.end_update(job.chunk)
             raise
 
     def _update_now(self, update: ChunkUpdate, stop: torch.Tensor | None, factor: torch.Tensor | None = None) -> None:
@@ -226,6 +228,7 @@ class Updates:
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
         worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
+        update = update._replace(window=self._window_of(update))
         behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
@@ -238,11 +241,23 @@ class Updates:
             ledger.release(tier, num_bytes, HOLDER)
 
         job = self._job(update, release if behind and num_bytes else None)
-        self._manager.drop([chunk])
+        if update.window is None:
+            self._manager.drop([chunk])
+        else:
+            self._manager.begin_update(chunk)
         self._guards.withdraw(chunk)
         self._put(worker, [job])
         if not behind:
             self.wait(chunk)
+
+    def _window_of(self, update: ChunkUpdate) -> torch.Tensor | None:
+        """The gathered weights, where they spare the update a drive. A window of other ranks' parts too is left alone:
+        it may go before the sums of gradients have come.
+        """
+        chunk, weights = update.chunk, update.chunk.weights
+        spares = update.path is Path.STAGED and weights.tier is Tier.NVME and self._manager.is_current(chunk)
+        whole = (chunk.flat.dtype, chunk.flat.numel()) == (weights.dtype, weights.numel)
+        return chunk.flat if spares and whole else None
 
     def complete_all(self) -> None:
         """The backward is over: chunks of which some params had no gradient."""
@@ -299,6 +314,7 @@ class Updates:
         for job in self.pending.values():
             with contextlib.suppress(Exception):
                 job.wait()
+            self._manager.end_update(job.chunk)
         self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
@@ -320,6 +336,7 @@ class Updates:
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
         self.pending.pop(index, None)
+        self._manager.end_update(job.chunk)
         if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
