@@ -53,6 +53,10 @@ _TileTokens = Annotated[
         rich_help_panel=_STEP,
     ),
 ]
+_Lora = Annotated[
+    int | None,
+    typer.Option(help="Train a LoRA of this rank on all linear layers; all else is frozen.", rich_help_panel=_STEP),
+]
 _Attention = Annotated[
     str | None,
     typer.Option(
@@ -99,6 +103,7 @@ def trace(
     ] = _T.precision,
     gradient_checkpointing: _Checkpointing = False,
     tile_tokens: _TileTokens = None,
+    lora: _Lora = None,
     attn_implementation: _Attention = None,
     tp: Annotated[int, typer.Option(help="Slices of layers, of which this is one.", rich_help_panel=_STEP)] = 1,
     cp: Annotated[int, typer.Option(help="Parts of sequences, of which this is one.", rich_help_panel=_STEP)] = 1,
@@ -120,6 +125,7 @@ def trace(
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
         tile_tokens=as_tiles(tile_tokens),
+        lora=lora,
         attn_implementation=attn_implementation,
         tensor_parallel=tp,
         context_parallel=cp,
@@ -181,6 +187,7 @@ def plan(
     ] = _P.states,
     gradient_checkpointing: _Checkpointing = False,
     tile_tokens: _TileTokens = None,
+    lora: _Lora = None,
     offload_activations: Annotated[
         str,
         typer.Option(
@@ -238,6 +245,15 @@ def plan(
         ),
     ] = None,
     schedule: _Schedule = _P.schedule,
+    alternatives: Annotated[
+        bool,
+        typer.Option(
+            "--alternatives",
+            help="A table of what else the machine could do with the step: checkpointing, tiles, transient gradients, "
+            "compact states, a LoRA, twice the GPUs. Each is planned as the step is.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
     json: _Json = False,
     out: Annotated[
         Path | None,
@@ -258,6 +274,7 @@ def plan(
         precision=precision,
         gradient_checkpointing=gradient_checkpointing,
         tile_tokens=as_tiles(tile_tokens),
+        lora=lora,
         attn_implementation=attn_implementation,
         accumulate=accumulate,
         micro_batch=micro_batch,
@@ -280,7 +297,9 @@ def plan(
     settings.check()
     from gemini.jobs.plan import plan as job
 
-    return job(settings, Console(), as_json=json, out=out, pictures=tuple(picture or ()))
+    return job(
+        settings, Console(), as_json=json, out=out, pictures=tuple(picture or ()), with_alternatives=alternatives
+    )
 
 
 @app.command()

@@ -95,12 +95,23 @@ def lora_of(rank: int, source: ModelSource) -> Callable[[Any], Any]:
     """
     if source.weights is None:
         raise JobError(f"--lora {rank} adapts trained weights, and {source.label} has none: give a model folder.")
+    lora = lora_config(rank)
+    import peft
+
+    return lambda model: peft.get_peft_model(model, lora)
+
+
+def lora_config(rank: int) -> Any:
+    """A LoRA of ``rank`` on all linear layers of a model.
+
+    Raises:
+        JobError: without peft.
+    """
     try:
         import peft
     except ImportError as e:
         raise JobError(f"--lora {rank} needs peft, an optional package ({e}): pip install 'peft>=0.17'") from e
-    lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return lambda model: peft.get_peft_model(model, lora)
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def outline_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -13,6 +14,7 @@ from rich.console import Console
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.plan_alternatives import Alternative, alternatives
 from gemini.jobs.plan_machine import Machine, machine_of
 from gemini.jobs.plan_mesh import plan_over_mesh
 from gemini.jobs.plan_report import Question, report_of
@@ -29,7 +31,13 @@ from gemini.tiers import Tier
 
 
 def plan(
-    settings: PlanSettings, console: Console, *, as_json: bool, out: Path | None, pictures: tuple[Path, ...]
+    settings: PlanSettings,
+    console: Console,
+    *,
+    as_json: bool,
+    out: Path | None,
+    pictures: tuple[Path, ...],
+    with_alternatives: bool = False,
 ) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
     check_files(out, pictures)
@@ -45,6 +53,8 @@ def plan(
             raise JobError(
                 f"--out {out} is for the plan of one model, and a mesh has one for each stage: leave it out."
             )
+        if with_alternatives:
+            raise JobError("--alternatives are those of one GPU or of GPUs that share params: leave out the mesh.")
         return plan_over_mesh(settings, machine, console, as_json=as_json, pictures=pictures)
     trace = _trace_of(settings, machine)
     if settings.states == "compact" and trace.precision != "bf16":
@@ -82,6 +92,9 @@ def plan(
         whole_peak_bytes=whole_peak_bytes,
         changes=_changes(settings, machine, planned, checkpointed, fits=made is not None),
     )
+    if with_alternatives:
+        asked = made is not None, None if timeline is None else timeline.tokens_per_second
+        report = replace(report, alternatives=tuple(_alternatives(settings, machine, trace, asked)))
     if as_json:
         print(report.to_json())
     else:
@@ -200,6 +213,27 @@ def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTra
         now, found = tried(sizes[middle])
         fits, fails = (middle, fails) if _fits(now, machine, found) else (fits, middle)
     return tried(sizes[fits])
+
+
+def _alternatives(
+    settings: PlanSettings, machine: Machine, trace: MemoryTrace, asked: tuple[bool, float | None]
+) -> Iterator[Alternative]:
+    """``asked``: what is known of the step as it was asked for."""
+    traces = {settings.traced(target=machine.target): trace}
+
+    def tried(changed: PlanSettings) -> tuple[bool, float | None]:
+        if changed == settings:
+            return asked
+        on = machine_of(changed)
+        what = changed.traced(target=on.target)
+        if changed.trace is None and what not in traces:
+            traces[what] = take_trace(what)
+        made, _ = _plan_of(changed, on, traces.get(what, trace))
+        if made is None or on.hardware is None:
+            return made is not None, None
+        return True, gemini.simulate(made, hardware=on.hardware, schedule=changed.schedule).tokens_per_second
+
+    yield from alternatives(settings, machine.compute, trace.precision, tried)
 
 
 # ---- what to change --------------------------------------------------------------------------------------------------

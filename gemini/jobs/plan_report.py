@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from gemini.errors import BudgetExceeded
+from gemini.jobs.plan_alternatives import Alternative
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRADS, RuleSpec, plane_specs
@@ -171,6 +172,7 @@ class PlanReport:
         streamed: those of them on the GPU whose states come from host memory and go back there.
         moved: bytes over each boundary in a step of one rank.
         changes: what to change, the cheapest first.
+        alternatives: what else the machine could do with this step; empty where that was not asked.
         mesh: of a step over one: then all else but the batch, the tokens and the time of the step is of a rank of its
             slowest stage.
     """
@@ -202,6 +204,7 @@ class PlanReport:
     step: StepReport | None = None
     changes: tuple[str, ...] = ()
     mesh: MeshReport | None = None
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def fits(self) -> bool:

@@ -36,7 +36,7 @@ def screen(report: PlanReport, *, width: int = 80) -> list[str]:
     found: list[str] = []
     for part in (
         _head(report), _verdict(report), _mesh(report), _homes(report), _facts(report), _runners_up(report),
-        _changes(report),
+        _changes(report), _alternatives(report),
     ):  # fmt: skip
         lines = [line for text in part for line in _fold(text, width)]
         found += ["", *lines] if lines and found else lines
@@ -242,6 +242,24 @@ def _free(report: PlanReport, step: StepReport) -> str:
 def _changes(report: PlanReport) -> Iterator[str]:
     for number, change in enumerate(report.changes):
         yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
+
+
+def _alternatives(report: PlanReport) -> Iterator[str]:
+    """A row each; those that need something beside them to fit stand under it."""
+    if not report.alternatives:
+        return
+    indents = ["    " if other.beside else "  " for other in report.alternatives]
+    rows = [indent + other.options for indent, other in zip(indents, report.alternatives, strict=True)]
+    width = max(map(len, rows))
+    yield f"{'what else it could do':<{width}}{'fits':>6}{'tokens/s':>10}  result"
+    beside = ""
+    for row, other in zip(rows, report.alternatives, strict=True):
+        if other.beside != beside:
+            beside = other.beside
+            yield f"  with {beside} and"
+        fits = {True: "yes", False: "no", None: "."}[other.fits]
+        rate = "." if other.tokens_per_second is None else human_rate(other.tokens_per_second)
+        yield f"{row:<{width}}{fits:>6}{rate:>10}  {other.result}".rstrip()
 
 
 def _about(tokens: int) -> str:

@@ -33,6 +33,7 @@ class TraceSettings:
     precision: str = "bf16"
     gradient_checkpointing: bool = False
     tile_tokens: int | str | None = None
+    lora: int | None = None
     attn_implementation: str | None = None
     tensor_parallel: int = 1
     context_parallel: int = 1
@@ -47,6 +48,7 @@ class TraceSettings:
         at_least(1, "--layers", self.layers)
         at_least(1, "--batch-size", self.batch_size)
         at_least(2, "--seq-len", self.seq_len)
+        at_least(1, "--lora", self.lora)
         at_least(1, "--tp", self.tensor_parallel)
         at_least(1, "--cp", self.context_parallel)
         one_of(PRECISIONS, "--precision", self.precision)
@@ -74,6 +76,7 @@ class PlanSettings:
     precision: str | None = None
     gradient_checkpointing: bool = False
     tile_tokens: int | str | None = None
+    lora: int | None = None
     attn_implementation: str | None = None
     accumulate: int = 1
     micro_batch: str | None = None
@@ -155,7 +158,7 @@ class PlanSettings:
                 f"{asked} needs a step of one rank of a mesh, and --trace {self.trace} brings one of a whole model: "
                 "give the config in its place."
             )
-        for name in ("micro_batch", "tile_tokens"):
+        for name in ("micro_batch", "tile_tokens", "lora"):
             if getattr(self, name) is not None:
                 raise JobError(f"{asked} with {option(name)}: leave one of the two out.")
         if self.gradients == "transient" and (self.parallel or self.tp > 1 or self.pp > 1):
@@ -210,6 +213,7 @@ class PlanSettings:
             precision=self.precision or "bf16",
             gradient_checkpointing=self.gradient_checkpointing,
             tile_tokens=self.tile_tokens,
+            lora=self.lora,
             attn_implementation=self.attn_implementation,
             target=target,
         )
@@ -218,7 +222,8 @@ class PlanSettings:
 _DIMS = ("tp", "pp", "cp")
 
 _OF_THE_TRACE = (
-    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "attn_implementation", "micro_batch",
+    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "lora", "attn_implementation",
+    "micro_batch",
 )  # fmt: skip
 
 

@@ -47,13 +47,14 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
                     f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers, or its heads are "
                     "too wide for it. Leave it out."
                 )
+        model = config if settings.lora is None else _with_lora(config, model_class, settings.lora)
         return gemini.trace(
-            config,
+            model,
             batch_for(config, settings.batch_size, seq_len, model_class=model_class),
             precision=settings.precision,
             target=settings.target,
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
-            model_class=model_class,
+            model_class=model_class if model is config else None,
             tile_tokens=settings.tile_tokens,
             tensor_parallel=settings.tensor_parallel,
             context_parallel=settings.context_parallel,
@@ -63,6 +64,18 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     except Exception as e:
         # Whatever transformers trips over here comes from the config and the options it was given.
         raise JobError(f"{source.label} cannot be traced: {first_line(e)}") from e
+
+
+def _with_lora(config: Any, model_class: Any, rank: int) -> Any:
+    """The model of a config, without values, with a LoRA on all its linear layers."""
+    from gemini.jobs.models import lora_config
+    from gemini.train.loading.from_config import skeleton_from_config
+
+    lora = lora_config(rank)
+    from peft import inject_adapter_in_model
+
+    model = skeleton_from_config(config, model_class=model_class).model
+    return inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
 
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:

@@ -256,6 +256,10 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["absent.json"], "absent.json: there is no such file or folder"),
         (["c.json", "--cpu", "1GiB", "--picture", "x.png"], "needs the speeds of a machine: --machine"),
         (["--trace", "t.json", "--cpu", "1GiB"], "--trace t.json cannot be read: No such file"),
+        (["c.json", "--cpu", "1GiB", "--lora", "0"], "--lora must be at least 1"),
+        (["c.json", "--lora", "4", "--tp", "2"], "--tp with --lora: leave one of the two out"),
+        (["c.json", "--machine", "dgx-h100", "--gpus", "2", "--tp", "2", "--alternatives"], "--alternatives are those"),
+        (["--trace", "t.json", "--cpu", "1GiB", "--lora", "8"], "--lora describes a step that is to be traced"),
         (["--trace", "t.json", "--cpu", "1GiB", "--seq-len", "8"], "--seq-len describes a step that is to be traced"),
     ],
 )
@@ -362,6 +366,61 @@ def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini
     for wrong in ("1", "some", "-3"):
         said = f"--tile-tokens must be auto or a number of tokens, 2 or more, got '{wrong}'"
         refused(gemini_command(*asked, "--tile-tokens", wrong), said)
+
+
+def llama_config(path: Path, **changes: Any) -> Path:
+    body = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4000, **changes,
+    }  # fmt: skip
+    path.write_text(json.dumps(body))
+    return path
+
+
+def test_a_lora_trains_its_adapters_only(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "64MiB", "--gpu", "64MiB")
+    whole, adapted = (json.loads(gemini_command(*asked, *how, "--json").stdout) for how in ((), ("--lora", "4")))
+    per_layer = 4 * (4 * (64 + 64) + 3 * (64 + 128))  # four linear layers of attention, three of the MLP
+    assert adapted["num_trained"] == 2 * per_layer
+    assert adapted["num_params"] == whole["num_params"] + adapted["num_trained"]
+    assert adapted["model"] == whole["model"]
+    assert 0 < adapted["needs"]["exp_avg"] < whole["needs"]["exp_avg"] / 10
+    screen = gemini_command(*asked, "--lora", "4").stdout
+    assert "of them frozen" in screen
+
+
+@pytest.mark.parametrize("gpu", ["200MiB", "100MiB"], ids=["fits", "fits only in tiles"])
+def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemini, tmp_path: Path, gpu: str) -> None:
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "2048", "--machine", "dgx-h100", "--cpu", "1GiB", "--nvme", "1GiB")
+    table = gemini_command(*asked, "--gpu", gpu, "--alternatives")
+    said = json.loads(gemini_command(*asked, "--gpu", gpu, "--alternatives", "--json").stdout)
+    rows = {row["options"]: row for row in said["alternatives"]}
+    checkpointing, tiles = "--gradient-checkpointing", "--gradient-checkpointing --tile-tokens auto"
+    base = "" if gpu == "200MiB" else tiles
+    first = ["as asked", checkpointing] if gpu == "200MiB" else ["as asked", checkpointing, tiles]
+    others = ["--gradients transient", "--states compact", "--lora 16", "--gpus 2"]
+    assert list(rows) == [*first, *others] and {rows[name]["beside"] for name in others} == {base}
+    assert [rows[name]["fits"] for name in first] == ([True, True] if gpu == "200MiB" else [False, False, True])
+    for name, row in rows.items():
+        options = ["--gpu", gpu, *row["beside"].split(), *(name.split() if name != "as asked" else ())]
+        alone = json.loads(gemini_command(*asked, *options, "--json").stdout)
+        assert alone["fits"] is row["fits"], name
+        assert row["tokens_per_second"] == (alone["step"] or {}).get("tokens_per_second"), name
+    lines = table.stdout.split("what else it could do")[1].splitlines()
+    assert len(lines) == 1 + len(rows) + bool(base), table.stdout
+    assert rows["--states compact"]["tokens_per_second"] >= rows["--gradients transient"]["tokens_per_second"] / 2
+
+
+def test_an_alternative_that_cannot_be_says_why(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json")
+    said = json.loads(
+        gemini_command("plan", config, "--seq-len", "64", "--machine", "rtx4090", "--alternatives", "--json").stdout
+    )
+    last = said["alternatives"][-1]
+    assert (last["options"], last["fits"]) == ("--gpus 2", None)
+    assert last["result"] == "hardware 'rtx4090' has no figure 'interconnect'"
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
