@@ -22,9 +22,12 @@ from gemini.ranks import launch
 @app.command()
 @refusals
 def doctor(
+    store: Annotated[
+        Path | None, typer.Argument(help="A durable store, the nvme_path of a run: say what is in it, check all of it.")
+    ] = None,
     nvme_path: Annotated[
         Path | None,
-        typer.Option(help="Try this folder as the NVMe tier: direct I/O, room, a durable store in it."),
+        typer.Option(help="Try this folder as the NVMe tier: direct I/O, room; and a durable store in it."),
     ] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")
@@ -33,12 +36,15 @@ def doctor(
         Path | None, typer.Option(help="Write what was measured to this file, for --machine of gemini plan.")
     ] = None,
 ) -> int:
-    """Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is."""
+    """Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is.
+
+    Or what is in a durable STORE, and whether it is whole.
+    """
     if not launch.speaks():
         return 0
     from gemini.jobs.doctor import doctor as job
 
-    return job(Console(), nvme_path=nvme_path, measure=measure, json=json)
+    return job(Console(), store=store, nvme_path=nvme_path, measure=measure, json=json)
 
 
 def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., int]]:

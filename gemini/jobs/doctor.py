@@ -1,4 +1,5 @@
-"""What this machine offers Gemini: versions, processors, native kernels, memory, and a folder for the NVMe tier.
+"""What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier; or what is
+in a durable store.
 
 Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
 """
@@ -18,6 +19,8 @@ from rich.console import Console
 from gemini.errors import GeminiError, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.measure import check_file, measured
+from gemini.jobs.store_report import store_report
+from gemini.memory.durable.folder import is_store
 from gemini.memory.system import memory_limit
 from gemini.ranks import launch
 
@@ -25,14 +28,21 @@ _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "ligh
 _ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 
 
-def doctor(console: Console, *, nvme_path: Path | None = None, measure: bool = False, json: Path | None = None) -> int:
-    """Print the findings; returns the exit code, 1 if the NVMe folder that was asked about cannot be used.
+def doctor(
+    console: Console, *, store: Path | None = None, nvme_path: Path | None = None, measure: bool = False,
+    json: Path | None = None,
+) -> int:  # fmt: skip
+    """Print the findings; returns the exit code, 1 if the NVMe folder or the store that was asked about cannot be used.
+
+    With ``store`` they are of that alone.
 
     With ``measure`` the machine's figures follow, and go to the file ``json`` as well.
     """
     if json is not None and not measure:
         raise JobError(f"--json {json} is for the figures that --measure finds: add --measure")
     check_file(json)
+    if store is not None:
+        return _report(console, store)
     sections: tuple[tuple[str, Iterable[str]], ...] = (
         ("Versions", _versions()),
         ("CPU", _cpu()),
@@ -48,10 +58,19 @@ def doctor(console: Console, *, nvme_path: Path | None = None, measure: bool = F
     else:
         usable, lines = _nvme(nvme_path)
     _section(console, "NVMe", lines)
+    if nvme_path is not None and is_store(nvme_path):
+        usable &= _report(console, nvme_path) == 0
     if measure and usable:
         _section(console, "Measured", [])
         measured(console, _name(), nvme_path=nvme_path, file=json)
     return 0 if usable else 1
+
+
+def _report(console: Console, store: Path) -> int:
+    sections, is_whole = store_report(store)
+    for title, lines in sections:
+        _section(console, title, lines)
+    return 0 if is_whole else 1
 
 
 def _section(console: Console, title: str, lines: Iterable[str]) -> None:
@@ -169,27 +188,6 @@ def _nvme(path: Path) -> tuple[bool, list[str]]:
     from gemini.memory import nvme
 
     try:
-        return True, [*str(nvme.probe(path)).splitlines(), *_stored(path)]
+        return True, [*str(nvme.probe(path)).splitlines()]
     except (GeminiError, OSError) as e:
         return False, [str(e)]
-
-
-def _stored(path: Path) -> Iterator[str]:
-    """The last commit of a durable store in a folder, if there is one: its records whole, its slots readable."""
-    from gemini.memory.durable.folder import is_store, reading
-    from gemini.train.checkpoint.stored import open_store
-
-    if not is_store(path):
-        return
-    with reading(path, None):
-        commit, manifest, opened, values = open_store(path)
-        specs = [(file, spec) for file in opened.values() for spec in file.specs.values()]
-        for file, spec in specs:
-            file.whole(spec.name)
-    kept = sum(spec.num_bytes for _, spec in specs) + sum(value.nbytes for value in values)
-    steps = max((param.step for param in manifest.params.values()), default=0)
-    yield (
-        f"{commit.folder.name} has commit {commit.sequence}: step {steps} of {len(manifest.params)} params, "
-        f"{human_bytes(kept)} of weights and states. Its record and layout are whole, its slots can be read (they have "
-        "no checksums)"
-    )

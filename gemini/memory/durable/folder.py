@@ -1,6 +1,6 @@
 """The folder of a durable store: who may use it, its files, and which commit all of its ranks have.
 
-    LOCK-00000              held by the rank with that number of the run that uses the store
+    LOCK-00000              held by the rank with that number of the run that uses the store; who that is
     store-0001/             one arrangement of planes in slots; another budget or number of ranks begins the next one
         slots-00000         the slots of a rank
         record-00000-0      its commit records, written in turn
@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -48,17 +49,17 @@ class Commit(NamedTuple):
 
 def is_store(directory: Path) -> bool:
     """Whether a path is that of a folder that holds a store."""
-    return directory.is_dir() and bool(_stores(directory))
+    return directory.is_dir() and bool(stores(directory))
 
 
 def has_commit(directory: Path) -> bool:
     """Whether a rank has ever begun a commit in a folder."""
-    return any(record_path(store, 0, place).exists() for store in _stores(directory) for place in (0, 1))
+    return any(record_path(store, 0, place).exists() for store in stores(directory) for place in (0, 1))
 
 
 def store_bytes(directory: Path) -> int:
     """What the slots of stores in a folder take on the drive."""
-    found = [path.stat() for store in _stores(directory) for path in store.glob("slots-*")]
+    found = [path.stat() for store in stores(directory) for path in store.glob("slots-*")]
     return sum(stat.st_blocks * 512 for stat in found)
 
 
@@ -68,11 +69,11 @@ def last_commit(directory: Path) -> Commit:
     Raises:
         StorageError: if there is none, or the files of a rank are missing, or of a newer format.
     """
-    stores = _stores(directory)
-    if not stores:
+    found = stores(directory)
+    if not found:
         raise StorageError(f"{directory} holds no durable store: it has no folder store-0001")
     refusal: StorageError | None = None
-    for store in reversed(stores):
+    for store in reversed(found):
         try:
             return Commit(store, common_records(store))
         except StorageError as e:
@@ -171,10 +172,10 @@ class StoreFolder:
             raise
 
     def _open(self, sizes: Mapping[str, int], smallest: Smallest) -> None:
-        stores = _stores(self.directory)
-        last = _number(stores[-1]) if stores else 0
-        alike = bool(stores) and self._is_alike(stores[-1], sizes)
-        own = _records_of(stores[-1], self.rank) if alike else []
+        found = stores(self.directory)
+        last = _number(found[-1]) if found else 0
+        alike = bool(found) and self._is_alike(found[-1], sizes)
+        own = _records_of(found[-1], self.rank) if alike else []
         # The newest commit that all ranks have: the last one of whoever has least.
         newest = max((record.sequence for record in own), default=-1)
         said = smallest([last, -last, int(alike), newest])
@@ -184,7 +185,7 @@ class StoreFolder:
         whole = smallest([0 if taken is None else 1])[0]  # on all ranks or on none
         self.folder = self.directory / f"store-{last if said[2] else last + 1:04d}"
         if self.rank == 0:
-            for store in stores if not said[2] else ():  # left by runs that ended before their first commit
+            for store in found if not said[2] else ():  # left by runs that ended before their first commit
                 if not any(record_path(store, 0, place).exists() for place in (0, 1)):
                     shutil.rmtree(store, ignore_errors=True)
         self.highest = max((record.sequence for record in own), default=0)
@@ -263,7 +264,7 @@ class StoreFolder:
         for name, pair in self.slots.pairs.items():
             pair.commit(runs[name])
         if self.rank == 0:
-            for store in _stores(self.directory):
+            for store in stores(self.directory):
                 if store != self.folder:
                     shutil.rmtree(store, ignore_errors=True)
 
@@ -335,12 +336,42 @@ def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as e:
+        who = _name_in(fd)
         os.close(fd)
         raise StorageError(
-            f"the durable store in {directory} is in use by another run, or by another model of this one: wait for it "
-            "to end, or give another nvme_path="
+            f"the durable store in {directory} is in use by another run, or by another model of this one ({who}): wait "
+            "for it to end, or give another nvme_path="
         ) from e
+    if not shared:
+        with contextlib.suppress(OSError):  # for people only
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return fd
+
+
+def holder(directory: Path) -> str | None:
+    """Who uses the store in a folder, as people say it; None for nobody. Nothing is written.
+
+    Raises:
+        StorageError: if a lock cannot be read.
+    """
+    for path in sorted(directory.glob("LOCK-*")):
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise StorageError(f"{path} cannot be read: {e.strerror}") from e
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return _name_in(fd)
+        finally:
+            os.close(fd)
+    return None
+
+
+def _name_in(lock: int) -> str:
+    """Who wrote into a lock that it held it; a process that loads a store does not."""
+    return os.pread(lock, 200, 0).decode(errors="replace").strip() or "a process that is not known"
 
 
 def _records_of(store: Path, rank: int) -> list[Record]:
@@ -348,8 +379,12 @@ def _records_of(store: Path, rank: int) -> list[Record]:
     return [record for record in found if record is not None]
 
 
-def _stores(directory: Path) -> list[Path]:
-    """The stores in a folder, the newest last."""
+def stores(directory: Path) -> list[Path]:
+    """The stores in a folder, the newest last.
+
+    Raises:
+        StorageError: if it cannot be read.
+    """
     try:
         found = [path for path in directory.iterdir() if _STORE.fullmatch(path.name) and path.is_dir()]
     except OSError as e:

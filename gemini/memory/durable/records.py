@@ -44,6 +44,8 @@ class Record(NamedTuple):
     text: Any
     """What JSON has."""
     tensors: bytes
+    version: int = VERSION
+    """Of the format that it was read in."""
 
 
 def to_bytes(record: Record) -> bytes:
@@ -102,6 +104,6 @@ def read(path: Path) -> Record | None:
     begin = _HEAD.size + text
     try:
         unpacked = zlib.decompressobj().decompress(data[_HEAD.size : begin], _MAX_TEXT)
-        return Record(sequence, json.loads(unpacked), data[begin:end])
+        return Record(sequence, json.loads(unpacked), data[begin:end], version)
     except (ValueError, RecursionError, zlib.error):
         return None

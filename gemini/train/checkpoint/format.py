@@ -19,7 +19,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -162,7 +162,7 @@ def read_manifest(path: Path) -> Manifest:
         return _manifest_of(data)
 
 
-def manifest_of(data: Any, parts: dict[str, TensorFile]) -> Manifest:
+def manifest_of(data: Any, parts: Mapping[str, TensorFile]) -> Manifest:
     """The manifest that plain data stand for, if ``parts`` (files by name, without ``VALUES``) hold what it needs.
 
     Raises:
@@ -188,7 +188,7 @@ def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
     return opened
 
 
-def read_values(path: Path, manifest: Manifest, opened: dict[str, TensorFile]) -> list[torch.Tensor]:
+def read_values(path: Path, manifest: Manifest, opened: Mapping[str, TensorFile]) -> list[torch.Tensor]:
     """The tensors that plain values refer to, by number.
 
     Raises:
@@ -297,7 +297,7 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     _compare_parts(manifest, opened)
 
 
-def _compare_parts(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
+def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None:
     exact = frozenset(manifest.exact)
     needed: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
     for name, param in manifest.params.items():

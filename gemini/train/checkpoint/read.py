@@ -7,7 +7,7 @@ has been refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +62,12 @@ class Reader:
     """
 
     def __init__(
-        self, manifest: Manifest, opened: dict[str, TensorFile], sources: list[PlanePart], mover: Mover, rule: RuleSpec
+        self,
+        manifest: Manifest,
+        opened: Mapping[str, TensorFile],
+        sources: list[PlanePart],
+        mover: Mover,
+        rule: RuleSpec,
     ):
         self._sources, self._mover, self._piece = sources, mover, manifest.piece
         exact = frozenset(manifest.exact)

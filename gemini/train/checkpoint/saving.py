@@ -9,6 +9,7 @@ it is read completely, and its checksums compared, before the first byte of the 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from gemini.train.checkpoint.states import (
     scheduler_kind,
 )
 from gemini.train.checkpoint.stored import open_store
+from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
@@ -181,6 +183,7 @@ def _load(
     """What is entered in ``using`` is held until the caller leaves it."""
     engine = _engine(model)
     refusal: Exception | None = None
+    opened: Mapping[str, TensorFile]
     try:
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)

@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
     commit: Commit
     manifest: Manifest
-    opened: dict[str, TensorFile]
+    opened: dict[str, SlotReader]
     values: list[torch.Tensor]
 
 
@@ -45,7 +45,9 @@ class SlotReader(TensorFile):
         self.specs: dict[str, TensorSpec] = {}
         self._places: dict[str, tuple[Runs, int, int, int]] = {}
         """By tensor the runs of its plane, where the plane's slots begin, the bytes of one, and where it is in it."""
-        offset, slots = 0, {}
+        self.slots: dict[str, tuple[Runs, int, int]] = {}
+        """By plane its runs, where its slots begin, and the bytes of one."""
+        offset, slots = 0, self.slots
         for entry in sizes if isinstance(sizes, list) else [None]:
             if not isinstance(entry, list) or len(entry) != 2 or type(entry[1]) is not int or entry[1] % PAGE:
                 raise Malformed("its layout does not list its slots")
@@ -70,6 +72,14 @@ class SlotReader(TensorFile):
     def checksums(self, name: str, piece: int) -> Iterator[int]:
         """None: what a record names had reached the drive before the record was written."""
         return iter(())
+
+    def damage(self) -> Iterator[str]:
+        """What of the committed slots is not as it was written, in words."""
+        for name, spec in self.specs.items():
+            try:
+                self.whole(spec.name)
+            except StorageError as e:
+                yield f"{name}: {e}"
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         runs, offset, size, at = self._places[name]
@@ -107,7 +117,7 @@ def open_store(directory: Path) -> Stored:
     """
     commit = last_commit(directory)
     with as_damage(commit.folder):
-        opened: dict[str, TensorFile] = {}
+        opened: dict[str, SlotReader] = {}
         files: dict[str, Any] = {VALUES: {"header": 0, "tensors": {}}}
         for rank, record in enumerate(commit.records):
             checksum, runs = _fields(record.text, "layout", "runs")

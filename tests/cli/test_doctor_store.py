@@ -1,0 +1,115 @@
+"""``gemini doctor STORE`` says what is in a durable store and what is broken, to a stranger, and changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gemini
+from tests.train.helpers import train
+from tests.train.test_durable import durable, end
+
+Gemini = Callable[..., Any]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Two commits, of steps 1 and 3."""
+    path = tmp_path / "store"
+    path.mkdir()
+    model, optimizer = durable("disk", path)
+    train(model, optimizer, [0])
+    gemini.save_checkpoint(path, model, optimizer)
+    train(model, optimizer, [1, 2])
+    gemini.save_checkpoint(path, model, optimizer, extra={"global_step": 3, "run": "/runs/a", "files": {}})
+    end(model)
+    return path
+
+
+def files_of(store: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in store.rglob("*") if path.is_file()}
+
+
+def test_a_stranger_reads_what_is_in_a_store(gemini_command: Gemini, store: Path) -> None:
+    (store / "LOCK-00000").unlink()
+    before = files_of(store)
+    result = gemini_command("doctor", store)
+    assert result.exit_code == 0, result.output
+    assert files_of(store) == before
+    said = result.stdout
+    for words in (
+        "in use by nobody",
+        "last: commit 2, step 3, ",
+        "before: commit 1, step 1, ",
+        "seconds ago, format version",
+        "to be resumed: commit 2, step 3, saved by 1 rank",
+        "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 3",
+        "step 3 of the run in /runs/a",
+        "twice on the drive",
+        "records: 2 of 2 whole",
+    ):
+        assert words in said, words
+    sizes = dict(line.split(maxsplit=1) for line in said.split("Slots\n")[1].splitlines()[:4])
+    assert sizes == {"weights": "140 KiB", "residual": "140 KiB", "exp_avg": "280 KiB", "exp_avg_sq": "280 KiB"}
+    assert "Problems" not in said and "Versions" not in said
+
+
+def test_a_store_in_use_says_by_whom(gemini_command: Gemini, tmp_path: Path) -> None:
+    model, optimizer = durable("disk", tmp_path)
+    none = gemini_command("doctor", tmp_path)
+    assert none.exit_code == 1 and "has no commit" in none.stdout
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    result = gemini_command("doctor", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert f"in use by process {os.getpid()} on " in result.stdout
+    with pytest.raises(gemini.StorageError, match=f"in use by another run.*process {os.getpid()} on "):
+        durable("disk", tmp_path)
+    gemini.save_checkpoint(tmp_path, model, optimizer)  # the lock is still its own
+    end(model)
+
+
+def _tear(store: Path) -> None:
+    newest = max((store / "store-0001").glob("record-*"), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def _newer(store: Path) -> None:
+    for path in (store / "store-0001").glob("record-*"):
+        path.write_bytes(path.read_bytes()[:8] + b"\x63\0\0\0" + path.read_bytes()[12:])
+
+
+def _cut(store: Path) -> None:
+    os.truncate(store / "store-0001" / "slots-00000", 4096)
+
+
+def _no_records(store: Path) -> None:
+    for path in (store / "store-0001").glob("record-*"):
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "says"),
+    [
+        (_tear, 0, "to be resumed: commit 1, step 1"),
+        (_newer, 1, "load the store with the Gemini that wrote it"),
+        (_cut, 1, "is cut short"),
+        (_no_records, 1, "Start anew, or load a checkpoint"),
+    ],
+)
+def test_a_broken_store_says_what_to_do(damage: Any, code: int, says: str, gemini_command: Gemini, store: Path) -> None:
+    damage(store)
+    result = gemini_command("doctor", store)
+    assert result.exit_code == code and says in result.stdout, result.output
+    assert ("Problems" in result.stdout) == bool(code)
+    assert code or "is not whole, as after a power cut" in result.stdout
+
+
+def test_what_is_no_store_is_said_to_be_none(gemini_command: Gemini, tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "has no folder store-0001"), (tmp_path / "absent", "is not a folder")):
+        result = gemini_command("doctor", path)
+        assert result.exit_code == 1 and why in result.stdout
+    assert list(tmp_path.iterdir()) == []
