@@ -35,7 +35,7 @@ from gemini.kernels_checks import (
 )  # fmt: skip
 from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
 from gemini.kernels_cuda import CudaKernels
-from gemini.kernels_io import IoQueue
+from gemini.kernels_io import IoQueue, crc32
 from gemini.kernels_native import native as _native
 from gemini.kernels_native import why_not as _why_not
 from gemini.kernels_reference import (
@@ -71,6 +71,7 @@ __all__ = [
     "clip_coefficient",
     "clip_factor",
     "copy_grad",
+    "crc32",
     "flush_mode",
     "get_num_threads",
     "join_master",

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import zlib
 from types import TracebackType
+
+from torch import Tensor
 
 from gemini.kernels_native import native
 from gemini.kernels_reference import IO_THREADS, ThreadedIoQueue
+
+
+def crc32(tensor: Tensor) -> int:
+    """The CRC-32 (that of zlib) of the bytes of a contiguous host tensor; the GIL is released meanwhile."""
+    if not tensor.nbytes:
+        return 0
+    return zlib.crc32((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
 
 
 class IoQueue:

@@ -145,6 +145,7 @@ def content(directory: Path) -> tuple[int, str]:
     commit, manifest, opened, values = open_store(directory)
     digest = hashlib.sha256()
     for file in opened.values():
+        assert not [*file.damage()]
         for name in sorted(file.specs):
             tensor = file.whole(name)  # held: the view of its bytes does not
             digest.update(name.encode() + bytes(bytes_of(tensor)))

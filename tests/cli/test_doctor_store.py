@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import gemini
+from gemini.train.checkpoint.stored import SlotReader
 from tests.train.helpers import train
 from tests.train.test_durable import durable, end
 
@@ -72,6 +73,27 @@ def test_a_store_in_use_says_by_whom(gemini_command: Gemini, tmp_path: Path) -> 
     end(model)
 
 
+def test_what_a_run_overwrites_meanwhile_is_no_damage(
+    gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has read the records of one commit when the run makes two more."""
+    model, optimizer = durable("disk", tmp_path)
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    told = SlotReader.damage
+
+    def late(reader: Any) -> list[str]:
+        for _ in range(2):
+            train(model, optimizer, [0])
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+        return [*told(reader)]
+
+    monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
+    result = gemini_command("doctor", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "overwritten by the run while it was read" in result.stdout
+    end(model)
+
+
 def _tear(store: Path) -> None:
     newest = max((store / "store-0001").glob("record-*"), key=lambda path: path.stat().st_mtime_ns)
     newest.write_bytes(newest.read_bytes()[:-1])
@@ -86,6 +108,13 @@ def _cut(store: Path) -> None:
     os.truncate(store / "store-0001" / "slots-00000", 4096)
 
 
+def _flip(store: Path) -> None:
+    with open(store / "store-0001" / "slots-00000", "r+b") as file:
+        data = bytearray(file.read())
+        file.seek(0)
+        file.write(bytes(255 - byte for byte in data))  # of both slots: one of them is committed
+
+
 def _no_records(store: Path) -> None:
     for path in (store / "store-0001").glob("record-*"):
         path.write_bytes(b"")
@@ -97,6 +126,7 @@ def _no_records(store: Path) -> None:
         (_tear, 0, "to be resumed: commit 1, step 1"),
         (_newer, 1, "load the store with the Gemini that wrote it"),
         (_cut, 1, "is cut short"),
+        (_flip, 1, "is damaged in the exp_avg of chunk 0, of exp_avg/"),
         (_no_records, 1, "Start anew, or load a checkpoint"),
     ],
 )

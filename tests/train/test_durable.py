@@ -19,10 +19,12 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs.doctor import doctor
+from gemini.memory.durable import records
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint import saver
 from gemini.train.checkpoint.commit import Commit
+from gemini.train.checkpoint.stored import open_store
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log
 from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
@@ -109,6 +111,13 @@ def test_without_a_budget_for_it_the_store_is_a_checkpoint(tmp_path: Path) -> No
     assert doctor(console, nvme_path=tmp_path) == 0 and "last: commit 1, step 2" in console.export_text()
     _cut_slots(tmp_path / "store-0001")
     assert doctor(console, nvme_path=tmp_path) == 1 and "cut short" in console.export_text()
+
+
+def said_of(store: Path) -> str:
+    """By the doctor, of a store that is whole."""
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert doctor(console, store=store) == 0
+    return console.export_text()
 
 
 def images(path: Path, num: int, where: str = "half", states: str = "exact", *, behind: bool = True) -> list[str]:
@@ -214,7 +223,7 @@ def _cut_record(store: Path) -> None:
 
 def _newer(store: Path) -> None:
     for path in store.glob("record-*"):
-        path.write_bytes(path.read_bytes()[:8] + b"\2\0\0\0" + path.read_bytes()[12:])
+        path.write_bytes(path.read_bytes()[:8] + b"\3\0\0\0" + path.read_bytes()[12:])
 
 
 def _cut_slots(store: Path) -> None:
@@ -227,7 +236,7 @@ def _no_layout(store: Path) -> None:
 
 @pytest.mark.parametrize(
     ("damage", "says"),
-    [(_cut_record, "no commit"), (_newer, "version 2"), (_cut_slots, "cut short"), (_no_layout, "missing or damaged")],
+    [(_cut_record, "no commit"), (_newer, "version 3"), (_cut_slots, "cut short"), (_no_layout, "missing or damaged")],
 )
 def test_a_damaged_store_is_refused(damage: Any, says: str, tmp_path: Path) -> None:
     model, optimizer = durable("disk", tmp_path)
@@ -240,6 +249,66 @@ def test_a_damaged_store_is_refused(damage: Any, says: str, tmp_path: Path) -> N
     with pytest.raises(gemini.StorageError, match=says):
         gemini.load_checkpoint(tmp_path, other, adam(other))
     assert_same_snapshot(snapshot(other), before)
+
+
+def test_a_flipped_bit_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    """In any plane, by a model on the store itself; what is not committed may be anything."""
+    model, optimizer = durable("half", tmp_path)
+    for position in range(2):
+        train(model, optimizer, [position])
+        gemini.save_checkpoint(tmp_path, model, optimizer, extra=position)
+    expected = snapshot(model)
+    end(model)
+    slots, rng = tmp_path / "store-0001" / "slots-00000", random.Random(4)
+    planes = open_store(tmp_path).opened["slots-00000.safetensors"].slots
+    model, optimizer = durable("half", tmp_path)
+    for plane, (runs, offset, size) in planes.items():
+        page = rng.randrange(size // 4096)
+        committed = [slot for count, slot, _ in runs for _ in range(count)][page]
+        at, bit = page * 4096 + rng.randrange(4096), 1 << rng.randrange(8)
+        before = snapshot(model)
+        flip(slots, offset + committed * size + at, bit)
+        damaged = slots.read_bytes()
+        kind, _, chunk = plane.partition("/")
+        with pytest.raises(gemini.StorageError, match=f"damaged in the {kind} of chunk {chunk}, of {kind}/.*Check"):
+            gemini.load_checkpoint(tmp_path, model, optimizer)
+        assert slots.read_bytes() == damaged
+        assert_same_snapshot(snapshot(model), before)
+        flip(slots, offset + committed * size + at, bit)
+        flip(slots, offset + (1 - committed) * size + at, bit)
+        assert gemini.load_checkpoint(tmp_path, model, optimizer) == 1
+        assert_same_snapshot(snapshot(model), expected)
+    end(model)
+
+
+def flip(path: Path, at: int, bit: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ bit]))
+
+
+def test_a_store_of_the_format_before_is_resumed_and_gets_sums(tmp_path: Path) -> None:
+    model, optimizer = durable("half", tmp_path)
+    train(model, optimizer, [0])
+    gemini.save_checkpoint(tmp_path, model, optimizer, extra=0)
+    expected = snapshot(model)
+    end(model)
+    path = next((tmp_path / "store-0001").glob("record-*"))
+    record = records.read(path)
+    assert record is not None and record.version == 2
+    record.text["runs"] = {name: [run[:2] for run in runs] for name, runs in record.text["runs"].items()}
+    with mock.patch.object(records, "VERSION", 1):
+        records.write(path, record)
+    assert "format version 1" in said_of(tmp_path)
+    model, optimizer = durable("half", tmp_path)
+    assert gemini.load_checkpoint(tmp_path, model, optimizer) == 0
+    assert_same_snapshot(snapshot(model), expected)
+    gemini.save_checkpoint(tmp_path, model, optimizer, extra=1)
+    end(model)
+    runs = open_store(tmp_path).opened["slots-00000.safetensors"].slots
+    assert all(crc is not None for found, _, _ in runs.values() for _, _, crc in found)
 
 
 def test_a_torn_record_gives_the_step_before(tmp_path: Path) -> None:

@@ -301,15 +301,15 @@ def check_runs(runs: Any, num_bytes: int, store: Path) -> Runs:
     """
     pages = 0
     for run in runs if isinstance(runs, list) else [None]:
-        if not (isinstance(run, list) and len(run) == 2 and all(type(n) is int for n in run)) or not (
-            run[0] > 0 and 0 <= run[1] <= 2
+        if not (isinstance(run, list) and len(run) in (2, 3) and all(type(n) is int for n in run)) or not (
+            run[0] > 0 and 0 <= run[1] <= 2 and 0 <= run[-1] < 2**32
         ):
             pages = -1
             break
         pages += run[0]
     if pages * 4096 != num_bytes:
         raise StorageError(f"{store} is damaged: a commit record does not say where all pages of a plane are")
-    return [(count, slot) for count, slot in runs]
+    return [(run[0], run[1], run[2] if len(run) == 3 else None) for run in runs]
 
 
 def sync_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from gemini.errors import StorageError
 from gemini.memory.durable.slots import barrier
 
-MAGIC, VERSION = b"GEMINI\x00C", 1
+MAGIC, VERSION = b"GEMINI\x00C", 2
 _HEAD = struct.Struct("<8sIIQQQ")
 _SUMMED = 16
 """Where that begins of which there is a checksum."""

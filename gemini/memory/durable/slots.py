@@ -6,18 +6,23 @@ now has reached the drive (:mod:`gemini.memory.durable.records`), that is what i
 So the bytes that training writes anyway are a checkpoint, and no page of it is ever half of one step and half of
 another. A page that nobody has written reads as zeros.
 
+What is written is summed (CRC-32) where it passes through memory, one sum for what is written at once into one slot.
+Records have the sums, so that what a drive changes later is found before it is used.
+
     write -> the slot that is not committed;  commit: committed = now;  a killed run: now = committed
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from gemini.errors import StorageError
+from gemini.kernels import crc32
 from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.nvme import SpillFile, probe
@@ -25,8 +30,13 @@ from gemini.memory.nvme import SpillFile, probe
 ZEROS = 2
 """In place of a slot's number: never written, all zeros."""
 
-Runs = list[tuple[int, int]]
-"""Of the pages of a plane in order: how many in a row have their content in which slot."""
+SUMMED_PAGES = 1024
+"""Pages that are read at once to be summed."""
+
+Runs = list[tuple[int, int, int | None]]
+"""Of the pages of a plane in order: how many in a row have their content in which slot, and its CRC-32: 0 of zeros,
+None where a record of version 1 has none.
+"""
 
 
 class SlotPair:
@@ -41,6 +51,9 @@ class SlotPair:
         self._file, self._offset, self._num_bytes = file, offset, num_bytes
         self._committed = bytes([ZEROS]) * (num_bytes // PAGE)
         self._now = bytearray(self._committed)
+        self._sums: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
+        """By slot: from a page on, how many were written at once, and their CRC-32. Pages in none are not summed."""
+        self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
@@ -60,10 +73,11 @@ class SlotPair:
         """Start to write ``source`` at byte ``start`` of the plane, where it overwrites nothing that is committed."""
         events = []
         for first, last, committed, _ in list(self._parts(self._committed, start, source.nbytes)):
-            slot = 1 if committed == 0 else 0
-            events.append(self._file.begin_write(_cut(source, first, last), self._place(slot, start + first)))
-            pages = slice((start + first) // PAGE, (start + last) // PAGE)
-            self._now[pages] = bytes([slot]) * (pages.stop - pages.start)
+            slot, part = 1 if committed == 0 else 0, _cut(source, first, last)
+            events.append(self._file.begin_write(part, self._place(slot, start + first)))
+            page, count = (start + first) // PAGE, (last - first) // PAGE
+            self._now[page : page + count] = bytes([slot]) * count
+            self._keep_sum(slot, page, count, crc32(part))  # while it is being written
         return _all(events)
 
     def map(self, start: int, num_bytes: int) -> torch.Tensor:
@@ -76,8 +90,42 @@ class SlotPair:
         return copy
 
     def runs(self) -> Runs:
-        """Where everything is now."""
-        return runs_of(self._now)
+        """Where everything is now, when all writes are over. What has no sum of its own is read back for one.
+
+        Raises:
+            StorageError: if that fails.
+        """
+        return [
+            (count, slot, crc)
+            for begin, end, slot in _runs(self._now, 0, len(self._now))
+            for count, crc in ([(end - begin, 0)] if slot == ZEROS else self._summed(slot, begin, end))
+        ]
+
+    def _summed(self, slot: int, page: int, end: int) -> Iterator[tuple[int, int]]:
+        """Pages ``[page, end)`` of a slot as they were written: how many, and their CRC-32."""
+        with self._lock:
+            sums = dict(self._sums[slot])
+        known = [first for first in sorted(sums) if page <= first and first + sums[first][0] <= end]
+        for first in [*known, end]:
+            while page < first:  # only a part of what was written at once is still there
+                count = min(first - page, SUMMED_PAGES)
+                back = host_bytes(count * PAGE)
+                self._file.read(back, self._place(slot, page * PAGE))
+                self._keep_sum(slot, page, count, crc := crc32(back))
+                yield count, crc
+                page += count
+            if first < end:
+                yield sums[first]
+                page += sums[first][0]
+
+    def _keep_sum(self, slot: int, page: int, count: int, crc: int) -> None:
+        """The sum of pages that replace what was there."""
+        with self._lock:
+            sums = self._sums[slot]
+            if page not in sums or sums[page][0] != count:
+                for first in [first for first, (n, _) in sums.items() if first < page + count and page < first + n]:
+                    del sums[first]
+            sums[page] = count, crc
 
     def commit(self, runs: Runs) -> None:
         """A record that says ``runs`` is on the drive: these slots are committed."""
@@ -86,6 +134,11 @@ class SlotPair:
     def take_committed(self, runs: Runs) -> None:
         """Say what an earlier run has committed. What is there now stays what it is: zeros, if nothing was written."""
         self._committed = pages_of(runs)
+        page = 0
+        for count, slot, crc in runs:
+            if slot != ZEROS and crc is not None:
+                self._keep_sum(slot, page, count, crc)
+            page += count
 
     def restore(self) -> None:
         """The content is what was committed last."""
@@ -161,14 +214,9 @@ def barrier(fd: int) -> None:
     os.fdatasync(fd)
 
 
-def runs_of(pages: bytes | bytearray) -> Runs:
-    """Pages as runs."""
-    return [(end - begin, slot) for begin, end, slot in _runs(pages, 0, len(pages))]
-
-
 def pages_of(runs: Runs) -> bytes:
     """Runs as pages."""
-    return b"".join(bytes([slot]) * count for count, slot in runs)
+    return b"".join(bytes([slot]) * count for count, slot, _ in runs)
 
 
 def _runs(pages: bytes | bytearray, first: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -7,6 +7,7 @@ can be, and the rest where a checkpoint's is (:mod:`gemini.train.checkpoint.form
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
 
+_AT_ONCE = 2**20
+"""Bytes that are read at once to be summed."""
+
 
 class Stored(NamedTuple):
     """The last commit of a store, opened."""
@@ -29,6 +33,15 @@ class Stored(NamedTuple):
     manifest: Manifest
     opened: dict[str, SlotReader]
     values: list[torch.Tensor]
+
+
+class _Run(NamedTuple):
+    """So many pages of a plane from ``first`` on, in which slot they are, and their CRC-32."""
+
+    first: int
+    pages: int
+    slot: int
+    crc: int | None
 
 
 class SlotReader(TensorFile):
@@ -43,8 +56,10 @@ class SlotReader(TensorFile):
         self.header_checksum = 0
         sizes, tensors = _fields(layout, "sizes", "tensors")
         self.specs: dict[str, TensorSpec] = {}
-        self._places: dict[str, tuple[Runs, int, int, int]] = {}
-        """By tensor the runs of its plane, where the plane's slots begin, the bytes of one, and where it is in it."""
+        self._places: dict[str, tuple[str, int]] = {}
+        """By tensor its plane, and where it is in it."""
+        self._whole: set[tuple[str, int]] = set()
+        """Runs that were compared, by plane and first page."""
         self.slots: dict[str, tuple[Runs, int, int]] = {}
         """By plane its runs, where its slots begin, and the bytes of one."""
         offset, slots = 0, self.slots
@@ -60,7 +75,7 @@ class SlotReader(TensorFile):
             spec = self.specs[name] = parse_spec(name, dtype, shape)
             if pair not in slots or type(at) is not int or not 0 <= at <= slots[pair][2] - spec.num_bytes:
                 raise Malformed(f"its layout gives {name!r} no possible place")
-            self._places[name] = (*slots[pair], at)
+            self._places[name] = pair, at
             self.entries[name] = {"of": of, "start": start, "sums": []}
         try:
             there = os.stat(path).st_size
@@ -70,24 +85,68 @@ class SlotReader(TensorFile):
             raise StorageError(f"{path} is cut short: it has {there} bytes of {offset}. Use a checkpoint")
 
     def checksums(self, name: str, piece: int) -> Iterator[int]:
-        """None: what a record names had reached the drive before the record was written."""
+        """None: those of a record are compared here, once each. They are of what was written at once, of one tensor or
+        several.
+
+        Raises:
+            StorageError: if something that the tensor lies in is not what was written.
+        """
+        plane, at = self._places[name]
+        for run in self._runs(plane, at, at + self.specs[name].num_bytes):
+            if (plane, run.first) not in self._whole:
+                if words := self._damage(plane, run):
+                    raise StorageError(words)
+                self._whole.add((plane, run.first))
         return iter(())
 
     def damage(self) -> Iterator[str]:
         """What of the committed slots is not as it was written, in words."""
-        for name, spec in self.specs.items():
-            try:
-                self.whole(spec.name)
-            except StorageError as e:
-                yield f"{name}: {e}"
+        for plane, (_, _, size) in self.slots.items():
+            yield from filter(None, (self._damage(plane, run) for run in self._runs(plane, 0, size)))
+
+    def _runs(self, plane: str, start: int, stop: int) -> Iterator[_Run]:
+        """Those that have any of the bytes ``[start, stop)`` of a plane."""
+        page = 0
+        for count, slot, crc in self.slots[plane][0]:
+            if page * PAGE < stop and start < (page + count) * PAGE:
+                yield _Run(page, count, slot, crc)
+            page += count
+
+    def _damage(self, plane: str, run: _Run) -> str:
+        """What is wrong with a run; empty if nothing is, or if there is no sum to tell."""
+        if run.slot == ZEROS:
+            return ""
+        _, offset, size = self.slots[plane]
+        position, crc = offset + run.slot * size + run.first * PAGE, 0
+        try:
+            with self._opened() as file:
+                for at in range(0, run.pages * PAGE, _AT_ONCE):
+                    part = memoryview(bytearray(min(_AT_ONCE, run.pages * PAGE - at)))
+                    _read(file.fileno(), self.path, position + at, part)
+                    crc = zlib.crc32(part, crc)
+            if crc == run.crc or run.crc is None:
+                return ""
+            what = "they are not what was written"
+        except StorageError as e:
+            what = str(e)
+        kind, _, chunk = plane.rpartition("/")
+        span = run.first * PAGE, (run.first + run.pages) * PAGE
+        held = [name for name, (of, at) in self._places.items() if of == plane and at < span[1]
+                and span[0] < at + self.specs[name].num_bytes]  # fmt: skip
+        params = f", of {held[0]}{f' and {len(held) - 1} more' if held[1:] else ''}" if held else ""
+        return (
+            f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
+            f"{what}. Check the drive; resume from a checkpoint, or start anew in another folder"
+        )
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
-        runs, offset, size, at = self._places[name]
+        plane, at = self._places[name]
+        runs, offset, size = self.slots[plane]
         view = bytes_of(into)
         first = at + start * into.element_size()
         last, page = first + len(view), 0
         with self._opened() as file:
-            for count, slot in runs:
+            for count, slot, _ in runs:
                 begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
                 page += count
                 if begin < end:
