@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "checksum.h"
 #include "cpu_grad.h"
 #include "cpu_update.h"
 #include "cuda/bindings.h"
@@ -135,6 +136,11 @@ PYBIND11_MODULE(_C, m) {
               stream_rmw3(isa, at(a), at(b), at(c), at(d), n);
           },
           nogil());
+
+    if (has_crc32())  // elsewhere there is no such function
+        m.def("crc32",
+              [](Address data, size_t num_bytes, uint32_t crc) { return crc32(at(data), num_bytes, crc); },
+              nogil());
 
     py::class_<IoQueue>(m, "IoQueue")
         .def(py::init<int>())

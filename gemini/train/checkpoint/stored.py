@@ -7,7 +7,6 @@ can be, and the rest where a checkpoint's is (:mod:`gemini.train.checkpoint.form
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.errors import StorageError
+from gemini.kernels import crc32
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import Commit, check_runs, last_commit, read_layout, reading, slots_path
 from gemini.memory.durable.slots import ZEROS, Runs
@@ -94,15 +94,18 @@ class SlotReader(TensorFile):
         plane, at = self._places[name]
         for run in self._runs(plane, at, at + self.specs[name].num_bytes):
             if (plane, run.first) not in self._whole:
-                if words := self._damage(plane, run):
-                    raise StorageError(words)
+                self._compare(plane, run)
                 self._whole.add((plane, run.first))
         return iter(())
 
     def damage(self) -> Iterator[str]:
         """What of the committed slots is not as it was written, in words."""
         for plane, (_, _, size) in self.slots.items():
-            yield from filter(None, (self._damage(plane, run) for run in self._runs(plane, 0, size)))
+            for run in self._runs(plane, 0, size):
+                try:
+                    self._compare(plane, run)
+                except StorageError as e:
+                    yield str(e)
 
     def _runs(self, plane: str, start: int, stop: int) -> Iterator[_Run]:
         """Those that have any of the bytes ``[start, stop)`` of a plane."""
@@ -112,20 +115,25 @@ class SlotReader(TensorFile):
                 yield _Run(page, count, slot, crc)
             page += count
 
-    def _damage(self, plane: str, run: _Run) -> str:
-        """What is wrong with a run; empty if nothing is, or if there is no sum to tell."""
+    def _compare(self, plane: str, run: _Run) -> None:
+        """Read a run, and compare its sum if it has one.
+
+        Raises:
+            StorageError: if it cannot be read, or is not what was written.
+        """
         if run.slot == ZEROS:
-            return ""
+            return
         _, offset, size = self.slots[plane]
         position, crc = offset + run.slot * size + run.first * PAGE, 0
+        buffer = torch.empty(min(_AT_ONCE, run.pages * PAGE), dtype=torch.uint8, device="cpu")
         try:
             with self._opened() as file:
                 for at in range(0, run.pages * PAGE, _AT_ONCE):
-                    part = memoryview(bytearray(min(_AT_ONCE, run.pages * PAGE - at)))
-                    _read(file.fileno(), self.path, position + at, part)
-                    crc = zlib.crc32(part, crc)
+                    part = buffer[: run.pages * PAGE - at]
+                    _read(file.fileno(), self.path, position + at, bytes_of(part))
+                    crc = crc32(part, crc)
             if crc == run.crc or run.crc is None:
-                return ""
+                return
             what = "they are not what was written"
         except StorageError as e:
             what = str(e)
@@ -134,7 +142,7 @@ class SlotReader(TensorFile):
         held = [name for name, (of, at) in self._places.items() if of == plane and at < span[1]
                 and span[0] < at + self.specs[name].num_bytes]  # fmt: skip
         params = f", of {held[0]}{f' and {len(held) - 1} more' if held[1:] else ''}" if held else ""
-        return (
+        raise StorageError(
             f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
             f"{what}. Check the drive; resume from a checkpoint, or start anew in another folder"
         )
