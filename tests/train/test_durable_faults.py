@@ -31,7 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Failing:
-    """From the call with a number on, counted over all by which a store is written, the drive says no."""
+    """At the call with a number, counted over all by which a store is written, the drive says no; a full one from there
+    on.
+    """
 
     def __init__(self, at: int, code: int):
         self.calls, self.at, self.code = 0, at, code
@@ -39,7 +41,7 @@ class Failing:
     def _refusing(self, call: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.calls > self.at:
+            if self.calls == self.at + 1 or (self.calls > self.at and self.code == errno.ENOSPC):
                 raise OSError(self.code, os.strerror(self.code))
             return call(*args, **kwargs)
 
@@ -85,6 +87,7 @@ def test_a_drive_that_fails_or_is_full_at_any_call_of_a_commit(
         try:
             with failing.drive():
                 gemini.save_checkpoint(store, model, optimizer, extra="second")
+            assert failing.calls <= at, "it failed, and nobody was told"
             found.append("no error")
         except gemini.StorageError as e:
             assert os.strerror(code) in str(e)
