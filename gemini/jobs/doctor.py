@@ -19,7 +19,7 @@ from rich.console import Console
 from gemini.errors import GeminiError, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.measure import check_file, measured
-from gemini.jobs.store_report import store_report
+from gemini.jobs.store_report import PROBLEMS, store_report
 from gemini.memory.durable.folder import is_store
 from gemini.memory.system import memory_limit
 from gemini.ranks import launch
@@ -67,10 +67,10 @@ def doctor(
 
 
 def _report(console: Console, store: Path) -> int:
-    sections, is_whole = store_report(store)
-    for title, lines in sections:
+    title = ""
+    for title, lines in store_report(store):
         _section(console, title, lines)
-    return 0 if is_whole else 1
+    return 1 if title == PROBLEMS else 0
 
 
 def _section(console: Console, title: str, lines: Iterable[str]) -> None:

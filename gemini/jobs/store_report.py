@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from gemini.train.checkpoint.format import as_damage
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.stored import Stored, open_store
 
-Section = tuple[str, list[str]]
+Section = tuple[str, Iterable[str]]
+PROBLEMS = "Problems"
 
 
 class _File(NamedTuple):
@@ -32,32 +33,28 @@ class _File(NamedTuple):
     refusal: str = ""
 
 
-def store_report(directory: Path) -> tuple[list[Section], bool]:
-    """Titles and lines for people, and whether the store can be resumed and nothing in it is broken."""
+def store_report(directory: Path) -> Iterator[Section]:
+    """Titles and lines for people, as they are found; the last one is ``PROBLEMS`` if there are any."""
     if not is_store(directory):
         what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
-        return [("Durable store", [f"{directory} is none: it {what}. Give the nvme_path of the run"])], False
-    sections: list[Section] = []
+        yield PROBLEMS, [f"{directory} is no durable store: it {what}. Give the nvme_path of a run"]
+        return
     problems: list[str] = []
     try:
         user = holder(directory)
         used = f"in use by {user}: this is what it has committed so far" if user else "in use by nobody"
-        sections.append(("Durable store", [f"{directory.resolve()}", used, *_older(directory)]))
+        yield "Durable store", [f"{directory.resolve()}", used, *_older(directory)]
         files = [_read(path) for path in _record_files(directory)]
-        commits = [*_commits(files)]
-        sections.append(("Commits", commits))
+        yield "Commits", [*_commits(files)]
         problems += [file.refusal for file in files if file.refusal]
         stored = open_store(directory)
-        commits.append(_resumed(stored))
-        sections += [("Model", [*_model(stored)]), ("Slots", [*_slots(stored)])]
-        checked, damaged = _checked(directory, stored)
-        sections.append(("Check", [*_torn(files), checked]))
-        problems += damaged
-    except StorageError as e:
+        yield "To be resumed", [*_resumed(stored)]
+        yield "Slots", [*_slots(stored)]
+        yield "Check", _check(directory, stored, files, problems)
+    except (StorageError, OSError) as e:
         problems += [str(e)] if str(e) not in problems else []
     if problems:
-        sections.append(("Problems", problems))
-    return sections, not problems
+        yield PROBLEMS, problems
 
 
 def _record_files(directory: Path) -> list[Path]:
@@ -104,26 +101,23 @@ def _step_of(record: Record) -> str:
         return "unknown"
 
 
-def _model(stored: Stored) -> Iterator[str]:
+def _resumed(stored: Stored) -> Iterator[str]:
     manifest, commit = stored.manifest, stored.commit
+    ranks = f"{len(commit.records)} rank{'s' * (len(commit.records) > 1)}"
+    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
     numel = sum(math.prod(param.shape) for param in manifest.params.values())
-    exact = "" if manifest.rule.exact is None else ", compact states"
+    compact = "" if manifest.rule.exact is None else ", compact states"
     yield (
         f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}"
-        f"{exact}, checkpoint version {_version(commit.records[0].text)}"
+        f"{compact}, checkpoint version {_version(commit.records[0].text)}"
     )
     with as_damage(commit.folder):
         extra = Decoder(stored.values).decode(manifest.extra, "extra")
-    if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
+    is_of_trainer = isinstance(extra, dict) and {"global_step", "run"} <= extra.keys()
+    if is_of_trainer:
         yield f"of a Trainer: step {extra['global_step']} of the run in {extra['run']}"
-
-
-def _resumed(stored: Stored) -> str:
-    commit = stored.commit
-    return (
-        f"to be resumed: commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {len(commit.records)} "
-        f"rank{'s' * (len(commit.records) > 1)}: gemini.load_checkpoint({str(commit.folder.parent)!r}, ...)"
-    )
+    store = commit.folder.parent
+    yield f"by {f'gemini train --resume {store}' if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
 
 
 def _version(text: Any) -> Any:
@@ -143,20 +137,25 @@ def _slots(stored: Stored) -> Iterator[str]:
     yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
 
 
-def _checked(directory: Path, stored: Stored) -> tuple[str, list[str]]:
-    """Read everything that is committed: how that went, and what is damaged."""
-    damaged = [words for file in stored.opened.values() for words in file.damage()]
-    if damaged and last_commit(directory).sequence != stored.commit.sequence:
-        return "data: overwritten by the run while it was read. Ask again when the run has ended", []
-    kept = sum(spec.num_bytes for file in stored.opened.values() for spec in file.specs.values())
-    return f"data: {human_bytes(kept)} of weights and states {'damaged' if damaged else 'whole'}", damaged
-
-
-def _torn(files: list[_File]) -> Iterator[str]:
+def _check(directory: Path, stored: Stored, files: list[_File], problems: list[str]) -> Iterator[str]:
+    """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
     torn = [file.path.name for file in files if file.record is None and not file.refusal]
     yield f"records: {len(files) - len(torn)} of {len(files)} whole"
     for name in torn:
-        yield f"{name} is not whole, as after a power cut while it was written: the other one counts, all is well"
+        yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
+    size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))
+    yield f"data: reading {size}"
+    damaged = [words for file in stored.opened.values() for words in file.damage()]
+    if not damaged:
+        is_old = min(record.version for record in stored.commit.records) == 1
+        yield f"data: {'can be read; version 1 has no checksums of it' if is_old else 'all of it is what was written'}"
+        return
+    now = last_commit(directory)
+    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
+        yield "data: the run has overwritten it since. Ask again when the run has ended"
+    else:
+        yield f"data: {len(damaged)} damaged"
+        problems += damaged
 
 
 def _ago(seconds: float) -> str:

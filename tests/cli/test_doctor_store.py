@@ -47,11 +47,14 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Gemini, store: Path
         "last: commit 2, step 3, ",
         "before: commit 1, step 1, ",
         "seconds ago, format version",
-        "to be resumed: commit 2, step 3, saved by 1 rank",
+        "To be resumed\n  commit 2, step 3, saved by 1 rank; by any number of ranks\n",
         "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 3",
         "step 3 of the run in /runs/a",
+        f"by gemini train --resume {store}",
         "twice on the drive",
         "records: 2 of 2 whole",
+        "data: reading 840 KiB",
+        "data: all of it is what was written",
     ):
         assert words in said, words
     sizes = dict(line.split(maxsplit=1) for line in said.split("Slots\n")[1].splitlines()[:4])
@@ -90,7 +93,7 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
     monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
     result = gemini_command("doctor", tmp_path)
     assert result.exit_code == 0, result.output
-    assert "overwritten by the run while it was read" in result.stdout
+    assert "data: the run has overwritten it since" in result.stdout
     end(model)
 
 
@@ -123,7 +126,7 @@ def _no_records(store: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "says"),
     [
-        (_tear, 0, "to be resumed: commit 1, step 1"),
+        (_tear, 0, "To be resumed\n  commit 1, step 1"),
         (_newer, 1, "load the store with the Gemini that wrote it"),
         (_cut, 1, "is cut short"),
         (_flip, 1, "is damaged in the exp_avg of chunk 0, of exp_avg/"),
@@ -135,7 +138,7 @@ def test_a_broken_store_says_what_to_do(damage: Any, code: int, says: str, gemin
     result = gemini_command("doctor", store)
     assert result.exit_code == code and says in result.stdout, result.output
     assert ("Problems" in result.stdout) == bool(code)
-    assert code or "is not whole, as after a power cut" in result.stdout
+    assert code or "is not whole: it is being written, or a power cut" in result.stdout
 
 
 def test_what_is_no_store_is_said_to_be_none(gemini_command: Gemini, tmp_path: Path) -> None:
