@@ -4,23 +4,25 @@
 
 A run commits after every step and says so when the commit is whole. Each kill ends all ranks of it by SIGKILL; the next
 run must go on from the last commit that was said, or the one behind it, and at the end every bit is that of an
-unbroken run.
+unbroken run. Every rank is a process of its own, forked from a server that has imported everything.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import hashlib
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -31,15 +33,17 @@ from gemini.memory.durable.folder import is_store
 from tests.train.helpers import snapshot, train
 from tests.train.test_durable import durable
 
+_CONTEXT = multiprocessing.get_context("forkserver")
 
-def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: int) -> None:
-    """Train to the end, from wherever the store is."""
+
+def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: int, heard: Connection) -> None:
+    """Train to the end, from wherever the store is; the first rank says how far it is."""
     if ranks > 1:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
 
-    def say(*what: object) -> None:
+    def say(what: str, value: object) -> None:
         if rank == 0:
-            print(*what, flush=True)
+            heard.send((what, value))
 
     model, optimizer = durable(where, store)
     torch.manual_seed(1)
@@ -61,20 +65,38 @@ def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: in
     say("bits", digest.hexdigest())
 
 
-def started(store: Path, steps: int, where: str, ranks: int) -> subprocess.Popen[str]:
-    """The first rank, whose process group all of them are in; the others say nothing."""
-    command = [sys.executable, "-m", "tests.hunts.kill_durable", "--work", str(store), str(steps), where]
-    first = None
-    meeting = f"file://{store.parent}/{uuid.uuid4()}"
-    for rank in range(ranks):
-        group = 0 if first is None else first.pid
-        process = subprocess.Popen(
-            [*command, "--meeting", meeting, str(rank), str(ranks)], stdout=subprocess.PIPE if rank == 0 else None,
-            text=True, preexec_fn=functools.partial(os.setpgid, 0, group),
-        )  # fmt: skip
-        first = first or process
-    assert first is not None
-    return first
+class Run:
+    """The ranks of a run, and what the first one says."""
+
+    def __init__(self, store: Path, steps: int, where: str, ranks: int):
+        meeting = f"file://{store.parent}/{uuid.uuid4()}"
+        self._said, heard = _CONTEXT.Pipe(duplex=False)
+        self._ranks = [
+            _CONTEXT.Process(target=work, args=(store, steps, where, meeting, rank, ranks, heard))
+            for rank in range(ranks)
+        ]
+        for rank in self._ranks:
+            rank.start()
+        heard.close()
+
+    def next(self) -> tuple[str, object]:
+        """Raises EOFError where it says nothing more."""
+        found: tuple[str, object] = self._said.recv()
+        return found
+
+    def rest(self) -> Iterator[tuple[str, object]]:
+        """Until it has ended."""
+        with contextlib.suppress(EOFError):
+            while True:
+                yield self.next()
+        for rank in self._ranks:
+            rank.join()
+
+    def kill(self) -> None:
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                assert rank.pid is not None
+                os.kill(rank.pid, signal.SIGKILL)
 
 
 def main() -> int:
@@ -85,41 +107,34 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3, help="a run trains at most so long before it is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--meeting", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.work:
-        meeting, rank, ranks = options.meeting
-        work(Path(options.work[0]), int(options.work[1]), options.work[2], meeting, int(rank), int(ranks))
-        return 0
+    _CONTEXT.set_forkserver_preload(["tests.train.test_durable"])
     rng, kills, runs = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "whole").mkdir()
-        whole = (
-            started(Path(folder) / "whole", options.steps, options.where, options.ranks)
-            .communicate()[0]
-            .split("\n")[-2]
-        )
+        *_, whole = Run(Path(folder) / "whole", options.steps, options.where, options.ranks).rest()
         while kills < options.kills:
-            store, said = Path(folder) / f"run-{runs}", 0
+            store, said, last = Path(folder) / f"run-{runs}", 0, None
             store.mkdir()
-            while True:
-                process = started(store, options.steps, options.where, options.ranks)
-                assert process.stdout is not None
-                began = int(process.stdout.readline().split()[1])
+            while last is None:
+                run = Run(store, options.steps, options.where, options.ranks)
+                began = run.next()[1]
+                assert isinstance(began, int)
                 if began < said:
                     print(f"run {runs}: began at {began}, after a commit of {said} was said")
                     return 1
                 time.sleep(rng.uniform(0, options.seconds))
-                os.killpg(process.pid, signal.SIGKILL)
-                lines = process.communicate()[0].split("\n")
-                said = max([began, *(int(line.split()[1]) for line in lines[:-1] if line.startswith("has "))])
-                if lines[-2:-1] and lines[-2].startswith("bits"):
-                    break
-                kills += 1
+                run.kill()
+                for what, value in run.rest():
+                    if what == "bits":
+                        last = what, value
+                    else:
+                        assert what == "has" and isinstance(value, int)
+                        said = value
+                kills += last is None
             runs += 1
-            if lines[-2] != whole:
-                print(f"run {runs}: other bits than an unbroken run: {lines[-2]}, {whole}")
+            if last != whole:
+                print(f"run {runs}: other bits than an unbroken run: {last}, {whole}")
                 return 1
             print(f"{kills} kills, {runs} runs ended with the bits of an unbroken one", flush=True)
             shutil.rmtree(store)
