@@ -266,7 +266,10 @@ class GeminiDDP(nn.Module):
         """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
         engine = _engine(self)
         engine.drain()
-        return make_report(engine.store, engine.decision.problem.layout, engine.shards, engine.decision.tile_tokens)
+        return make_report(
+            engine.store, engine.decision.problem.layout, engine.shards, engine.updates.guesses,
+            engine.decision.tile_tokens,
+        )  # fmt: skip
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: where their time went, and what every tier held::

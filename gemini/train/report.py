@@ -12,6 +12,7 @@ from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
 from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.shards import Shards
+from gemini.train.update.guess import GuessRecord
 
 _FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
 
@@ -21,6 +22,9 @@ class MemoryReport(dict[str, Any]):
 
     With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by
     collective.
+
+    "speculation" has how many updates inside backward that were guesses (``HybridAdam(speculate=True)``) were "kept",
+    and how many "undone", since the model was wrapped.
 
     "stalls" has the seconds that the training thread waited in the last step, from the end of the ``optimizer.step()``
     before to its own end, by cause, the longest first: "fetch from nvme" and the like for weights that a module needs,
@@ -62,6 +66,9 @@ class MemoryReport(dict[str, Any]):
             lines.append(f"of that for other ranks: {human_seconds(seconds)}")
             sent = ", ".join(f"{how} {human_bytes(n)}" for how, n in self["sent"].items()) or "nothing"
             lines.append(f"sent to other ranks in the last step: {sent}")
+        if any(self["speculation"].values()):
+            kept, undone = self["speculation"]["kept"], self["speculation"]["undone"]
+            lines.append(f"updates begun before their step was known: {kept:,} kept, {undone:,} undone")
         lines.append(
             f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
             f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
@@ -97,10 +104,11 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
 
 
 def make_report(
-    store: ChunkStore, layout: Layout, shards: Shards | None, tile_tokens: int | None = None
+    store: ChunkStore, layout: Layout, shards: Shards | None, guesses: GuessRecord, tile_tokens: int | None = None
 ) -> MemoryReport:
     """The report of a model as it stands, nothing being in flight."""
     ledger, report = store.ledger, MemoryReport()
+    report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
     report["tile_tokens"] = tile_tokens
     for tier in ledger.tiers:
         report[tier.value] = {

@@ -199,6 +199,8 @@ class Chunk:
     writes its home on the host waits for them (:meth:`begin_write`)."""
     ahead: bool = False
     """Fetched ahead of its use, which is still to come."""
+    is_guessed: bool = False
+    """An update of it may yet be undone: nothing fetches it ahead, and whoever reads it has it undone."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
     streamed: bool = False

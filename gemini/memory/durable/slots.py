@@ -10,6 +10,10 @@ What is written is summed (CRC-32) where it passes through memory, one sum for w
 Records have the sums, so that what a drive changes later is found before it is used.
 
     write -> the slot that is not committed;  commit: committed = now;  a killed run: now = committed
+
+An update may be *tentative*: until it is known whether it counts, what it has overtaken stays as well, and writes go to
+the slot that holds neither. So it can be undone by saying where the content was. That needs a slot to write to: the
+content must be what was committed, as it is behind every commit, or nothing was committed yet.
 """
 
 from __future__ import annotations
@@ -54,6 +58,8 @@ class SlotPair:
         self._sums: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
         """By slot: from a page on, how many were written at once, and their CRC-32. Pages in none are not summed."""
         self._lock = threading.Lock()
+        self._before: bytes | None = None
+        """Where everything was when writes became tentative; None while they are not."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,13 +78,25 @@ class SlotPair:
     def begin_write(self, source: torch.Tensor, start: int) -> Event:
         """Start to write ``source`` at byte ``start`` of the plane, where it overwrites nothing that is committed."""
         events = []
-        for first, last, committed, _ in list(self._parts(self._committed, start, source.nbytes)):
-            slot, part = 1 if committed == 0 else 0, _cut(source, first, last)
+        for first, last, committed, before in self._occupied(start, source.nbytes):
+            slot, part = 1 if 0 in (committed, before) else 0, _cut(source, first, last)
             events.append(self._file.begin_write(part, self._place(slot, start + first)))
             page, count = (start + first) // PAGE, (last - first) // PAGE
             self._now[page : page + count] = bytes([slot]) * count
             self._keep_sum(slot, page, count, crc32(part))  # while it is being written
         return _all(events)
+
+    def _occupied(self, start: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
+        """Ranges within ``[0, num_bytes)``, with the slot that is committed and the one that can be gone back to."""
+        before = self._before
+        parts = [part[:3] for part in self._parts(self._committed, start, num_bytes)]
+        if before is None:
+            return [(first, last, slot, slot) for first, last, slot in parts]
+        return [
+            (first + begin, first + end, slot, old)
+            for first, last, slot in parts
+            for begin, end, old, _ in self._parts(before, start + first, last - first)
+        ]
 
     def map(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the plane: a view of the file that takes no memory, or a copy where they lie in both slots."""
@@ -143,6 +161,31 @@ class SlotPair:
     def restore(self) -> None:
         """The content is what was committed last."""
         self._now[:] = self._committed
+
+    # ---- writes that may be undone ------------------------------------------------------------------------------
+
+    @property
+    def can_be_tentative(self) -> bool:
+        """Whether there is a slot for every page that holds neither what was committed nor what is there now."""
+        return self._now == self._committed or all(
+            ZEROS in (slot, now) or slot == now
+            for first, last, slot in _runs(self._committed, 0, len(self._committed))
+            for _, _, now in _runs(self._now, first, last)
+        )
+
+    def begin_tentative(self) -> None:
+        """What is written from now on can be undone; only where it :attr:`can_be_tentative`."""
+        self._before = bytes(self._now)
+
+    def keep(self) -> None:
+        """What was written since counts."""
+        self._before = None
+
+    def undo(self) -> None:
+        """The content is what it was when writes became tentative, if they did. No write is under way."""
+        if self._before is not None:
+            self._now[:] = self._before
+            self._before = None
 
     def _place(self, slot: int, start: int) -> int:
         return self._offset + slot * self._num_bytes + start

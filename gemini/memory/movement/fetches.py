@@ -58,7 +58,7 @@ class Fetches:
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Whether the worker can fetch it."""
-        if self.worker is None or (self._staging is None and self._mover.needs_staging(chunk)):
+        if chunk.is_guessed or self.worker is None or (self._staging is None and self._mover.needs_staging(chunk)):
             return False
         return not self._mover.computes(chunk)
 

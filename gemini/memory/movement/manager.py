@@ -224,8 +224,12 @@ class Manager:
         if not self._updating:
             return False
         chunk = next(iter(self._updating.values()))
+        update = self._update_of(chunk)
         try:
-            self._await_update(chunk)
+            if chunk.is_guessed and update is not None:
+                update.wait_until_over()  # its memory is wanted, not its weights: it is not undone
+            else:
+                self._await_update(chunk)
         finally:
             self.end_update(chunk)
         return True

@@ -44,14 +44,21 @@ class HybridOptimizer(torch.optim.Optimizer):
             torch; in bf16 the residual stays, which is the other half of the model's master.
         rule: what an update is. The model of managed params was wrapped with ``GeminiConfig(optimizer=rule)``.
         step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
-            They cannot be clipped then. With ``GeminiConfig(gradients="transient")`` they are used from where they were
-            computed and take no memory of their own; with "retain" or "accumulate" they wait in their planes, and all
-            backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still ends every step.
+            They cannot be clipped then, but for ``speculate``. With ``GeminiConfig(gradients="transient")`` they are
+            used from where they were computed and take no memory of their own; with "retain" or "accumulate" they wait
+            in their planes, and all backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still
+            ends every step.
+        speculate: with ``step_in_backward`` and gradients that are kept: updates inside backward are guesses, made as
+            if the step clipped nothing and all were finite. A step that asks for just these keeps them; else they are
+            undone, and it makes its own. The bits are always those of ``step_in_backward=False``, and so is all
+            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks whose
+            weights and states are all on NVMe in a durable store (``MemoryBudget(durable=True)``), while most of the
+            last steps were not clipped; others are updated by ``step()``. ``model.memory_report()`` counts both.
         hypers: hyperparameters of the rule, for groups that do not say others.
 
     Raises:
-        ValueError: for hyperparameters out of range, also in groups, and for those the rule does not have; no param was
-            taken over.
+        ValueError: for hyperparameters out of range, also in groups, and for those the rule does not have, and for
+            ``speculate`` without ``step_in_backward``; no param was taken over.
         TypeError: for hyperparameters that are no numbers.
         GeminiError: for params of a model that was wrapped for another rule.
     """
@@ -61,7 +68,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     _checked_groups: list[Group] | None = None
     """The groups as they were when they were looked at last, without their params."""
 
-    def __init__(self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, **hypers: Any):
+    def __init__(
+        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool = False, **hypers: Any
+    ):
         if not isinstance(rule, UpdateRule):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
@@ -70,7 +79,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
         self.check_group(defaults, type(self).__name__)
-        self.step_in_backward = step_in_backward
+        if speculate and not step_in_backward:
+            raise ValueError("speculate=True is about updates inside backward: it goes with step_in_backward=True")
+        self.step_in_backward, self.speculate = step_in_backward, speculate
         self._is_made = False
         super().__init__(params, defaults)
         self._end_of_making(self._params())
@@ -85,7 +96,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "rule": self.rule, "step_in_backward": self.step_in_backward}
+        own = {"rule": self.rule, "step_in_backward": self.step_in_backward, "speculate": self.speculate}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy: params that were copied with it are its own."""
@@ -362,7 +374,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)
-        stepping.check_mode(self.step_in_backward)
+        stepping.check_mode(self.step_in_backward, self.speculate)
 
     def adopt_plain_states(self) -> None:
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
@@ -426,7 +438,7 @@ class HybridAdam(HybridOptimizer):
         eps: added to the denominator.
         weight_decay: decoupled decay, or the L2 coefficient.
         decoupled: AdamW or Adam.
-        step_in_backward: as of :class:`HybridOptimizer`.
+        step_in_backward, speculate: as of :class:`HybridOptimizer`.
 
     Raises:
         ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
@@ -444,6 +456,7 @@ class HybridAdam(HybridOptimizer):
         *,
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
+        speculate: bool = False,
         **unknown: Any,
     ):
         refuse_options(unknown)
@@ -451,6 +464,7 @@ class HybridAdam(HybridOptimizer):
             params,
             rules.ADAM,
             step_in_backward=step_in_backward,
+            speculate=speculate,
             lr=lr,
             betas=tuple(betas) if isinstance(betas, list) else betas,
             eps=eps,

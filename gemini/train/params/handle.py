@@ -113,13 +113,13 @@ class ParamHandle:
         """Before the gradient is used or read: torch would have added it to one that a step has used.
 
         Raises:
-            GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward,
-                where every gradient is used and gone.
+            GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward
+                for good, where every gradient is used and gone.
         """
         if self.leftover is not Leftover.USED or self.norm_sums is None:
             return
         stepper = None if self.optimizer is None else self.optimizer()
-        if stepper is None or not stepper.step_in_backward:
+        if stepper is None or not stepper.step_in_backward or stepper.speculate:
             raise GeminiError(
                 f"the gradient of {self.name!r} is not whole: optimizer.step() has used the one before it without "
                 "zero_grad() since, so torch would have added the two up, and Gemini keeps no gradient that a step has "

@@ -16,6 +16,8 @@ class Stepper(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     step_in_backward: bool
+    speculate: bool
+    """Whether what it does in backward is a guess, which its step confirms."""
     rule: Any
     """Its :class:`gemini.rules.UpdateRule`."""
     state: Any

@@ -281,6 +281,8 @@ class BackwardPass:
                 'GeminiConfig(gradients="retain")'
             )
         chosen = self._params.handles if handles is None else list(handles)
+        if self._updates.pending:
+            self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         if self._reduction is not None:
             self._reduction.discard(chosen)
         self.gradients.discard(chosen, leftover=leftover)
@@ -301,6 +303,7 @@ class BackwardPass:
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
         self.end()
+        self._updates.drop_guesses()
         if self._state.updated_in_backward and has_begun:
             self._state.forget_update_in_backward()
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))

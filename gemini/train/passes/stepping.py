@@ -21,7 +21,7 @@ from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
 from gemini.train.params.owner import owner_of
-from gemini.train.params.stepper import Stepper
+from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
@@ -77,7 +77,7 @@ class Stepping:
 
     # ---- before the step ----------------------------------------------------------------------------------------
 
-    def check_mode(self, step_in_backward: bool) -> None:
+    def check_mode(self, step_in_backward: bool, speculate: bool) -> None:
         """Refuse an optimizer that does not fit how gradients are kept.
 
         Raises:
@@ -89,6 +89,12 @@ class Stepping:
                 'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
                 'HybridAdam(..., step_in_backward=True), or use gradients="retain"'
             )
+        if transient and speculate:
+            raise GeminiError(
+                'GeminiConfig(gradients="transient") keeps no gradients for a step that was guessed wrong, which '
+                'speculate=True needs: use gradients="retain" or "accumulate", or leave speculate out'
+            )
+        scaled = scaled and not speculate
         if step_in_backward and not transient and (self._reduction is not None or scaled):
             why = "in fp16" if scaled else "with several ranks"
             raise GeminiError(
@@ -121,7 +127,7 @@ class Stepping:
         if self.state.updated_in_backward:
             raise GeminiError(
                 "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
-                "them: leave step_in_backward out"
+                "them: leave step_in_backward out, or say speculate=True"
             )
         self._backward.settle()
         norm = self._clip_on_device(float(max_norm)) if handles is None and not error_if_nonfinite else None
@@ -263,6 +269,7 @@ class Stepping:
         if loss_scale is not None and not math.isfinite(self._gradients.norms.total_sum(handles)):
             loss_scale.skipped()
             self.skip(handles)
+            self.updates.guesses.note_step(is_plain=False)
             return
         indices = {handle.chunk.spec.index for handle in handles}
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
@@ -280,6 +287,9 @@ class Stepping:
             self._gradients.land_zeros(missing)
         coefficient = 1.0 if clip is not None else self.state.clip_coefficient
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
+        is_plain = clip is None and coefficient == 1.0
+        if stepping_in_backward:
+            is_plain = is_plain and all(handle.clip == 1.0 for handle in handles)
         try:
             note_writes(handles)
             for handle in handles:
@@ -287,6 +297,7 @@ class Stepping:
                 handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
+            self.updates.guesses.note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise

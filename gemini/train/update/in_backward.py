@@ -90,6 +90,11 @@ class InBackward:
             optimizer = optimizer_of(handle.param) if handle.has_grad else None
             if optimizer is not None and optimizer.step_in_backward:
                 ready.append((handle, optimizer))
+        guessed = [of for of in ready if of[1].speculate]
+        if guessed:  # whatever else is updated in this chunk is no guess, and would be undone with them
+            ready = [of for of in ready if of not in guessed]
+            if not ready:
+                self._guess(chunk, guessed)
         if not ready:
             return
         self._gradients.drain()
@@ -98,9 +103,22 @@ class InBackward:
         if stop is None:
             self._gradients.norms.check_finite(handles)
         for handle, optimizer in ready:
-            scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
-            scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, scale)
-            self._updates.collect(ParamUpdate(handle, scalars))
+            self._updates.collect(self._update(handle, optimizer))
             handle.norm_sums, handle.leftover = None, Leftover.USED
             handle.in_backward = self._state.backward_number
         self._updates.complete(chunk, stop=stop)
+
+    def _guess(self, chunk: Chunk, ready: list[tuple[ParamHandle, Stepper]]) -> None:
+        """Begin the update that the step of these params makes if it clips nothing."""
+        known = self._updates.pending.get(chunk.spec.index)
+        if (known is not None and known.is_undecided) or not self._updates.guesses.pays:
+            return
+        if any(optimizer is not ready[0][1] for _, optimizer in ready):
+            return  # it takes the steps of both
+        self._gradients.drain()
+        self._updates.guess(chunk, [self._update(*of) for of in ready])
+
+    def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:
+        """Of a gradient in its plane, nothing of which is clipped from now on."""
+        scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
+        return ParamUpdate(handle, optimizer.scalars_in_backward(handle, self._state.backward_number, scale))

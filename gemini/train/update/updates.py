@@ -5,12 +5,13 @@ is read between then and its end (gathered copies are dropped, params that stay 
 is overwritten before it was used. What is needed first goes first: the order of the next forward.
 
 All waiting is in :class:`Updates`: ``wait`` for one chunk (what other parts call ``await_update``), ``drain`` for all.
+An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by both: who waits wants what the step left.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
@@ -26,6 +27,7 @@ from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
+from gemini.train.update.guess import Guess, GuessRecord
 from gemini.train.update.streamed import streamed_in_turn
 from gemini.train.update.threads import update_threads
 from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, TilesInPlace, path_of, tiles_of
@@ -57,6 +59,7 @@ class Updates:
         self._first_use = first_use
         self.pending: dict[int, UpdateJob] = {}
         """Updates that may still be under way, by chunk."""
+        self.guesses = GuessRecord()
         self._number = 0
         self._collected: dict[int, list[ParamUpdate]] = {}
         self.unseen = DeferredFiniteChecks(state, alone=alone)
@@ -93,7 +96,10 @@ class Updates:
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
+        kept = {update.chunk.spec.index for update in ordered if self._keep(update)}  # and all others are told to end
         for update in ordered:
+            if update.chunk.spec.index in kept:
+                continue
             if self._worker is not None and self._can_overlap(self._worker, update):
                 self.wait(update.chunk)  # another optimizer's part of it
                 jobs.append(self._job(update))
@@ -111,6 +117,15 @@ class Updates:
             self._update_now(update, stop, factor)
         if self._moves:
             self._manager.refresh_lent()
+
+    def _keep(self, update: ChunkUpdate) -> bool:
+        """Whether the update is under way already, because it was guessed."""
+        job = self.pending.get(update.chunk.spec.index)
+        if job is None or job.guess is None or not (job.is_undecided and job.guess.keep(update.params)):
+            return False
+        update.chunk.is_guessed = False
+        self.guesses.num_kept += 1
+        return True
 
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
@@ -185,7 +200,9 @@ class Updates:
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)
 
-    def _job(self, update: ChunkUpdate, release: Callable[[], None] | None = None) -> UpdateJob:
+    def _job(
+        self, update: ChunkUpdate, release: Callable[[], None] | None = None, guess: Guess | None = None
+    ) -> UpdateJob:
         return UpdateJob(
             update,
             self._urgency(update.chunk),
@@ -195,6 +212,7 @@ class Updates:
             before=self._observers.before_write,
             after=self._observers.after_write,
             release=release,
+            guess=guess,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -240,15 +258,47 @@ class Updates:
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
-        job = self._job(update, release if behind and num_bytes else None)
-        if update.window is None:
-            self._manager.drop([chunk])
-        else:
-            self._manager.begin_update(chunk)
-        self._guards.withdraw(chunk)
-        self._put(worker, [job])
+        self._begin_inside(worker, self._job(update, release if behind and num_bytes else None))
         if not behind:
             self.wait(chunk)
+
+    def guess(self, chunk: Chunk, params: list[ParamUpdate]) -> None:
+        """Begin an update that :meth:`submit` may ask for, where it can be undone and made beside computing; the
+        gradients stay.
+        """
+        worker, guess = self._worker, Guess.of(chunk, params)
+        if worker is None or guess is None:
+            return
+        update = self._chunk_update(chunk, params)
+        if not self._can_overlap(worker, update):
+            return
+        with WHOLE:
+            self._guards.look_for_writes(chunk)
+            if self._guards.written:
+                return  # which the step refuses
+            if self._observers:
+                self._observers.before_updates()
+            self.wait(chunk)
+            chunk.is_guessed = True
+            self._begin_inside(worker, self._job(update._replace(window=self._window_of(update)), guess=guess))
+
+    def _begin_inside(self, worker: UpdateWorker, job: UpdateJob) -> None:
+        """Hand over an update inside backward. Calls that compute still may read the old weights in their window."""
+        if job.update.window is None:
+            self._manager.drop([job.chunk])
+        else:
+            self._manager.begin_update(job.chunk)
+        self._guards.withdraw(job.chunk)
+        self._put(worker, [job])
+
+    def drop_guesses(self, indices: Container[int] | None = None) -> None:
+        """Undo the guesses of these chunks, or all: nobody is going to ask for them."""
+        guesses = [(index, job) for index, job in self.pending.items() if job.is_undecided]
+        jobs = [job for index, job in guesses if indices is None or index in indices]
+        for job in jobs:
+            self._drop(job)  # so that none is worked on while another one is waited for
+        for job in jobs:
+            self._await(job)
 
     def _window_of(self, update: ChunkUpdate) -> torch.Tensor | None:
         """The gathered weights, where they spare the update a drive. A window of other ranks' parts too is left alone:
@@ -285,7 +335,7 @@ class Updates:
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, chunk: Chunk) -> None:
-        """Until the chunk's update is over.
+        """Until the chunk's update is over; one that is only guessed is undone.
 
         Raises:
             StorageError and whatever else broke an update off.
@@ -295,7 +345,10 @@ class Updates:
             self._await(job)
 
     def drain(self) -> None:
-        """Until no update is in flight, and every gradient that was used in backward has been looked at."""
+        """Until no update is in flight, and every gradient that was used in backward has been looked at. What is only
+        guessed is undone.
+        """
+        self.drop_guesses()
         while self.pending:
             self._await(next(iter(self.pending.values())))
         if self.unseen.num_chunks:
@@ -312,8 +365,10 @@ class Updates:
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
         for job in self.pending.values():
+            self._drop(job)
             with contextlib.suppress(Exception):
                 job.wait()
+            self._undo(job)
             self._manager.end_update(job.chunk)
         self.pending.clear()
         self._collected.clear()
@@ -327,7 +382,7 @@ class Updates:
                 self._await(job)
 
     def _await(self, job: UpdateJob) -> None:
-        index = job.chunk.spec.index
+        index, is_guess = job.chunk.spec.index, self._drop(job)
         if not job.is_complete():
             assert self._worker is not None
             if self.order != "fifo":
@@ -335,11 +390,25 @@ class Updates:
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
+        self._undo(job)
         self.pending.pop(index, None)
         self._manager.end_update(job.chunk)
+        if is_guess:
+            return  # of no use to anybody, also if it failed
         if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
+
+    def _drop(self, job: UpdateJob) -> bool:
+        """Tell a guess that it is not wanted; False for an update that is."""
+        return job.guess is not None and job.guess.drop()
+
+    def _undo(self, job: UpdateJob) -> None:
+        """Of a guess that was dropped, and is over."""
+        if job.guess is not None and job.guess.is_dropped:
+            job.guess.undo()
+            job.chunk.is_guessed = False
+            self.guesses.num_undone += 1
 
     def close(self) -> None:
         """The model ends."""

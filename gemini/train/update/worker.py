@@ -3,7 +3,7 @@
 While one tile is updated, the next ones are read and the ones before are written back, across the borders of chunks;
 each has a slot of staging of its own, in host memory, or on the device for updates that are streamed through it. An
 update that fails ends all others that wait: the model is then half of one step and half of the next, and whoever waits
-for any of them is told why.
+for any of them is told why. If they were all guesses (:mod:`gemini.train.update.guess`), nothing is lost.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.watching.watch import Moved
+from gemini.train.update.guess import Guess
 from gemini.train.update.streamed import STREAM, streamed_tiles
 from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
@@ -37,6 +38,7 @@ class UpdateJob(Job):
         before: called when it begins, before anything of the chunk changes.
         after: called when all of the chunk has changed.
         release: called when its gradients are not needed any more.
+        guess: of one that begins before anybody knows whether it is wanted.
     """
 
     def __init__(
@@ -50,13 +52,20 @@ class UpdateJob(Job):
         before: Callable[[Chunk], None],
         after: Callable[[Chunk], None],
         release: Callable[[], None] | None = None,
+        guess: Guess | None = None,
     ):
         super().__init__(lambda: None, urgency)
         self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
         self.ready, self.before, self.after, self._release = ready, before, after, release
+        self.guess = guess
         self.num_open = 0  # tiles that have begun and not finished
         self.all_begun = False
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is a guess still, which may have to be undone."""
+        return self.guess is not None and not self.guess.is_kept
 
     @property
     def holds_gradients(self) -> bool:
@@ -173,6 +182,8 @@ class UpdateWorker(JobThread):
                 self._ahead = None
                 self._check(job)
                 job.before(job.chunk)
+                if job.guess is not None and not job.guess.begin():
+                    job.update = job.update._replace(params=[])
                 if self._is_closed:
                     raise _deleted()
                 self._tiles = self._tiles_of(job)
@@ -209,6 +220,8 @@ class UpdateWorker(JobThread):
         else:
             parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1))
         for tile in parts:
+            if job.guess is not None and job.guess.is_dropped:
+                break
             yield job, tile
         job.all_begun = True
         self._finish_if_done(job)
@@ -248,7 +261,11 @@ class UpdateWorker(JobThread):
 
     def _break_off(self, error: BaseException) -> None:
         """An update failed: nothing is under way afterwards, and everybody who waits is told."""
-        if self._open:
+        with self._changed:
+            ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
+            self._waiting = []
+        lost = [job for job in ended if job.guess is None or not job.guess.drop()]
+        if lost:
             self._on_lost(error)
         begun = [*self._reading, *self._writing]
         if self._next is not None:
@@ -259,10 +276,9 @@ class UpdateWorker(JobThread):
         self._reading.clear()
         self._writing.clear()
         self._tiles = self._next = self._ahead = None
-        failed, self._open = list(self._open), {}
-        for job in failed:
+        self._open = {}
+        for job in ended:
             job.finish(error)
-        self.cancel_all(error)
 
 
 def _deleted() -> GeminiError:
