@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.memory.nvme import SpillFile
 from gemini.train.update.guess import Guess, GuessRecord
+from gemini.train.update.tiles import Tile
 from tests.plain import Plain
 from tests.train import test_durable
 from tests.train.helpers import (
@@ -32,6 +34,7 @@ from tests.train.helpers import (
     train_plain,
 )
 from tests.train.test_interrupts import at_call, wait_for_ctrl_c
+from tests.train.test_updates import Held
 
 ALWAYS, NEVER = 1e-6, 1e6
 """Thresholds that every step, and none, is clipped at."""
@@ -175,8 +178,27 @@ def drop_the_step(model: Any, optimizer: Any, number: int) -> Any:
     squares(model, number).backward()
     if number % 2:
         optimizer.zero_grad()
+        assert not any(job.is_undecided for job in engine_of(model).updates.pending.values())
         return [model.full_param(name) for name, _ in model.named_parameters()]
     return optimizer.step()
+
+
+def forget_zero_grad(model: Any, optimizer: Any, number: int) -> Any:
+    """Gemini refuses it, where torch would add two steps' gradients up."""
+    squares(model, number).backward()
+    optimizer.step()
+    squares(model, number + 1).backward()
+    with pytest.raises(GeminiError, match="is not whole") as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+def look_again(model: Any, optimizer: Any, number: int) -> Any:
+    """Another forward with a graph, whose weights are fetched ahead."""
+    squares(model, number).backward()
+    loss = squares(model, 70 + number)
+    optimizer.step()
+    return loss
 
 
 def clip_some(model: Any, optimizer: Any, number: int) -> Any:
@@ -223,16 +245,20 @@ def _fail(*args: Any) -> None:
 
 PROGRAMS: list[Program] = [
     read_weights, evaluate, report, write_weights, change_lr, add_up, add_up_in_no_sync, twice_through_a_graph,
-    drop_the_step, clip_some, clip_twice, load_states, freeze, break_off,
+    drop_the_step, forget_zero_grad, look_again, clip_some, clip_twice, load_states, freeze,
+    break_off,
 ]  # fmt: skip
 
 
 @pytest.mark.sweep(every=1)
-@pytest.mark.parametrize("where", ["disk", "standin"])
+@pytest.mark.parametrize(("where", "slack"), [("disk", 0), ("disk", 1 << 20), ("standin", 1 << 20)])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_sees_no_guess(program: Program, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_sees_no_guess(
+    program: Program, where: str, slack: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With memory for one module, and with memory to fetch ahead."""
     gradients = "accumulate" if "add_up" in program.__name__ else "retain"
-    runs = [guessing(tmp_path, where, gradients=gradients), plainly(tmp_path, gradients=gradients)]
+    runs = [guessing(tmp_path, where, gradients=gradients, slack=slack), plainly(tmp_path, gradients=gradients)]
     guess_always(runs[0][0], monkeypatch)
     for number in range(4):
         seen = [program(*run, number) for run in runs]
@@ -457,6 +483,7 @@ def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
     train(model, optimizer, 1, NEVER)
     squares(model, 2).backward()
     gemini.load_checkpoint(tmp_path, model, optimizer)
+    assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
     assert_same_snapshot(snapshot(model), expected)
     plain = Plain(Blocks())
     train_plain(plain, [0, 1], squares, clip=NEVER)
@@ -466,7 +493,7 @@ def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("moment", ["take_grad", "kernel", "hand over"])
+@pytest.mark.parametrize("moment", ["take_grad", "kernel", "put"])
 def test_an_interrupted_backward_leaves_nothing_behind(
     moment: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +505,7 @@ def test_an_interrupted_backward_leaves_nothing_behind(
     owner, name = {
         "take_grad": (engine.backward, "take_grad"),
         "kernel": (kernels, "adam_update"),
-        "hand over": (engine.updates, "_begin_inside"),
+        "put": (engine.updates._worker, "put"),
     }[moment]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(patch, owner, name, number, once=True)
@@ -548,6 +575,41 @@ def test_guesses_end_where_steps_clip_and_come_back(tmp_path: Path) -> None:
         found.append(sum(counts(model)) > before)
     assert found == [True, True, True, False, False, False, False, False, True]
     assert f"{counts(model)[0]} kept, {counts(model)[1]} undone" in str(model.memory_report())
+
+
+def test_a_skipped_step_counts_as_wrong(tmp_path: Path) -> None:
+    model, optimizer = guessing(tmp_path, precision="fp16", make=OwnLoss)
+    for number, value in enumerate([float("inf"), 1.0]):
+        spoiled(model, number, layer=1, value=value)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counts(model) == (0, 3)
+
+
+class Large(Blocks):
+    """Layers of several tiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(3))
+
+
+def test_a_wrong_guess_ends_at_its_next_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tile is worked on until the step says so: no other one is begun for a guess."""
+    model, optimizer = guessing(tmp_path, make=Large, slack=1 << 20)
+    engine_of(model).updates._worker.slot_tile = 4096
+    held = Held(monkeypatch)
+    begun, begin = list[Tile](), Tile.begin
+    monkeypatch.setattr(Tile, "begin", lambda self: begun.append(self) or begin(self))
+    model(noise(2, 256)).float().square().mean().backward()
+    while not held.threads:
+        time.sleep(0.001)
+    threading.Timer(0.1, held.gate.set).start()
+    model.clip_grad_norm_(ALWAYS)
+    optimizer.step()
+    engine_of(model).drain()
+    num_tiles = 3 * -(-256 * 257 // 4096)
+    assert counts(model) == (0, 3) and num_tiles < len(begun) < num_tiles + num_tiles // 3
 
 
 def test_settings_that_do_not_go_together(tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ def save_checkpoint(
         _check_optimizer(optimizer, engine.params)
         store = engine.store.durable
         commits = store is not None and final == store.directory
-        engine.updates.drop_guesses()
         if wait or not commits:
             engine.drain()
         for pending in pending_in(engine.write_observers):

@@ -303,7 +303,6 @@ class BackwardPass:
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
         self.end()
-        self._updates.drop_guesses()
         if self._state.updated_in_backward and has_begun:
             self._state.forget_update_in_backward()
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))

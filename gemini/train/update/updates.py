@@ -273,9 +273,6 @@ class Updates:
         if not self._can_overlap(worker, update):
             return
         with WHOLE:
-            self._guards.look_for_writes(chunk)
-            if self._guards.written:
-                return  # which the step refuses
             if self._observers:
                 self._observers.before_updates()
             self.wait(chunk)
