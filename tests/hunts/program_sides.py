@@ -27,6 +27,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
+from gemini.train.update.guess import GuessRecord
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
@@ -43,12 +44,13 @@ class Where:
     overlap: bool = True
     max_chunk: int = DEFAULT_MAX_CHUNK
     slack: int = 0
+    speculates: bool = False
 
     def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
             return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
-        sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder}
+        sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.speculates}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device = make_device(self.device)
@@ -84,8 +86,12 @@ PLACEMENTS = {
     "standin": Where("standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)),
     "accumulate": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1),
     "transient": Where(static=ALL_ON_NVME, gradients="transient"),
+    "guessed": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1, speculates=True),
+    "guessed_small": Where(static=ALL_ON_NVME, max_chunk=64, speculates=True),
 }
-"""By the names that the command line takes. "transient" also steps in backward."""
+"""By the names that the command line takes. "transient" also steps in backward, and "guessed" guesses steps there."""
+STEPPING = ("transient", "guessed", "guessed_small")
+"""Those with updates inside backward."""
 
 
 class Side:
@@ -241,6 +247,12 @@ class PlainSide(Side):
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
 
 
+class AlwaysPays(GuessRecord):
+    """So that every step is guessed, whatever those before have shown."""
+
+    pays = True  # type: ignore[assignment]
+
+
 class ManagedSide(Side):
     """The same program under ``GeminiDDP``."""
 
@@ -249,7 +261,10 @@ class ManagedSide(Side):
     def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
         model = gemini.GeminiDDP(model, where.config(model, precision, folder, ranks))
         super().__init__(model, precision)
-        self._in_backward = where.gradients == "transient"
+        how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
+        self._how = how if any(how.values()) else {}
+        if where.speculates:
+            model._gemini_engine.updates.guesses = AlwaysPays()
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
@@ -259,7 +274,7 @@ class ManagedSide(Side):
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         how = {"lr": 0.02, "weight_decay": 0.1, **how}
-        return gemini.HybridAdam(params, **how, step_in_backward=self._in_backward)
+        return gemini.HybridAdam(params, **how, **self._how)
 
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         return self.model.clip_grad_norm_(max_norm, params=params)  # type: ignore[operator]

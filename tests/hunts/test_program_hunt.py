@@ -185,8 +185,9 @@ def test_drawn_programs_end_well(placement: str, tmp_path: Path, summary: Callab
     counts: Counter[str] = Counter()
     at, findings = list(PLACEMENTS).index(placement), []
     for seed in range(at, 48, len(PLACEMENTS) - 1):
-        precision = ("fp32", "bf16")[seed % 2]
-        result = run(source(draw(seed)), placement, precision, tmp_path, seed)
+        precision, own = ("fp32", "bf16")[seed % 2], tmp_path / str(seed)  # a store has one model at a time
+        own.mkdir()
+        result = run(source(draw(seed)), placement, precision, own, seed)
         counts[result.outcome] += 1
         if result.outcome in (*FAILURES, GOES_ON):
             findings.append(f"--replay {seed}:{placement}:{precision} {result.outcome} {result.detail.splitlines()[0]}")

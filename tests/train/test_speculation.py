@@ -475,6 +475,16 @@ def test_a_run_that_ends_with_open_guesses_goes_on_from_its_last_commit(tmp_path
     engine_of(model).close()
 
 
+def test_what_is_forgotten_is_undone(tmp_path: Path) -> None:
+    """As a checkpoint that is about to be loaded does it."""
+    model, _ = guessing(tmp_path)
+    before = snapshot(model)
+    squares(model, 0).backward()
+    engine_of(model).updates.forget()
+    assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+    assert_same_snapshot(snapshot(model), before)
+
+
 def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
     model, optimizer = guessing(tmp_path)
     train(model, optimizer, 0, NEVER)
