@@ -27,7 +27,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
-from gemini.train.update.guess import GuessRecord
+from tests.hunts.race_recipes import AlwaysPays
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
@@ -245,12 +245,6 @@ class PlainSide(Side):
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
-
-
-class AlwaysPays(GuessRecord):
-    """So that every step is guessed, whatever those before have shown."""
-
-    pays = True  # type: ignore[assignment]
 
 
 class ManagedSide(Side):

@@ -2,6 +2,7 @@
 
     python tests/hunts/race_hunt.py --seeds 0:1000
     python tests/hunts/race_hunt.py --seeds 417:418          # replays one
+    python tests/hunts/race_hunt.py --guess                  # updates inside backward that may be undone, on a store
     python tests/hunts/race_hunt.py --device cuda            # on a GPU; that of tests/fakegpu tells of races
 
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
@@ -82,11 +83,15 @@ class Schedule:
     """Of the states in host memory, for which there is a GPU: streamed through it."""
     in_pieces: bool = False
     """Windows need memory in one piece."""
+    guesses: bool = False
+    """Updates begin inside backward before it is known whether they clip, on a durable store."""
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
         on_gpu = self.device != "cpu"
         memory["gpu" if on_gpu else "cpu"] = budget
+        if self.guesses:
+            memory |= {"durable": True, "nvme": "128MiB"}
         placement: Any = "auto"
         if self.homes:
             there = dict(zip(("weights_on_gpu", "optimizer_on_gpu"), self.homes[:2], strict=True))
@@ -136,7 +141,16 @@ def draw(seed: int) -> Schedule:
     )
 
 
-WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap")
+def guessing(schedule: Schedule) -> Schedule:
+    """The same on a store, with guesses of steps of which some clip."""
+    rng, recipe = random.Random(f"guess {schedule.seed}"), schedule.recipe
+    gradients = "retain" if recipe.gradients == "transient" else recipe.gradients
+    recipe = replace(recipe, gradients=gradients, in_backward=False, max_norm=rng.choice((None, 0.5, 2.0, 5.0, 1e3)))
+    homes = schedule.homes if any(schedule.homes[2:]) and rng.random() < 0.5 else (0.0, 0.0, 1.0, 1.0)
+    return replace(schedule, recipe=recipe, homes=homes, updates_on_gpu=0.0, overlap=True, guesses=True)
+
+
+WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap", "guesses")
 
 _least: dict[tuple[Any, ...], int] = {}
 
@@ -144,12 +158,12 @@ _least: dict[tuple[Any, ...], int] = {}
 def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
     """The model under the least budget that holds it, and the slack. What the least is, refusals say."""
     if not schedule.homes and not schedule.slack:
-        return schedule.recipe.wrap(schedule.config(2**28, directory))
+        return schedule.recipe.wrap(schedule.config(2**28, directory), guesses=schedule.guesses)
     key = tuple(getattr(schedule, name) for name in WHAT_BUDGETS_DEPEND_ON)
     budget = _least.get(key, 4096)
     for _ in range(50):
         try:
-            wrapped = schedule.recipe.wrap(schedule.config(budget, directory))
+            wrapped = schedule.recipe.wrap(schedule.config(budget, directory), guesses=schedule.guesses)
         except gemini.BudgetExceeded as refusal:
             named = re.search(r"budget to at least ([\d.]+ [KMG]iB)", str(refusal))
             budget = max(budget + 4096, parse_bytes(named[1], what="the error") if named else int(1.1 * budget))
@@ -157,7 +171,10 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
         _least[key] = budget
         if not schedule.slack:
             return wrapped
-        return schedule.recipe.wrap(schedule.config(int(budget * (1 + schedule.slack)), directory))
+        wrapped[0]._gemini_engine.close()  # a store has one model at a time
+        del wrapped
+        budget = int(budget * (1 + schedule.slack))
+        return schedule.recipe.wrap(schedule.config(budget, directory), guesses=schedule.guesses)
     raise AssertionError("no budget is enough")
 
 
@@ -230,12 +247,14 @@ class Reader:
         self.schedule, self.recipe, self.model, self.optimizer = schedule, schedule.recipe, model, optimizer
         self.worlds = reference(schedule.recipe)[1]
         self.rng = random.Random(f"reads {schedule.seed}")
-        self.checkpoint, self.saved_at = directory / f"checkpoint-{schedule.seed}", -1
+        commits = schedule.guesses and schedule.seed % 3 > 0
+        self.checkpoint, self.saved_at = directory if commits else directory / f"checkpoint-{schedule.seed}", -1
+        self.save_chance = 0.6 if commits else 0.15
         self.num_rewinds = 0
         self.seen: Counter[str] = Counter()
 
     def watch(self, point: str, done: int) -> int:
-        if point == "end" and self.rng.random() < 0.15:  # first of all, while everything is in flight
+        if point == "end" and self.rng.random() < self.save_chance:  # first of all, while everything is in flight
             kind = self.rng.choice(("save", "save behind"))
             self.seen[kind] += 1
             self.read(kind, self.worlds[done], done)
@@ -329,6 +348,8 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
             same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
         check_invariants(model)
+        reader.seen["kept"] = model._gemini_engine.updates.guesses.num_kept
+        reader.seen["undone"] = model._gemini_engine.updates.guesses.num_undone
         reader.seen["evictions"] = model._gemini_engine.store.manager.num_evictions
         seen = reader.seen + jobs
         del reader, optimizer, model
@@ -401,6 +422,7 @@ def main() -> int:
     parser.add_argument("--seeds", default="0:1000", help="first:last+1")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--device", choices=("cpu", "standin", "cuda"), help="for every schedule (default: drawn)")
+    parser.add_argument("--guess", action="store_true", help="updates inside backward that may be undone, in all")
     parser.add_argument("--verbose", action="store_true", help="a line for each schedule, before it runs")
     args = parser.parse_args()
     first, last = map(int, args.seeds.split(":"))
@@ -412,6 +434,8 @@ def main() -> int:
         if time.monotonic() - began > args.seconds:
             break
         schedule = draw(seed) if args.device is None else replace(draw(seed), device=args.device)
+        if args.guess:
+            schedule = guessing(schedule)
         if runtime is not None:
             runtime.draw_from(seed % 3 and seed)  # each third: as late as it may be
         if args.verbose:

@@ -14,10 +14,17 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.train.update.guess import GuessRecord
 from tests import models
 
 NUM_STEPS = 3
 FAMILIES = ("gpt2", "llama", "tied", "mixtral", "t5", "some unused")
+
+
+class AlwaysPays(GuessRecord):
+    """So that every step is guessed, whatever those before have shown."""
+
+    pays = True  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -50,14 +57,18 @@ class Recipe:
         ids = [torch.randint(1, models.VOCAB, shape, generator=generator) for shape in shapes]
         return [{"input_ids": i, "labels": i} for i in ids]
 
-    def wrap(self, config: gemini.GeminiConfig) -> tuple[Any, gemini.HybridAdam]:
+    def wrap(self, config: gemini.GeminiConfig, *, guesses: bool = False) -> tuple[Any, gemini.HybridAdam]:
+        """``guesses``: updates begin inside backward before it is known whether they clip."""
         model: Any = gemini.GeminiDDP(self.make_model(), config)
         if model._gemini_engine.backward.scaling.loss_scale is not None:
             model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**12
         vectors = [p for p in model.parameters() if p.dim() == 1]
         rest = [p for p in model.parameters() if p.dim() > 1]
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-        return model, gemini.HybridAdam(groups, betas=(0.9, 0.95), step_in_backward=self.in_backward)
+        if guesses:
+            model._gemini_engine.updates.guesses = AlwaysPays()
+        in_backward = self.in_backward or guesses
+        return model, gemini.HybridAdam(groups, betas=(0.9, 0.95), step_in_backward=in_backward, speculate=guesses)
 
 
 def draw_recipe(rng: random.Random) -> Recipe:

@@ -28,6 +28,25 @@ def test_schedules_do_not_change_the_bits(seeds: range, tmp_path: Path, summary:
     summary(f"races: {len(seeds)} schedules, {dict(sorted(seen.items()))}")
 
 
+@pytest.mark.parametrize("seeds", [SEEDS[:4], pytest.param(SEEDS[4:], marks=pytest.mark.slow)], ids=str)
+def test_schedules_with_guesses_do_not_change_the_bits(
+    seeds: range, tmp_path: Path, summary: Callable[[str], None]
+) -> None:
+    """Of steps that clip and steps that do not, read at any moment."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        schedule = race_hunt.guessing(race_hunt.draw(seed))
+        own = tmp_path / str(seed)
+        own.mkdir()
+        try:
+            seen += race_hunt.run(schedule, own)
+        except BaseException:
+            print(f"failed: python tests/hunts/race_hunt.py --guess --seeds {seed}:{seed + 1}\n{schedule}")
+            raise
+    assert seen["kept"] and seen["undone"], seen
+    summary(f"races with guesses: {len(seeds)} schedules, {dict(sorted(seen.items()))}")
+
+
 def test_the_hunt_sees_one_wrong_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update that is different in a schedule, not in the reference, is found."""
     schedule = next(s for s in map(race_hunt.draw, SEEDS) if not s.recipe.in_backward)
