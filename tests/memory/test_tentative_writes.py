@@ -83,6 +83,6 @@ def test_what_is_neither_committed_nor_new_is_no_place_to_write(tmp_path: Path) 
     assert not pair.can_be_tentative, "one page has its committed content and a newer one"
     pair.restore()
     assert pair.can_be_tentative
-    pair.take_committed([(PAGES, 1)])
+    pair.take_committed([(PAGES, 1, None)])
     assert pages_of(pair.runs()) == bytes(PAGES) and not pair.can_be_tentative
     file.close()
