@@ -146,3 +146,10 @@ def test_what_is_no_store_is_said_to_be_none(gemini_command: Gemini, tmp_path: P
         result = gemini_command("doctor", path)
         assert result.exit_code == 1 and why in result.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_another_model_began_beside_it_is_said(gemini_command: Gemini, store: Path) -> None:
+    (store / "store-0002").mkdir()
+    result = gemini_command("doctor", store)
+    assert result.exit_code == 0, result.output
+    assert "store-0001 beside store-0002" in result.stdout and "last: commit 2, step 3" in result.stdout
