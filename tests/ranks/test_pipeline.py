@@ -21,6 +21,7 @@ from gemini.optim import MuonRule
 from gemini.planning.stages import balanced
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
+from tests.ranks.test_rank_export import rise_of_saving
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 
@@ -261,6 +262,25 @@ def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool,
     for own in found:
         assert all(helpers.same_bits(value, state[name]) for name, value in own.items())
     assert set().union(*found) == set(state)
+
+
+def rise_while_exporting(sizes: dict[str, int], folder: str) -> tuple[int, int, int]:
+    """Memory that save_pretrained takes on this rank, the bytes of the largest param and those of all."""
+    make = partial(llama, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, vocab_size=8192)
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="8GiB", nvme_path=folder)
+    config = config_for("disk", folder, precision="bf16", memory=memory)
+    whole = make()
+    bytes_of = [2 * param.numel() for param in whole.parameters()]
+    pipe = gemini.Pipeline(whole, config, mesh=mesh_of(sizes), micro_batches=4, schedule="1f1b")
+    rise = rise_of_saving(lambda: pipe.model.save_pretrained(f"{folder}/exported"))
+    return rise, max(bytes_of), sum(bytes_of)
+
+
+@pytest.mark.slow
+def test_an_export_of_stages_and_slices_takes_the_memory_of_one_param(pool_of: Pools, tmp_path: Any) -> None:
+    for rise, largest, whole in pool_of(8).run(rise_while_exporting, EIGHT, str(tmp_path)):
+        print(f"export: {rise:,} bytes more, the largest param {largest:,}, all weights {whole:,}")
+        assert rise <= largest + 2**26 < whole
 
 
 def curve(sizes: dict[str, int], folder: str, steps: range, kill_in: int = -1) -> list[float]:
