@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import threading
 import time
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.jobs.doctor import doctor
 from gemini.memory.nvme import SpillFile
 from gemini.train.update.guess import Guess, GuessRecord
 from gemini.train.update.tiles import Tile
@@ -634,6 +637,32 @@ def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
 
 
 # ---- the store -------------------------------------------------------------------------------------------------------
+
+
+def test_sums_of_a_store_are_those_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``gemini doctor STORE`` reads all of it, behind steps that were right, wrong, and wrong before a fault."""
+    (model, optimizer), plain = guessing(tmp_path), Plain(Blocks())
+    guess_always(model, monkeypatch)
+    for number, clip in enumerate(THRESHOLDS["sometimes"]):
+        with monkeypatch.context() as patch:
+            if number == 3:
+                failing(patch, since=4, until=5)
+            squares(model, number).backward()
+            for job in engine_of(model).updates.pending.values():
+                job.wait_until_over()
+        model.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        gemini.save_checkpoint(tmp_path, model, optimizer, extra=number)
+        train_plain(plain, [number], squares, clip=clip)
+    assert_same_state(model, plain)
+    engine_of(model).close()
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert doctor(console, store=tmp_path) == 0, console.export_text()
+    model, optimizer = guessing(tmp_path)
+    assert gemini.load_checkpoint(tmp_path, model, optimizer) == 5
+    assert_same_state(model, plain)
+    engine_of(model).close()
 
 
 def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
