@@ -27,6 +27,7 @@ from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
+from gemini.train.context.same_batch import compare_batches
 from gemini.train.ddp import manage
 from gemini.train.gradients.tied import sum_tied
 from gemini.train.slices.slicing import cut_whole, sliced_in
@@ -128,9 +129,11 @@ class Pipeline:
 
         Raises:
             ValueError: if ``micro_batches`` does not divide the batch, and as :func:`gemini.sequence_batch`.
-        RankLost: if another rank does not answer.
+            RankMismatch: if another rank of ``pp`` refuses its batch so, or has one of another shape, or another one in
+                the first step.
+            RankLost: if another rank does not answer.
         """
-        parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
+        parts = self._parts_of(batch)
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
@@ -139,6 +142,20 @@ class Pipeline:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
+
+    def _parts_of(self, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The micro-batches. Ranks that wait for each other's in a schedule begin none that some of them cannot."""
+        refusal, parts = None, list[dict[str, Any]]()
+        try:
+            parts = [sequence_batch(part, self._mesh) for part in micro_batches_of(batch, self._micro_batches)]
+        except ValueError as e:
+            refusal = e
+        if self._size > 1:
+            wire: Wire = self.model._gemini_engine.ranks.stages
+            compare_batches(wire, batch, "pp", values=self._runner is None, refusal=refusal)
+        elif refusal is not None:
+            raise refusal
+        return parts
 
     # ---- in one process -----------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
+from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
 from gemini.planning.stages import balanced
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
@@ -571,3 +572,46 @@ def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pool
     for outcome in pool_of(4 if how in ("plain", "plan", "whole") else 2).outcomes(refused, how, str(tmp_path)):
         assert isinstance(outcome, Failure) and says in outcome.text, outcome
         assert outcome.kind == ("BudgetExceeded" if how == "budget" else "ValueError")
+
+
+def differing(how: str, folder: str) -> list[str]:
+    """What each of three steps says: the first is right, the second is not on rank 1, the third is."""
+    pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
+    said = []
+    for step in range(3):
+        rows = 16
+        if step == 1 and dist.get_rank() == 1:
+            rows = {"another shape": 8, "refused": 15}[how]
+        ids = ids_of(0, 0, rows)
+        try:
+            said.append(f"loss {pipe.step(input_ids=ids, labels=ids).item()}")
+            optimizer.zero_grad()
+        except (RankMismatch, ValueError) as e:
+            said.append(f"{type(e).__name__}: {e}")
+    return said
+
+
+@pytest.mark.parametrize("how", ["another shape", "refused"])
+def test_a_batch_that_one_stage_cannot_take_is_refused_by_all(how: str, pool_of: Pools, tmp_path: Any) -> None:
+    """And none of them waits for what does not come: the next step is a step as before."""
+    first, second = pool_of(2).run(differing, how, str(tmp_path))
+    assert first[0] == second[0] == first[2] == second[2] and first[0].startswith("loss ")
+    if how == "refused":
+        assert second[1].startswith("ValueError: input_ids has 15 samples")
+        assert first[1].startswith("RankMismatch: rank 1 refuses its batch: input_ids has 15 samples")
+    else:
+        words = "RankMismatch: the batch of rank 1 has another input_ids than that of rank 0 (['(8, 12) int64'] against"
+        assert first[1] == second[1] and first[1].startswith(words)
+
+
+def another_first(folder: str) -> None:
+    pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
+    ids = ids_of(0, dist.get_rank())
+    pipe.step(input_ids=ids, labels=ids)
+
+
+def test_stages_begin_with_the_same_batch(pool_of: Pools, tmp_path: Any) -> None:
+    for outcome in pool_of(2).outcomes(another_first, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
+        assert "the first batch of rank 1 has another input_ids than that of rank 0" in outcome.text
