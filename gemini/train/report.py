@@ -24,7 +24,7 @@ class MemoryReport(dict[str, Any]):
     collective.
 
     "speculation" has how many updates inside backward that were guesses (``HybridAdam(speculate=True)``) were "kept",
-    and how many "undone", since the model was wrapped.
+    and how many "undone" (or not made, where no slot was free), since the model was wrapped.
 
     "stalls" has the seconds that the training thread waited in the last step, from the end of the ``optimizer.step()``
     before to its own end, by cause, the longest first: "fetch from nvme" and the like for weights that a module needs,

@@ -4,7 +4,8 @@
 
 A run commits after every step and says so when the commit is whole. Each kill ends all ranks of it by SIGKILL; the next
 run must go on from the last commit that was said, or the one behind it, and at the end every bit is that of an
-unbroken run. Every rank is a process of its own, forked from a server that has imported everything.
+unbroken run. With ``--guess`` updates begin inside backward and every third step undoes them; the unbroken run makes
+them behind backward. Every rank is a process of its own, forked from a server that has imported everything.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import torch.distributed as dist
 
 import gemini
 from gemini.memory.durable.folder import is_store
-from tests.train.helpers import snapshot, train
+from tests.hunts.race_recipes import AlwaysPays
+from tests.train.helpers import adam, snapshot, train
 from tests.train.test_durable import durable
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -38,7 +40,9 @@ PRELOADED = ["tests.train.test_durable", "transformers.models.llama.modeling_lla
 """What every rank would import by itself, in seconds."""
 
 
-def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: int, heard: Connection) -> None:
+def work(
+    store: Path, steps: int, where: str, guess: bool, meeting: str, rank: int, ranks: int, heard: Connection
+) -> None:
     """Train to the end, from wherever the store is; the first rank says how far it is."""
     if ranks > 1:
         dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
@@ -48,12 +52,15 @@ def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: in
             heard.send((what, value))
 
     model, optimizer = durable(where, store)
+    if guess:
+        optimizer = adam(model, step_in_backward=True, speculate=True)
+        model._gemini_engine.updates.guesses = AlwaysPays()
     torch.manual_seed(1)
     at = gemini.load_checkpoint(store, model, optimizer) if is_store(store) and list(store.glob("*/record-*")) else 0
     say("began", at)
     pending = None
     for position in range(at, steps):
-        train(model, optimizer, [position % 7])
+        train(model, optimizer, [position % 7], clip=1e6 if position % 3 else 1e-3)
         if pending is not None:
             pending.wait()
             say("has", position)
@@ -70,11 +77,11 @@ def work(store: Path, steps: int, where: str, meeting: str, rank: int, ranks: in
 class Run:
     """The ranks of a run, and what the first one says."""
 
-    def __init__(self, store: Path, steps: int, where: str, ranks: int):
+    def __init__(self, store: Path, steps: int, where: str, ranks: int, *, guess: bool):
         meeting = f"file://{store.parent}/{uuid.uuid4()}"
         self._said, heard = _CONTEXT.Pipe(duplex=False)
         self._ranks = [
-            _CONTEXT.Process(target=work, args=(store, steps, where, meeting, rank, ranks, heard))
+            _CONTEXT.Process(target=work, args=(store, steps, where, guess, meeting, rank, ranks, heard))
             for rank in range(ranks)
         ]
         for rank in self._ranks:
@@ -109,17 +116,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=3, help="a run trains at most so long before it is killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--guess", action="store_true", help="updates inside backward that may be undone")
     options = parser.parse_args()
     _CONTEXT.set_forkserver_preload(PRELOADED)
     rng, kills, runs = random.Random(options.seed), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "whole").mkdir()
-        *_, whole = Run(Path(folder) / "whole", options.steps, options.where, options.ranks).rest()
+        *_, whole = Run(Path(folder) / "whole", options.steps, options.where, options.ranks, guess=False).rest()
         while kills < options.kills:
             store, said, last = Path(folder) / f"run-{runs}", 0, None
             store.mkdir()
             while last is None:
-                run = Run(store, options.steps, options.where, options.ranks)
+                run = Run(store, options.steps, options.where, options.ranks, guess=options.guess)
                 began = run.next()[1]
                 assert isinstance(began, int)
                 if began < said:

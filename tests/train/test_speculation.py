@@ -295,6 +295,26 @@ def assert_same(first: Any, second: Any) -> None:
         assert first == second
 
 
+def test_compact_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    for where, guesses in (("disk", True), ("ram", False)):
+        raw = Large()
+        config = make_config(raw, where, tmp_path, slack=1 << 20)
+        memory = gemini.MemoryBudget(**{**vars(config.memory), "nvme": "64MiB", "nvme_path": tmp_path})
+        memory = replace(memory, durable=guesses)
+        model = gemini.GeminiDDP(raw, replace(config, memory=memory, states="compact"))
+        runs.append((model, adam(model, **(GUESSES if guesses else {}))))
+    guess_always(runs[0][0], monkeypatch)
+    for clip in THRESHOLDS["sometimes"]:
+        for model, optimizer in runs:
+            model(noise(2, 256)).float().square().mean().backward()
+            model.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
+    assert counts(runs[0][0]) == (12, 6)
+
+
 def test_groups_and_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizers step in turn, the second one with two groups; one chunk is of both."""
     runs = []
