@@ -4,7 +4,8 @@
 
 All weights and states are on NVMe, and a commit follows every step. Three thresholds: never met, always met, and met by
 one step in eight. Each is trained in the ordinary loop and with ``HybridAdam(step_in_backward=True, speculate=True)``,
-the runs take turns round by round, and both must leave the same bits. Beside them stand the seconds of forward (T_f),
+the runs take turns round by round, and both must leave the same bits. Torch computes with one thread, and an update has
+one, so that neither takes the other's core. Beside them stand the seconds of forward (T_f),
 backward (T_b) and of the updates alone (W), and what a step takes at best:
 
     ordinary          T_b + max(T_f, W)
@@ -26,7 +27,7 @@ import torch
 from torch import nn
 
 import gemini
-from benchmarks._report import add_out, head, publish, table
+from benchmarks._report import add_out, head, publish, set_threads, table
 from benchmarks._rounds import in_turn, ratios
 
 NEVER, ALWAYS = 1e9, 1e-9
@@ -61,7 +62,7 @@ class Run:
         self.folder, self.args, self.threshold, self.num_steps = folder, args, threshold, 0
         memory = gemini.MemoryBudget(cpu=args.memory, nvme="64GiB", nvme_path=folder, durable=True)
         placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
-        config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement)
+        config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, update_threads=1)
         self.model: Any = gemini.GeminiDDP(Blocks(args.layers, args.width), config)
         how = {"step_in_backward": True, "speculate": True} if speculate else {}
         self.optimizer = gemini.HybridAdam(self.model.parameters(), lr=1e-4, **how)
@@ -177,6 +178,7 @@ def main() -> None:
     parser.add_argument("--memory", default="256MiB", help="budget of host memory of each run")
     add_out(parser)
     args = parser.parse_args()
+    set_threads(1)
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         report = compare(args, Path(name))
     publish(report, args.out)
