@@ -410,7 +410,6 @@ def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemi
         assert row["tokens_per_second"] == (alone["step"] or {}).get("tokens_per_second"), name
     lines = table.stdout.split("what else it could do")[1].splitlines()
     assert len(lines) == 1 + len(rows) + bool(base), table.stdout
-    assert rows["--states compact"]["tokens_per_second"] >= rows["--gradients transient"]["tokens_per_second"] / 2
 
 
 def test_an_alternative_that_cannot_be_says_why(gemini_command: Gemini, tmp_path: Path) -> None:
