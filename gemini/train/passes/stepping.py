@@ -287,9 +287,9 @@ class Stepping:
             self._gradients.land_zeros(missing)
         coefficient = 1.0 if clip is not None else self.state.clip_coefficient
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
-        is_plain = clip is None and coefficient == 1.0
+        is_plain = None  # nobody asks where nothing is guessed
         if stepping_in_backward:
-            is_plain = is_plain and all(handle.clip == 1.0 for handle in handles)
+            is_plain = clip is None and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
         try:
             note_writes(handles)
             for handle in handles:
@@ -297,7 +297,8 @@ class Stepping:
                 handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
-            self.updates.guesses.note_step(is_plain=is_plain)
+            if is_plain is not None:
+                self.updates.guesses.note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
