@@ -35,7 +35,7 @@ from gemini.train.params.by_name import read_range
 NUM_BLOCKS = 5
 KINDS = (
     "nothing", "skip", "extra", "evaluate", "forward alone", "raise in forward", "raise in backward", "two forwards",
-    "data ends",
+    "data ends", "lacks a gradient",
 )  # fmt: skip
 
 
@@ -86,6 +86,14 @@ class Outcome(NamedTuple):
     """The library's collectives, in their order."""
 
 
+def until_error(outcome: Outcome) -> tuple[Any, ...]:
+    """What must be the same. A norm that is looked at on the way to an error is of gradients of different backwards."""
+    if not outcome.error:
+        return outcome[:4]
+    num_steps = len(outcome.scripted)
+    return outcome.error, num_steps, outcome.norms[:num_steps]
+
+
 class Injected(Exception):
     """What an event raises."""
 
@@ -100,12 +108,21 @@ class _Raise(torch.autograd.Function):
         raise Injected("in backward")
 
 
+class _Linear(nn.Linear):
+    """``lacks``: its bias gets no gradient, and that is all that is other."""
+
+    lacks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias.detach() if self.lacks else self.bias)
+
+
 class Blocks(nn.Module):
     """Blocks in turn, a module that is not used in most steps, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(5))
+        self.blocks = nn.ModuleList(nn.Sequential(_Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(5))
         self.extra = nn.Linear(32, 32)
         self.head = nn.Linear(32, 8)
         self.checkpointing = False
@@ -118,6 +135,7 @@ class Blocks(nn.Module):
                 raise Injected("in forward")
             if number == place and kind == "raise in backward":
                 x = _Raise.apply(x)
+            block[0].lacks = number == place and kind == "lacks a gradient"
             if number == place and kind == "extra":
                 x = x + self.extra(x)
             if not (number == place and kind == "skip"):
@@ -196,7 +214,7 @@ def library(seed: int) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
         return call_late
 
     engine.join = partial(_join, before[0])
-    group._collective = lambda ranks, parent: make_subgroup(ranks, "gloo")
+    group._collective = lambda ranks: make_subgroup(ranks, "gloo")
     collectives.all_gather, collectives.reduce_scatter = noted("gather", before[2]), noted("reduce", before[3])
     try:
         yield met

@@ -154,8 +154,8 @@ class LaunchedStep(Scripted):
             if isinstance(offered.error, Parted):
                 return
             offered.wait()
+            end.wait()
             with self._device.beside(_STREAM):
-                end.wait_on_device()
                 add_up(heard)
                 landed = self._device.mark()
             landed.wait()

@@ -21,7 +21,7 @@ import torch
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import DONE, Event
+from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
@@ -120,11 +120,9 @@ class Shards:
         self._kinds, self._await_update = kinds, await_update
         self._manager = store.manager
         self._reducing: Reducing | None = None
-        # Replicas' sums behind backward begin in one order with messages of our own only.
-        follows = follows and ranks.size > 1 and (ranks.collective is None or ranks.replicas is None)
-        self.lane = Worker("reduce") if follows else None
-        """Where reductions run behind backward."""
-        self._launcher = Worker("collectives") if follows and ranks.collective is not None else None
+        self.lane = Worker("reduce") if follows and ranks.size > 1 else None
+        """Where reductions run behind backward, or only land where the library makes them."""
+        self._launcher = None if self.lane is None or ranks.collective is None else Worker("collectives")
         self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
         """Where sums over replicas run behind backward."""
         self.step: Scripted | None = None
@@ -287,7 +285,8 @@ class Shards:
             return self._device.mark()
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        return self._mover.fetch(chunk.weights, own, chunk.spec.index)
+        fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
+        return AllOf([fetched, self._device.mark()]) if self._mover.computes(chunk) else fetched
 
     def _launch(self, chunk: Chunk, ready: Event) -> Event:
         """Give the library's all-gather of a chunk to the device."""
