@@ -60,9 +60,9 @@ class GeminiDDP(nn.Module):
         mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
             ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
             (:func:`gemini.sequence_batch`). Over ``tp`` each process keeps a slice of every matrix that the model's
-            ``tp_plan`` cuts (:func:`gemini.slice_tensors`); the model is whole on all of them before. A model without a
-            plan, and stages of one (``pp``), the caller has cut. Without names one dimension shards; of two the first
-            replicates and the second shards.
+            ``tp_plan`` cuts (:func:`gemini.slice_tensors`), over ``ep`` some of the experts of every layer; the model
+            is whole on all of them before. A model without a plan, and stages of one (``pp``), the caller has cut.
+            Without names one dimension shards; of two the first replicates and the second shards.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.

@@ -185,6 +185,7 @@ def test_a_checkpoint_goes_into_any_other_mesh(pool_of: Pools, tmp_path: Path) -
     assert_same(pool_of(4).run(loaded, {"ep": 4}, folder), first)
     assert_same(pool_of(2).run(loaded, {"ep": 2}, folder), first)
     assert_same(pool_of(2).run(loaded, {"dp": 2}, folder), first)
+    assert_same(pool_of(2).run(loaded, {"tp": 2}, folder), first)
     exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported", dtype=torch.bfloat16).state_dict()
     for name, value in first.items():
         kind, _, param = name.partition("/")

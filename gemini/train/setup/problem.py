@@ -119,7 +119,7 @@ def prepare(
         RankMismatch: if ranks differ.
         ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
     """
-    if ranks.replicas is not None and config.gradients == "transient":
+    if ranks.replicas is not None and ranks.experts is None and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
