@@ -29,9 +29,23 @@ class Case(NamedTuple):
     backwards: int = 1
 
 
+def deepseek() -> Any:
+    """A layer without experts, one with four; experts are chosen in groups, and one is shared."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).float()
+
+
 def moe(case: Case) -> Any:
     """Two layers of four experts each."""
-    model = small(case.kind).train()
+    model = (deepseek() if case.kind == "deepseek_v3" else small(case.kind)).train()
     if case.kernel is not None:
         model.set_experts_implementation(case.kernel)
     if case.checkpointing:
