@@ -40,7 +40,7 @@ def name_of(sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize(
     ("sizes", "where", "case"),
     [
-        ({"ep": 2}, "disk", Case(idle=True, checkpointing=True)),
+        ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager")),
         ({"dp": 2, "ep": 2}, "ram", Case(backwards=2)),
         ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm")),
     ],
@@ -130,6 +130,23 @@ def disagreeing() -> None:
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR * (1 + dist.get_rank()))
     loss_of(model, 0, dist.get_rank()).backward()
     optimizer.step()
+
+
+def evaluating_alone() -> None:
+    mesh = mesh_of({"ep": 2})
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    loss = loss_of(model, 0, dist.get_rank())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            loss_of(model, 1, 0)
+    loss.backward()
+
+
+def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(evaluating_alone):
+        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind
+        assert "rank 0 is in the forward of model.layers.0.mlp.experts, before its experts (without" in outcome.text
+        assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
 
 
 def test_ranks_with_other_settings_are_refused(pool_of: Pools) -> None:
