@@ -256,6 +256,43 @@ def test_values_in_and_out(pool_of: Pools, tmp_path: Path) -> None:
     assert pool_of(4).run(used, str(tmp_path)) == [[]] * 4
 
 
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(moe(Case()), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def with_adapters(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    mesh = mesh_of({"ep": 2})
+    model: Any = gemini.GeminiDDP(adapted(), config_for("disk", folder), mesh=mesh)
+    optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS, weight_decay=0.1)
+    for step in range(2):
+        loss_of(model, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(f"{folder}/adapter")
+    state = model.state_dict()
+    return state, model.merge_and_unload().state_dict()
+
+
+def test_adapters_that_leave_experts_alone(pool_of: Pools, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder, plain = str(tmp_path), adapted()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, eps=EPS, weight_decay=0.1)
+    for step in range(2):
+        (torch.stack([loss_of(plain, step, part) for part in range(2)]).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state, merged in pool_of(2).run(with_adapters, folder):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5, msg=name)
+        again: Any = PeftModel.from_pretrained(moe(Case()), f"{folder}/adapter")
+        for name, value in again.merge_and_unload().state_dict().items():
+            assert torch.equal(merged[name], value), name
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +312,8 @@ def refusal(how: str) -> str:
     if how == "adapters":
         from peft import LoraConfig, get_peft_model
 
-        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+        experts = ["mlp.experts.gate_up_proj"]
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=experts))
     before = {name: tuple(param.shape) for name, param in model.named_parameters()}
     said = ""
     try:
@@ -299,7 +337,7 @@ def refusals(hows: list[str]) -> list[str]:
             {
                 "size": "has 3 experts, which that does not divide. Sizes that do: 3",
                 "dense": "LlamaForCausalLM has no experts that a plan of transformers spreads over ranks",
-                "adapters": "expert parallel of a model with adapters",
+                "adapters": "expert parallel of experts with adapters ('base_model.model.model.layers.0.mlp.experts')",
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",
                 "transient": 'gradients="transient" updates inside backward',
                 "whole": "looks at whole params, and a mesh with ep leaves",

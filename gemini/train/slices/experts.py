@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch
 from gemini.ranks.group import Ranks
 from gemini.ranks.mesh import place_in, size_of
-from gemini.train.modules.reading import is_tuner_layer
+from gemini.train.modules.reading import is_a, is_tuner_layer
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.differing import first_differing, sizes_that_divide
 from gemini.train.slices.dispatch import ExpertExchange, dispatched_forward
@@ -64,20 +64,20 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
         is_filled: the model has its values; else it is whole, and the same on every rank.
 
     Raises:
-        ValueError: for a model without experts or with adapters, and sizes that do not divide; nothing is changed.
+        ValueError: for a model without experts, adapters of experts, and sizes that do not divide; nothing is changed.
         RankMismatch: on every rank, if ranks of ``ep`` have other weights.
     """
     size = 1 if mesh is None else size_of(mesh, "ep")
     if mesh is None or size == 1:
         return None
-    adapted = next((name for name, module in model.named_modules() if is_tuner_layer(module)), None)
+    plan = plan_of(model)
+    found = [name for name, _ in model.named_modules() if _style(plan, name) == _MODULES]
+    adapted = next((name for name in found if any(map(is_tuner_layer, model.get_submodule(name).modules()))), None)
     if adapted is not None:
         raise ValueError(
-            f"expert parallel of a model with adapters ({adapted!r}): the plan of the base model does not say which "
-            "ranks have what of them. Use dp in place of ep"
+            f"expert parallel of experts with adapters ({adapted!r}), which would have to be cut as experts are: let "
+            "adapters leave experts alone (target_modules=, target_parameters=), or use dp in place of ep"
         )
-    plan = getattr(model, "ep_plan", None) or {}
-    found = [name for name, _ in model.named_modules() if _style(plan, name) == _MODULES]
     cuts: dict[str, TensorSlice] = {}
     for name in found:
         module = model.get_submodule(name)
@@ -103,6 +103,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     spread = SpreadExperts(found, size)
     spread.cut(model, cuts)
     return spread
+
+
+def plan_of(model: nn.Module) -> dict[str, str]:
+    """The plan that transformers has for a model, or for the base of one with adapters; empty if there is none."""
+    base = model.get_base_model() if is_a(type(model), "PeftModel") else model  # type: ignore[operator]
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+    return {f"{prefix}{name}": style for name, style in (getattr(base, "ep_plan", None) or {}).items()}
 
 
 def _style(plan: dict[str, str], name: str) -> str | None:
