@@ -38,3 +38,14 @@ def all_to_all(into: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup
         RankLost: if it fails.
     """
     guarded(what, lambda: dist.all_to_all_single(into, parts, group=group))
+
+
+def all_to_all_rows(
+    into: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup, what: str
+) -> None:
+    """``sent[i]`` rows in turn go to rank i, and ``received[i]`` rows come from it.
+
+    Raises:
+        RankLost: if it fails.
+    """
+    guarded(what, lambda: dist.all_to_all_single(into, rows, received, sent, group=group))

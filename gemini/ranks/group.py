@@ -35,15 +35,19 @@ class Ranks:
     Attributes:
         wire: among the ranks that divide chunks (the shard group).
         replicas: among the ranks that hold the same shard, or None without replicas.
-        everyone: among all ranks with the same params: those of the model, or of this slice of it.
-        job: among all ranks of the mesh; the same as ``everyone`` where no dim slices the model.
+        everyone: among all ranks with the same params: those of the model, or of this slice of it. Ranks with other
+            experts are among them.
+        job: among all ranks of the mesh; the same as ``everyone`` where no other dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
         stages: among those that have the stages of one pipeline (``pp``), or None.
         parts: of a model that Gemini has cut, among those that have its slices and stages and compute with one batch;
             None of a model that is whole, or cut by the caller.
         context: among the ranks that have parts of the same sequences (``cp``), or None.
+        experts: among the ranks that have the other experts of this one's layers (``ep``), or None. They are replicas
+            in what is not cut.
         collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
         context_collective: the same of ``context``.
+        experts_collective: the same of ``experts``.
         writers: among the ranks that write one checkpoint: those with the same params, or all of the job where Gemini
             has cut the model.
         waiting: these wait for each other here.
@@ -60,8 +64,10 @@ class Ranks:
     stages: Wire | None
     parts: Wire | None
     context: Wire | None
+    experts: Wire | None
     collective: dist.ProcessGroup | None
     context_collective: dist.ProcessGroup | None
+    experts_collective: dist.ProcessGroup | None
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -98,7 +104,19 @@ class Ranks:
     @property
     def writes_uncut(self) -> bool:
         """Whether this rank writes params that are not cut: of slices that all have them, the first one does."""
+        if self.experts is not None:
+            return self.experts.rank == 0
         return self.parts is None or self.same_batch is None or self.same_batch.rank == 0
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes params at all: of replicas that have the same ones, the first one does."""
+        return self.experts is not None or self.replicas is None or self.replicas.rank == 0
+
+    @property
+    def reads_parts(self) -> bool:
+        """Whether this rank reads what it has of a model in parts, for an export; the others with the same serve it."""
+        return self.wire.rank == 0 if self.experts is not None else self.is_first
 
     @property
     def shares_params(self) -> bool:
@@ -108,7 +126,8 @@ class Ranks:
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         wires = (
-            self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.parts, self.context
+            self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.parts, self.context,
+            self.experts,
         )  # fmt: skip
         for group in {wire.group for wire in wires if wire is not None}:
             if group is not None:
@@ -151,13 +170,15 @@ class Ranks:
         everyone = self.job.swap(Tag.VALUES, torch.tensor(values, dtype=torch.int64, device="cpu"), "the start")
         return [int(value) for value in everyone.amin(0)]
 
-    def take_from_first(self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False) -> list[str]:
-        """Make ``tensors`` those of the first rank with the same params, or of the job's, as DistributedDataParallel
-        does; only those that differ are sent.
+    def take_from_first(
+        self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False, of_shards: bool = False
+    ) -> list[str]:
+        """Make ``tensors`` those of the first rank with the same params, or of the job's, or of those that divide the
+        same chunks, as DistributedDataParallel does; only those that differ are sent.
 
         Returns the names of those that differed on any rank.
         """
-        wire = self.job if of_job else self.everyone
+        wire = self.job if of_job else self.wire if of_shards else self.everyone
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
         everyone = wire.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
@@ -233,7 +254,8 @@ def join(
     collective = _collective(ranks) if cuda else None
     waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
     return Ranks(
-        everyone, None, everyone, everyone, None, None, None, None, collective, None, everyone, waiting, local_size
+        everyone, None, everyone, everyone, None, None, None, None, None, collective, None, None, everyone, waiting,
+        local_size,
     )  # fmt: skip
 
 
@@ -247,11 +269,6 @@ def _start_default(*, cuda: bool) -> bool:
 
 def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     names = names_of(mesh)
-    if size_of(mesh, "ep") > 1:
-        raise ValueError(
-            f"mesh has a dimension ep of {size_of(mesh, 'ep')}: experts over ranks would be chunks of other groups "
-            "than the rest of the model, and chunks of one model are divided over one group. Use dp in its place"
-        )
     in_job = ranks_along(mesh, *names)
     if len(in_job) == 1:
         return None
@@ -263,26 +280,28 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
 
     # Every rank makes its groups in this order, the widest first: none of them waits for one that waits for it.
     job = along(*names)
-    everyone = along("dp_replicate", *SHARDING, within=job)
+    everyone = along("dp_replicate", *SHARDING, "ep", within=job)
     wire = along(*SHARDING, within=everyone)
-    replicas, same_batch, stages, context = (
-        along(name) if size_of(mesh, name) > 1 else None for name in ("dp_replicate", "tp", "pp", "cp")
+    replicas, same_batch, stages, context, experts = (
+        along(*dims) if size_of(mesh, *dims) > 1 else None
+        for dims in (("dp_replicate", "ep"), ("tp",), ("pp",), ("cp",), ("ep",))
     )
     parts = (same_batch or stages) if in_parts else None
     if in_parts and same_batch is not None and stages is not None:
         parts = along("pp", "tp")
-    collective = context_collective = None
+    collective = context_collective = experts_collective = None
     if cuda:
         collective = _collective(wire.global_ranks)
         context_collective = None if context is None else _collective(context.global_ranks)
+        experts_collective = None if experts is None else _collective(experts.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
     writers = job if in_parts else everyone
     return Ranks(
-        wire, replicas, everyone, job, same_batch, stages, parts, context, collective, context_collective, writers,
-        WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
+        wire, replicas, everyone, job, same_batch, stages, parts, context, experts, collective, context_collective,
+        experts_collective, writers, WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@
     tp            matrices of every layer               ep            experts
 
 Chunks are divided over ``dp`` and ``cp`` together. Ranks that differ in ``pp``, ``tp`` or ``ep`` have other params:
-other *slices* of the model. Ranks that differ in ``dp_replicate``, ``dp`` or ``ep`` have other samples, all others the
-same.
+other *slices* of the model; those of ``ep`` other experts, and all else alike. Ranks that differ in ``dp_replicate``,
+``dp`` or ``ep`` have other samples, all others the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates.
 
     Raises:
-        ValueError: for names that mean nothing here or the same twice, and for three dims or more without names.
+        ValueError: for names that mean nothing here or the same twice, for three dims or more without names, and for
+            ``ep`` beside another dim than ``dp``.
     """
     given = mesh.mesh_dim_names
     if given is None:
@@ -57,6 +58,13 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
         )
     if len(set(names)) < len(names):
         raise ValueError(f"mesh has dimensions {', '.join(given)}, two of which mean the same: name each once")
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    beside = [name for name in ("pp", "dp_replicate", "cp", "tp") if sizes.get(name, 1) > 1]
+    if sizes.get("ep", 1) > 1 and beside:
+        raise ValueError(
+            f"mesh has ep={sizes['ep']} and {beside[0]}={sizes[beside[0]]}: experts over ranks go with dp alone. Use "
+            f"dp in place of {beside[0]}, or in place of ep"
+        )
     return names
 
 

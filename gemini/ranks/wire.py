@@ -32,6 +32,7 @@ class Tag(IntEnum):
     VALUES = 6
     CONTEXT = 7
     HEADER = 8
+    EXPERTS = 9
 
 
 class Pending:

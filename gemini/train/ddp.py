@@ -45,6 +45,7 @@ from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.sharding.shards import Shards
+from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
@@ -59,9 +60,9 @@ class GeminiDDP(nn.Module):
         mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
             ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
             (:func:`gemini.sequence_batch`). Over ``tp`` each process keeps a slice of every matrix that the model's
-            ``tp_plan`` cuts (:func:`gemini.slice_tensors`); the model is whole on all of them before. A model without a
-            plan, and stages of one (``pp``), the caller has cut. Without names one dimension shards; of two the first
-            replicates and the second shards.
+            ``tp_plan`` cuts (:func:`gemini.slice_tensors`), over ``ep`` some of the experts of every layer; the model
+            is whole on all of them before. A model without a plan, and stages of one (``pp``), the caller has cut.
+            Without names one dimension shards; of two the first replicates and the second shards.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.
@@ -457,19 +458,21 @@ def manage(
 
     # Before anything is planned: what is computed in tiles is gathered together.
     sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
+    spread = spread_experts(model, mesh, is_filled=fill is None)
+    cuts = (cuts_in(model) if sliced is None else sliced.by_param(model)) | (spread.by_param(model) if spread else {})
     tiles, planned = None, model
     try:
         if isinstance(config.tile_tokens, int):
             tiles = tile_tokens(model, config.tile_tokens)
         engine = Engine(
             model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note,
-            cuts=cuts_in(model) if sliced is None else sliced.by_param(model), of_stages=of_stages,
+            cuts=cuts, of_stages=of_stages,
         )  # fmt: skip
     except BaseException:
         if tiles is not None:
             tiles.take_away()
-        if sliced is not None:
-            sliced.give_back()
+        for whole in filter(None, (sliced, spread)):
+            whole.give_back()
         raise
     if sliced is not None:
         sliced.keep()
@@ -491,6 +494,9 @@ def manage(
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
         if engine.ranks is not None:
             _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
+        if spread is not None and engine.ranks is not None:
+            model.__dict__["_gemini_spread"] = spread
+            spread.put_on(model, engine.ranks)
         model.__class__ = _class_for(type(model))
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
@@ -498,14 +504,21 @@ def manage(
         model.__dict__.pop("_gemini_token_tiles", None)
         if (divided := model.__dict__.pop("_gemini_context", None)) is not None:
             divided.take_away()
+        if model.__dict__.pop("_gemini_spread", None) is not None:
+            assert spread is not None
+            spread.take_away()
         if tiles is not None:
             tiles.take_away()
         for module, named in buffers:
             module._buffers.update(named)
         engine.adoption.give_back()
+        if spread is not None:
+            spread.give_back()
         del model.__dict__["_gemini_engine"]
         raise
     engine.adoption.keep()
+    if spread is not None:
+        spread.keep()
     made_before = {id(o): o for h in engine.params.handles if (o := optimizer_of(h.param)) is not None}
     for optimizer in made_before.values():
         optimizer.adopt_plain_states()

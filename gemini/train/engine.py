@@ -90,11 +90,11 @@ class Engine:
             process_group, mesh, cuda=device.torch_device.type == "cuda", in_parts=bool(cuts) or of_stages is not None
         )  # fmt: skip
         if in_job is not None:
-            prepare(model, config, in_job, filled=fill is None)
+            prepare(model, config, in_job, filled=fill is None, cuts=cuts)
         others = None
-        if in_job is not None and cuts and in_job.same_batch is not None:
+        if in_job is not None and cuts and (with_others := in_job.same_batch or in_job.experts) is not None:
             refuse_unsuited(config, rule.spec, in_job, in_stages=of_stages is not None)
-            others = OtherSlices(in_job.same_batch)
+            others = OtherSlices(with_others)
         ranks = in_job if in_job is not None and in_job.shares_params else None
         built = build(model, config, device, own, in_job, cuts)
         self.decision, params = built.decision, built.params
@@ -158,7 +158,7 @@ class Engine:
         by_names = self.by_names = ByName(
             params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
-            slices=others,
+            slices=others, all_agree=in_job is not None and in_job.experts is not None,
         )  # fmt: skip
         trained = TrainedParams(
             params,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import psutil
 import torch
 from torch import nn
@@ -11,8 +13,7 @@ from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
-from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamSet
+from gemini.train.params.handle import ParamHandle, ParamSet
 
 
 def release(model: nn.Module) -> nn.Module:
@@ -60,10 +61,11 @@ def unmanage(model: nn.Module, what: str) -> None:
         pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
         hook.remove()
-    for put in ("_gemini_context", "_gemini_token_tiles"):
+    read = engine.by_names.read_whole if "_gemini_spread" in model.__dict__ else engine.by_names.read
+    for put in ("_gemini_context", "_gemini_token_tiles", "_gemini_spread"):
         if (around := model.__dict__.pop(put, None)) is not None:
             around.take_away()
-    call_without_grad(_give_back, engine.params, engine.by_names, engine.store.chunks)
+    call_without_grad(_give_back, engine.params, read, engine.store.chunks)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -73,10 +75,10 @@ def unmanage(model: nn.Module, what: str) -> None:
     del model.__dict__["_gemini_engine"]
 
 
-def _give_back(params: ParamSet, by_names: ByName, chunks: list[Chunk]) -> None:
+def _give_back(params: ParamSet, read: Callable[[ParamHandle], torch.Tensor], chunks: list[Chunk]) -> None:
     """Every param becomes an ordinary one, with its weights."""
     for index, handles in list(params.by_chunk.items()):
-        values = [by_names.read(handle) for handle in handles]
+        values = [read(handle) for handle in handles]
         for handle, value in zip(handles, values, strict=True):
             param = handle.param
             if handle.hook is not None:

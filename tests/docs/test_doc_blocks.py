@@ -75,6 +75,7 @@ def test_commands_and_options_exist(page: Path) -> None:
     [
         ("guide/many_processes.md", "train.py", r"^2 ranks, last loss \d"),
         ("ranks.md", "tensor_parallel.py", r"^loss (5\.\d\d\d)\nloss \1$"),
+        ("ranks.md", "expert_parallel.py", r"^loss 5\.\d\d\d$"),
         ("guide/pipelines.md", "pipeline.py", r"^loss (5\.\d\d\d)\nloss \1$"),
     ],
 )

@@ -61,7 +61,7 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        if ranks is not None and ranks.parts is not None:
+        if ranks is not None and (ranks.parts is not None or ranks.experts is not None):
             return self._run_in_parts(ranks)
         if self._shards is None:
             with _naming_the_disk(self._directory):
@@ -91,7 +91,7 @@ class Export:
     def _run_in_parts(self, ranks: Ranks) -> Any:
         """The same of a model in slices or stages: one rank of each reads, and the first of these writes."""
         shards, result = self._shards, None
-        reads, writes = ranks.is_first, ranks.is_first and ranks.part_rank == 0
+        reads, writes = ranks.reads_parts, ranks.is_first and ranks.part_rank == 0
         failure: BaseException | None = None
         if writes:
             try:

@@ -125,9 +125,8 @@ def save_checkpoint(
         ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     name = Path(os.fsdecode(directory)).name
     agree(ranks, engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=name)
-    replicas = None if engine.shards is None else engine.shards.ranks.replicas
     writer: Writer | Commit
-    is_writing = replicas is None or replicas.rank == 0  # of several replicas of the model the first one writes
+    is_writing = engine.shards is None or engine.shards.ranks.writes
     handles, tile = engine.params.handles, engine.store.mover.tile
     if ranks is not None and engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))

@@ -52,16 +52,17 @@ class ByName:
         shards: None in one process.
         agree: refuses what ranks would write differently.
         slices: of a model in slices, else None.
+        all_agree: whether those who agree have other slices among them (``ep``).
     """
 
     def __init__(
         self, handles: list[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
         await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
-        slices: SliceValues | None = None,
+        slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
-        self._compared = False
+        self._compared, self._all_agree = False, all_agree
         self.handles, self.compute = handles, compute
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
@@ -94,6 +95,10 @@ class ByName:
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """The whole value of a param, of which ``own``, in its shape, is what is here."""
         return own if handle.cut is None or self._slices is None else self._slices.join(handle, own)
+
+    def to_compare(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
+        """What must be the same on all who agree: ``own``, or of a slice among others the whole value."""
+        return self.joined(handle, own.detach().cpu()) if self._all_agree and own.shape == handle.own_shape else own
 
     def write_whole(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """:meth:`write` of what is here of a whole value.
@@ -176,7 +181,7 @@ class ByName:
         """
         if self._shards is not None and not self._compared:
             name = handle.name
-            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, value)]))
+            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         self.write(handle, value)
 
     @contextmanager

@@ -84,5 +84,5 @@ class Gathering:
         Raises:
             RankMismatch: on every rank.
         """
-        values = ((handle.name, handle.view) for handle in handles)
+        values = ((handle.name, self._by_names.to_compare(handle, handle.view)) for handle in handles)
         self._by_names.agree(Point.WRITE, "gathered(write=True)", lambda: value_facts(values))

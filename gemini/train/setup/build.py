@@ -72,7 +72,9 @@ def build(
     named = collect_params(model)
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
     size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
-    decision = decide(model, config, device, ranks)
+    # Gradients of experts are added up among other ranks than those of the rest.
+    spread = cuts if cuts and ranks is not None and ranks.experts is not None else ()
+    decision = decide(model, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)

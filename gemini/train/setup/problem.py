@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -106,16 +107,19 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
         refuse_other(optimizer.rule, rule)
 
 
-def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True) -> None:
+def prepare(
+    model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True, cuts: Collection[int] | None = None
+) -> None:
     """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
 
     ``filled``: the model has its values already; else whoever fills it sees that they are the same.
+    ``cuts``: the ids of params that are slices.
 
     Raises:
         RankMismatch: if ranks differ.
         ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
     """
-    if ranks.replicas is not None and config.gradients == "transient":
+    if ranks.replicas is not None and ranks.experts is None and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
             'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
@@ -159,8 +163,12 @@ def prepare(model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: boo
     )
     if not filled:
         return
-    tensors = {name: param.data for name, param in model.named_parameters()}
+    experts = cuts if cuts and ranks.experts is not None else ()
+    tensors = {name: param.data for name, param in model.named_parameters() if id(param) not in experts}
     ranks.take_from_first({**tensors, **dict(model.named_buffers())})
+    if experts:
+        own = {name: param.data for name, param in model.named_parameters() if id(param) in experts}
+        ranks.take_from_first(own, of_shards=True)
 
 
 def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
@@ -233,15 +241,18 @@ def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks | None) -> i
     return beside if ranks is None else -ranks.smallest([-beside])[0]
 
 
-def decide(model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None) -> Decision:
-    """The homes the config asks for, in the budgets there are.
+def decide(
+    model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None, apart: Collection[str] = ()
+) -> Decision:
+    """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk.
 
     Raises:
         BudgetExceeded: if it does not fit.
         PlanMismatch: for a trace or a plan of another model or of other settings.
     """
     structure = structural_trace(model, config.precision)
-    given = config.placement
+    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in structure.params)
+    structure, given = replace(structure, params=params), config.placement
     if isinstance(given, Plan):
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure

@@ -71,6 +71,12 @@ class ReplicaSums:
         """Chunks that were added up behind backward."""
         self._shards, self._wire, self._params = shards, wire, shards.params
         self._chunks, self._mover = store.chunks, store.mover
+        # Other ranks of ep have other experts: what all of their tokens gave these has come with backward.
+        self._by_chunk = {
+            index: handles
+            for index, handles in shards.params.by_chunk.items()
+            if shards.ranks.experts is None or all(handle.cut is None for handle in handles)
+        }
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
         self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
@@ -97,7 +103,7 @@ class ReplicaSums:
 
     def landed(self, index: int, backward: int) -> None:
         """All gradients of a chunk are there, in the backward of that number. From any thread, in any order."""
-        if self._lane is None:
+        if self._lane is None or index not in self._by_chunk:
             return
         with self._lock:
             if backward != self._backward:
@@ -156,7 +162,7 @@ class ReplicaSums:
             return
         landed = tuple(self._landed)
         self._finish()
-        said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._params.by_chunk))
+        said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._by_chunk))
         heard = {number for row in self._shards.meet_replicas(Point.END_BACKWARD, [said]) for number in row}
         if any(number & 1 for number in heard):
             self.sum_all()
@@ -205,13 +211,13 @@ class ReplicaSums:
             RankMismatch: on every rank, if some have dropped what others have added up.
         """
         self._finish()  # of a backward that has failed
-        own = [self._standing_of(index) for index in self._params.by_chunk]
+        own = [self._standing_of(index) for index in self._by_chunk]
         flags = [handle.has_grad for handle in self._params.handles]
         said = torch.tensor([*own, *flags], dtype=torch.uint8, device="cpu")
         rows = self._wire.swap(Tag.AGREEMENT, said, "comparing gradients across replicas")
         standings = rows[:, : len(own)].T.tolist()
         anywhere = dict(zip((h.name for h in self._params.handles), rows[:, len(own) :].any(0).tolist(), strict=True))
-        for index, column in zip(self._params.by_chunk, standings, strict=True):
+        for index, column in zip(self._by_chunk, standings, strict=True):
             chunk, found = self._chunks[index], set(column)
             if found <= {_Standing.NONE} or found == {_Standing.SUMMED}:
                 continue
@@ -223,11 +229,11 @@ class ReplicaSums:
                 )
             if _Standing.REOPENED in found and self._standing_of(index) is _Standing.SUMMED:
                 self._reopen(chunk)
-            self._add_up(chunk, [h for h in self._params.by_chunk[index] if not h.has_grad and anywhere[h.name]])
+            self._add_up(chunk, [h for h in self._by_chunk[index] if not h.has_grad and anywhere[h.name]])
             self._standing[index] = _Standing.SUMMED
 
     def _standing_of(self, index: int) -> _Standing:
-        if not any(handle.has_grad for handle in self._params.by_chunk[index]):
+        if not any(handle.has_grad for handle in self._by_chunk[index]):
             return _Standing.NONE
         return self._standing.get(index, _Standing.OWN)
 
@@ -239,7 +245,7 @@ class ReplicaSums:
     def _add_up(self, chunk: Chunk, absent: Sequence[ParamHandle]) -> None:
         """This rank's shard of the gradients of a chunk becomes the sum over replicas; ``absent`` have none here."""
         plane, scratch = chunk.planes[GRAD], self._shards.replica_scratch
-        handles = [h for h in self._params.by_chunk[chunk.spec.index] if h.has_grad] + list(absent)
+        handles = [h for h in self._by_chunk[chunk.spec.index] if h.has_grad] + list(absent)
         sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
         for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
             tile, is_staged = self._mover.host_tile(1, plane, start, stop)

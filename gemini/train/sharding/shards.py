@@ -53,6 +53,7 @@ _TRAFFIC = {
     Tag.HEADER: "agreement",
     Tag.VALUES: "agreement",
     Tag.CONTEXT: "context",
+    Tag.EXPERTS: "experts",
 }
 
 
@@ -166,7 +167,7 @@ class Shards:
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
         total = self.native.copy()
-        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context]
+        wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context, self.ranks.experts]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:

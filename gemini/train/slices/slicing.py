@@ -13,26 +13,24 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import RankMismatch, warn
-from gemini.ranks.group import checksum_of
 from gemini.ranks.mesh import names_of, size_of
 from gemini.train.modules.reading import is_tuner_layer
-from gemini.train.params.handle import SET_DATA
 from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.slices.differing import first_differing, sizes_that_divide
 from gemini.train.slices.plans import PLANS, Plan, of_end
 from gemini.train.slices.styles import STYLES, cutting_of, parts_of, sliced_forward
 from gemini.train.slices.sums import ImaginedSlices, Slices
+from gemini.train.slices.whole import WholeParams
 
 STANDS_IN = "_gemini_stands_in"
 """An attribute of classes of modules that stand in for those of another rank."""
 
 
-class SlicedModel:
+class SlicedModel(WholeParams):
     """What became of a model whose params are slices.
 
     Attributes:
@@ -41,31 +39,8 @@ class SlicedModel:
     """
 
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
-        self.slices, self.params = slices, dict[str, TensorSlice]()
-        self._styles, self._counts = styles, counts
-        self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
-
-    def cut(self, model: nn.Module, cuts: Mapping[str, TensorSlice]) -> None:
-        """Leave the slices of these params, in place."""
-        named = dict(model.named_parameters(remove_duplicate=False))
-        self.params = dict(cuts)
-        for param, cut in {id(named[name]): (named[name], cut) for name, cut in cuts.items()}.values():
-            self._whole.append((param, param.data))
-            SET_DATA(param, cut.of(param.data))
-
-    def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
-        """The slices by the ids of the params of ``model``, which may have let go of some."""
-        named = dict(model.named_parameters(remove_duplicate=False))
-        return {id(named[name]): cut for name, cut in self.params.items() if name in named}
-
-    def give_back(self) -> None:
-        """The params are whole again."""
-        while self._whole:
-            SET_DATA(*self._whole.pop())
-
-    def keep(self) -> None:
-        """There is no way back: whole values are let go of."""
-        self._whole.clear()
+        super().__init__()
+        self.slices, self._styles, self._counts = slices, styles, counts
 
     def put_on(self, model: nn.Module) -> None:
         """Let the modules of ``model``, this one or one built alike, compute with slices; not what stands in for those
@@ -118,7 +93,7 @@ def cut_whole(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None
     if size_of(mesh, "tp") == 1:
         return None
     _refuse_sliced(model)
-    differing = _differing(model, mesh)
+    differing = first_differing(model, mesh, "tp")
     if differing is not None:
         raise RankMismatch(
             f"tensor parallel: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
@@ -184,7 +159,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
         return None
     if size == 1 or not has_plan(model):
         return None
-    if is_filled and (differing := _differing(model, mesh)) is not None:
+    if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
         warn(
             f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is taken "
             "as cut by hand. A whole model is sliced by itself if it is the same on all of them: load the same "
@@ -192,17 +167,6 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
         )
         return None
     return _cut_params(model, _slices_of(mesh))
-
-
-def _differing(model: nn.Module, mesh: DeviceMesh) -> str | None:
-    """The first param that is not the same on all ranks of ``tp``."""
-    said = [(name, tuple(param.shape), checksum_of(param.data)) for name, param in model.named_parameters()]
-    everyone: list[Any] = [None] * size_of(mesh, "tp")
-    dist.all_gather_object(everyone, said, group=mesh.get_group(names_of(mesh).index("tp")))
-    for of_param in zip(*everyone, strict=False):
-        if any(other != of_param[0] for other in of_param):
-            return str(of_param[0][0])
-    return None if len({len(said) for said in everyone}) == 1 else "the number of params"
 
 
 def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
@@ -325,7 +289,7 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
             if length % size:
                 raise ValueError(
                     f"tensor parallel over {size} ranks: {full} has {length} to cut along dim {cut.dim}, which that "
-                    f"does not divide. Sizes that do: {_divisors(length)}"
+                    f"does not divide. Sizes that do: {sizes_that_divide(length)}"
                 )
             found[full] = cut
     return found
@@ -344,9 +308,5 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None
         if number % size:
             raise ValueError(
                 f"tensor parallel over {size} ranks: the model has {what}={number}, which that does not divide. Sizes "
-                f"that do: {_divisors(math.gcd(*heads.values()))}"
+                f"that do: {sizes_that_divide(math.gcd(*heads.values()))}"
             )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"

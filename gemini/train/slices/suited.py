@@ -14,20 +14,21 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
     Raises:
         ValueError: naming the remedy.
     """
+    dim = "tp" if ranks.experts is None else "ep"
     if config.gradients == "transient":
         raise ValueError(
-            'gradients="transient" updates inside backward, when a slice of a model (tp) knows of its own part of each '
-            'gradient only whether it is finite: use gradients="retain" or "accumulate"'
+            f'gradients="transient" updates inside backward, when a slice of a model ({dim}) knows of its own part of '
+            'each gradient only whether it is finite: use gradients="retain" or "accumulate"'
         )
     if rule.whole:
         raise ValueError(
-            f"the optimizer {rule.name} looks at whole params, and tensor parallel leaves a slice of each on a rank: "
-            "use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of tp"
+            f"the optimizer {rule.name} looks at whole params, and a mesh with {dim} leaves slices of them on a rank: "
+            f"use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of {dim}"
         )
-    if isinstance(config.tile_tokens, int):
+    if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts is not None):
         raise ValueError(
-            f"tile_tokens={config.tile_tokens} with a model in slices (tp): its layers meet in sums over ranks, which "
-            "are not computed in tiles. Leave tile_tokens out"
+            f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): its layers meet other ranks, which is "
+            "not done in tiles. Leave tile_tokens out"
         )
     if ranks.stages is not None and not in_stages:
         raise ValueError(

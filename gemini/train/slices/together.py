@@ -46,7 +46,8 @@ class OtherSlices:
                          for which in (False, True)]  # fmt: skip
                 raise RankMismatch(
                     f"{handle.name!r} has a gradient on ranks {ranks[0]} and none on ranks {ranks[1]}, which have "
-                    "other slices of it (tp): all of them must run the same forward and backward. No weight was changed"
+                    "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
+                    "was changed"
                 )
             is_sum = handle.cut is not None or not all(map(math.isfinite, row))
             totals.append(None if all(missing) else sum(row) if is_sum else row[0])

@@ -1,0 +1,112 @@
+"""Mixtures of experts over ``ep``: models, batches, and the same steps in one process."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+
+import gemini
+from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
+from tests.ranks.test_slices import small
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, torch.Tensor]
+    """Of the first step, whole."""
+    state: dict[str, torch.Tensor]
+
+
+class Case(NamedTuple):
+    kind: str = "qwen3_moe"
+    idle: bool = False
+    """Whether the second half of the experts gets no token."""
+    kernel: str | None = None
+    checkpointing: bool = False
+    backwards: int = 1
+
+
+def deepseek() -> Any:
+    """A layer without experts, one with four; experts are chosen in groups, and one is shared."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).float()
+
+
+def moe(case: Case) -> Any:
+    """Two layers of four experts each."""
+    model = (deepseek() if case.kind == "deepseek_v3" else small(case.kind)).train()
+    if case.kernel is not None:
+        model.set_experts_implementation(case.kernel)
+    if case.checkpointing:
+        model.activation_checkpointing_enable()
+    if case.idle:
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: (*out[:-1], out[-1] % 2))
+    return model
+
+
+def ids_of(step: int, part: int) -> torch.Tensor:
+    """Parts of a batch have other numbers of tokens."""
+    generator = torch.Generator().manual_seed(100 * step + part)
+    return torch.randint(3, 128, (2, 12 + 4 * (part % 3)), generator=generator)
+
+
+def loss_of(model: Any, step: int, part: int) -> torch.Tensor:
+    ids = ids_of(step, part)
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps: int = 2, **settings: Any) -> Found:
+    """Steps over a mesh."""
+    mesh = mesh_of(sizes)
+    model: Any = gemini.GeminiDDP(moe(case), config_for(where, folder, **settings), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, grads = [], [], {}
+    for step in range(steps):
+        part, world = gemini.data_rank(mesh)
+        for number in range(case.backwards):
+            with contextlib.nullcontext() if number + 1 == case.backwards else model.no_sync():
+                loss = loss_of(model, step, part + world * number)
+                (loss / case.backwards).backward()
+        if step == 0:
+            grads = {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
+        norms.append(float(model.clip_grad_norm_(0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model._gemini_engine.check_invariants()
+    return Found(losses, norms, grads, model.state_dict(dtype=torch.float32))
+
+
+def plainly(parts: int, case: Case, steps: int = 2) -> Found:
+    """The same in one process, with the mean over all parts."""
+    model = moe(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, grads = [], [], {}
+    for step in range(steps):
+        loss = torch.stack([loss_of(model, step, part) for part in range(parts)]).mean()
+        loss.backward()
+        if step == 0:
+            grads = {name: param.grad.clone() for name, param in model.named_parameters()}
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return Found(losses, norms, grads, model.state_dict())
+
+
+def worst_grad(found: Found, plain: Found) -> float:
+    """In parts of the largest gradient."""
+    largest = max(float(grad.abs().max()) for grad in plain.grads.values())
+    return max(float((found.grads[name] - grad).abs().max()) for name, grad in plain.grads.items()) / largest

@@ -1,0 +1,361 @@
+"""Expert parallel beside chunks: training over ``ep`` and ``dp`` against one process over all batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemini
+from gemini.optim import MuonRule
+from tests.ranks.expert_cases import Case, Found, loss_of, moe, plainly, spread, worst_grad
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
+from tests.ranks.pool import Failure, Pool
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")
+
+
+def assert_close(found: list[Found], plain: Found) -> None:
+    for own in found:
+        assert worst_grad(own, plain) < 1e-5
+        assert own.norms == pytest.approx(plain.norms, rel=1e-6)
+        assert own.norms == found[0].norms
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+            assert helpers.same_bits(value, found[0].state[name]), f"{name} is not the same on all ranks"
+
+
+def name_of(sizes: dict[str, int]) -> str:
+    return "_".join(f"{name}{size}" for name, size in sizes.items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "case"),
+    [
+        ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager")),
+        ({"dp": 2, "ep": 2}, "ram", Case(backwards=2)),
+        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm")),
+    ],
+    ids=["idle", "no_sync", "grouped_mm"],
+)
+def test_experts_over_ranks_train_as_one_process_does(
+    sizes: dict[str, int], where: str, case: Case, pool_of: Pools, tmp_path: Path
+) -> None:
+    num_ranks = math.prod(sizes.values())
+    found = pool_of(num_ranks).run(spread, sizes, where, str(tmp_path), case)
+    assert_close(found, plainly(num_ranks * case.backwards, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("where", ["ram", "disk", "serial", "standin"])
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}], ids=name_of)
+def test_experts_wherever_chunks_live(
+    sizes: dict[str, int], where: str, idle: bool, pool_of: Pools, tmp_path: Path
+) -> None:
+    case, num_ranks = Case(idle=idle), math.prod(sizes.values())
+    assert_close(pool_of(num_ranks).run(spread, sizes, where, str(tmp_path), case), plainly(num_ranks, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 4}, {"dp": 4, "ep": 2}], ids=name_of)
+def test_eight_processes(sizes: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
+    case = Case(idle=True)
+    assert_close(pool_of(8).run(spread, sizes, "disk", str(tmp_path), case), plainly(8, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case = Case(kind, kernel=kernel, checkpointing=checkpointing)
+    assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Pools, tmp_path: Path) -> None:
+    run, sizes = partial(spread, precision=precision, gradients=gradients), {"dp": 2, "ep": 2}
+    runs = [pool_of(4).run(run, sizes, where, str(tmp_path), Case()) for where in ("ram", "disk", "serial")]
+    for found in runs[1:]:
+        for own, first in zip(found, runs[0], strict=True):
+            assert (own.losses, own.norms) == (first.losses, first.norms)
+            assert all(helpers.same_bits(value, first.state[name]) for name, value in own.state.items())
+    assert not torch.equal(runs[0][0].state["model.norm.weight"], moe(Case()).state_dict()["model.norm.weight"])
+
+
+# ---- what one rank finds is found on all -----------------------------------------------------------------------------
+
+
+def nan_on_one(cut: bool) -> tuple[str, bool]:
+    """What the step says, and whether weights are as before."""
+    mesh = mesh_of({"dp": 2, "ep": 2})
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
+    name = "model.layers.1.mlp.experts.down_proj" if cut else "model.norm.weight"
+    before = model.state_dict()
+    loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
+    if dist.get_rank() == 1:
+        model._gemini_engine.by_names[name].param.register_hook(lambda grad: grad * float("nan"))
+    loss.backward()
+    said = ""
+    try:
+        optimizer.step()
+    except gemini.NonFiniteGradient as e:
+        said = str(e)
+    optimizer.zero_grad()
+    after = model.state_dict()
+    return said, all(torch.equal(after[n], v) for n, v in before.items())
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_nan_on_one_rank_is_found_on_all(cut: bool, pool_of: Pools) -> None:
+    for said, is_as_before in pool_of(4).run(nan_on_one, cut):
+        assert is_as_before and "holds inf or NaN" in said
+
+
+def disagreeing() -> None:
+    mesh = mesh_of({"ep": 2})
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR * (1 + dist.get_rank()))
+    loss_of(model, 0, dist.get_rank()).backward()
+    optimizer.step()
+
+
+def evaluating_alone() -> None:
+    mesh = mesh_of({"ep": 2})
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    loss = loss_of(model, 0, dist.get_rank())
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            loss_of(model, 1, 0)
+    loss.backward()
+
+
+def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(evaluating_alone):
+        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind
+        assert "rank 0 is in the forward of model.layers.0.mlp.experts, before its experts (without" in outcome.text
+        assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
+
+
+def test_ranks_with_other_settings_are_refused(pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(disagreeing):
+        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and "lr" in outcome.text
+
+
+# ---- saving and reading ----------------------------------------------------------------------------------------------
+
+
+def made(sizes: dict[str, int], **settings: Any) -> tuple[Any, Any]:
+    mesh = mesh_of(sizes) if sizes else None
+    settings = {"precision": "bf16", **settings}
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", **settings), mesh=mesh)
+    return model, gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
+
+
+def saved(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = made(sizes)
+    for step in range(2):
+        loss_of(model, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gemini.save_checkpoint(f"{folder}/checkpoint", model, optimizer)
+    model.save_pretrained(f"{folder}/exported")
+    return planes_of(model)
+
+
+def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = made(sizes)
+    gemini.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
+    model._gemini_engine.check_invariants()
+    found = planes_of(model)
+    loss_of(model, 0, 0).backward()
+    optimizer.step()
+    return found
+
+
+def assert_same(found: list[dict[str, torch.Tensor]], first: dict[str, torch.Tensor]) -> None:
+    for own in found:
+        assert own.keys() == first.keys()
+        for name, value in own.items():
+            assert helpers.same_bits(value, first[name]), name
+
+
+def test_a_checkpoint_goes_into_any_other_mesh(pool_of: Pools, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = str(tmp_path)
+    first, *others = pool_of(4).run(saved, {"dp": 2, "ep": 2}, folder)
+    assert_same(others, first)
+    assert_same([loaded({}, folder)], first)
+    assert_same(pool_of(4).run(loaded, {"ep": 4}, folder), first)
+    assert_same(pool_of(2).run(loaded, {"ep": 2}, folder), first)
+    assert_same(pool_of(2).run(loaded, {"dp": 2}, folder), first)
+    assert_same(pool_of(2).run(loaded, {"tp": 2}, folder), first)
+    exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported", dtype=torch.bfloat16).state_dict()
+    for name, value in first.items():
+        kind, _, param = name.partition("/")
+        if kind == "weights":
+            assert torch.equal(exported[param], value.view_as(exported[param])), param
+
+
+def used(folder: str) -> list[str]:
+    """Values in and out of a model with some of the experts, and what is done without gradients."""
+    mesh, wrong = mesh_of({"dp": 2, "ep": 2}), []
+    model, whole = moe(Case()), moe(Case())
+    if mesh.get_local_rank("dp") == 1:  # all start from the weights of rank 0
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+    model = gemini.GeminiDDP(model, config_for("disk", folder), mesh=mesh)
+    if not all(torch.equal(value, whole.state_dict()[key]) for key, value in model.state_dict().items()):
+        wrong.append("the start")
+    name = "model.layers.0.mlp.experts.down_proj"
+    state = {key: value * 2 if "experts" in key else value for key, value in whole.state_dict().items()}
+    model.load_state_dict(state)
+    if not all(torch.equal(value, state[key]) for key, value in model.state_dict().items()):
+        wrong.append("load_state_dict")
+    param = model.get_parameter(name)
+    with model.gathered([param], write=True):
+        param.data.add_(1)
+    if not torch.equal(model.full_param(name), state[name] + 1):
+        wrong.append("gathered")
+    with torch.no_grad():
+        param.copy_(torch.full(tuple(param.shape), float(mesh.get_local_rank("ep"))))
+    if [float(one.mean()) for one in model.full_param(name)] != [0.0, 0.0, 1.0, 1.0]:
+        wrong.append("copy_")
+    state[name] = model.full_param(name)
+    whole.load_state_dict(state)
+    whole.eval()
+    model.eval()
+    with torch.no_grad():
+        own, plain = (loss_of(one, 0, dist.get_rank()) for one in (model, whole))
+    if not torch.allclose(own, plain, rtol=1e-6):
+        wrong.append(f"eval: {own} against {plain}")
+    gemini.release(model)
+    if not all(torch.equal(value, state[key]) for key, value in model.state_dict().items()):
+        wrong.append("release")
+    with torch.no_grad():
+        if not torch.equal(loss_of(model, 0, dist.get_rank()), plain):
+            wrong.append("after release")
+    return wrong
+
+
+def test_values_in_and_out(pool_of: Pools, tmp_path: Path) -> None:
+    assert pool_of(4).run(used, str(tmp_path)) == [[]] * 4
+
+
+def adapted() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(moe(Case()), LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def with_adapters(folder: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    mesh = mesh_of({"ep": 2})
+    model: Any = gemini.GeminiDDP(adapted(), config_for("disk", folder), mesh=mesh)
+    optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=LR, eps=EPS, weight_decay=0.1)
+    for step in range(2):
+        loss_of(model, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(f"{folder}/adapter")
+    state = model.state_dict()
+    return state, model.merge_and_unload().state_dict()
+
+
+def test_adapters_that_leave_experts_alone(pool_of: Pools, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    folder, plain = str(tmp_path), adapted()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=LR, eps=EPS, weight_decay=0.1)
+    for step in range(2):
+        (torch.stack([loss_of(plain, step, part) for part in range(2)]).mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state, merged in pool_of(2).run(with_adapters, folder):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-4, atol=2e-5, msg=name)
+        again: Any = PeftModel.from_pretrained(moe(Case()), f"{folder}/adapter")
+        for name, value in again.merge_and_unload().state_dict().items():
+            assert torch.equal(merged[name], value), name
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refusal(how: str) -> str:
+    """What is said; the model is as it was."""
+    sizes = {how: 2, "ep": 2} if how in ("tp", "pp", "cp", "dp_replicate") else {"tp": 1, "ep": 2}
+    settings: dict[str, Any] = {
+        "transient": {"gradients": "transient"}, "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
+    }.get(how, {})  # fmt: skip
+    model: Any = llama() if how == "dense" else moe(Case())
+    if how == "size":
+        experts = model.model.layers[1].mlp.experts
+        experts.down_proj = torch.nn.Parameter(experts.down_proj.detach()[:3])
+    if how == "seed" and dist.get_rank() == 1:
+        with torch.no_grad():
+            model.model.norm.weight.add_(1)
+    if how == "adapters":
+        from peft import LoraConfig, get_peft_model
+
+        experts = ["mlp.experts.gate_up_proj"]
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=experts))
+    before = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    said = ""
+    try:
+        gemini.GeminiDDP(model, config_for("ram", "", **settings), mesh=mesh_of(sizes))
+    except (ValueError, gemini.RankMismatch) as e:
+        said = str(e)
+    assert {name: tuple(param.shape) for name, param in model.named_parameters()} == before
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    return said
+
+
+def refusals(hows: list[str]) -> list[str]:
+    return [refusal(how) for how in hows]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"),
+    [
+        (
+            2,
+            {
+                "size": "has 3 experts, which that does not divide. Sizes that do: 3",
+                "dense": "LlamaForCausalLM has no experts that a plan of transformers spreads over ranks",
+                "adapters": "expert parallel of experts with adapters ('base_model.model.model.layers.0.mlp.experts')",
+                "seed": "'model.norm.weight' is not the same on all ranks of ep",
+                "transient": 'gradients="transient" updates inside backward',
+                "whole": "looks at whole params, and a mesh with ep leaves",
+                "tiles": "tile_tokens=8 with a model in slices (ep)",
+            },
+        ),
+        (
+            4,
+            {
+                "tp": "ep=2 and tp=2: experts over ranks go with dp alone. Use dp in place of tp",
+                "pp": "ep=2 and pp=2",
+                "cp": "ep=2 and cp=2",
+                "dp_replicate": "ep=2 and dp_replicate=2",
+            },
+        ),
+    ],
+)
+def test_what_does_not_go_with_experts_over_ranks(ranks: int, said: dict[str, str], pool_of: Pools) -> None:
+    for found in pool_of(ranks).run(refusals, list(said)):
+        for says, own in zip(said.values(), found, strict=True):
+            assert says in own
