@@ -51,9 +51,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         speculate: with ``step_in_backward`` and gradients that are kept: updates inside backward are guesses, made as
             if the step clipped nothing and all were finite. A step that asks for just these keeps them; else they are
             undone, and it makes its own. The bits are always those of ``step_in_backward=False``, and so is all
-            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks whose
-            weights and states are all on NVMe in a durable store (``MemoryBudget(durable=True)``), while most of the
-            last steps were not clipped; others are updated by ``step()``. ``model.memory_report()`` counts both.
+            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks that the
+            host updates, while most of the last steps were not clipped: those whose weights and states are in a durable
+            store (``MemoryBudget(durable=True)``), and those for which memory has room to keep what is overwritten.
+            Others are updated by ``step()``. ``model.memory_report()`` counts updates that were kept and undone.
         hypers: hyperparameters of the rule, for groups that do not say others.
 
     Raises:
