@@ -94,8 +94,13 @@ class Stepping:
                 'GeminiConfig(gradients="transient") keeps no gradients for a step that was guessed wrong, which '
                 'speculate=True needs: use gradients="retain" or "accumulate", or leave speculate out'
             )
+        if speculate and self._reduction is not None and self._reduction.has_replicas:
+            raise GeminiError(
+                "speculate=True with replicas: their gradients are added up behind backward. Leave speculate and "
+                "step_in_backward out, or shard the model over all ranks"
+            )
         scaled = scaled and not speculate
-        if step_in_backward and not transient and (self._reduction is not None or scaled):
+        if step_in_backward and not (transient or speculate) and (self._reduction is not None or scaled):
             why = "in fp16" if scaled else "with several ranks"
             raise GeminiError(
                 f"HybridAdam(step_in_backward=True) with gradients={self._mode!r} {why}: whether gradients are finite "
