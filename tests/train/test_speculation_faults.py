@@ -155,6 +155,34 @@ def test_a_guess_that_fails_costs_nothing(since: int, tmp_path: Path, monkeypatc
     engine_of(model).close()
 
 
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("where", ["memory", "half in memory", "GPU"])
+def test_a_guess_whose_kernel_fails_costs_nothing(
+    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has written all of its tile."""
+    (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
+    real, calls = kernels.adam_update, list[int]()
+
+    def fail(*args: Any) -> None:
+        real(*args)
+        calls.append(1)
+        if len(calls) == number:
+            raise MemoryError("no memory for a thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "adam_update", fail)
+        squares(model, 0).backward()
+        let_guesses_end(model)
+    assert len(calls) >= number
+    optimizer.step()
+    optimizer.zero_grad()
+    train_plain(plain, [0], squares, clip=NEVER)
+    train(model, optimizer, 1, NEVER)
+    train_plain(plain, [1], squares, clip=NEVER)
+    assert_same_state(model, plain)
+
+
 def test_a_drive_that_stays_broken_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = guessing(tmp_path)
     train(model, optimizer, 0, NEVER)
@@ -189,13 +217,16 @@ def test_a_run_that_ends_with_open_guesses_goes_on_from_its_last_commit(tmp_path
     engine_of(model).close()
 
 
-def test_what_is_forgotten_is_undone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_what_is_forgotten_is_undone(where: str, tmp_path: Path) -> None:
     """As a checkpoint that is about to be loaded does it."""
-    model, _ = guessing(tmp_path)
+    model, _optimizer = guessing(tmp_path, where)
     before = snapshot(model)
     squares(model, 0).backward()
+    assert engine_of(model).updates.pending
     engine_of(model).updates.forget()
-    assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+    if where == "store":
+        assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
     assert_same_snapshot(snapshot(model), before)
 
 
@@ -218,11 +249,12 @@ def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("moment", ["take_grad", "kernel", "put"])
+@pytest.mark.parametrize("where", ["store", "memory", "half in memory"])
 def test_an_interrupted_backward_leaves_nothing_behind(
-    moment: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, moment: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = guessing(tmp_path)
-    train(model, optimizer, 0, NEVER, tmp_path)
+    model, optimizer = guessing(tmp_path, where)
+    train(model, optimizer, 0, NEVER, tmp_path if where == "store" else None)
     before = snapshot(model)
     loss = squares(model, 1)
     engine = engine_of(model)
@@ -234,20 +266,21 @@ def test_an_interrupted_backward_leaves_nothing_behind(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(patch, owner, name, number, once=True)
         loss.backward()
-        engine.drain()
+        let_guesses_end(model)
         wait_for_ctrl_c()
     optimizer.zero_grad()
     assert_same_snapshot(snapshot(model), before)
     plain = Plain(Blocks())
     train_plain(plain, [0, 1], squares, clip=NEVER)
-    train(model, optimizer, 1, NEVER, tmp_path)
+    train(model, optimizer, 1, NEVER)
     assert_same_state(model, plain)
     engine.close()
 
 
 @pytest.mark.parametrize("clip", [NEVER, ALWAYS])
-def test_an_interrupted_step_is_whole(clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (model, optimizer), plain = guessing(tmp_path), Plain(Blocks())
+@pytest.mark.parametrize("where", ["store", "memory", "spill file"])
+def test_an_interrupted_step_is_whole(where: str, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
     for number, name in enumerate(("keep", "drop", "undo")):
         squares(model, number).backward()
         model.clip_grad_norm_(clip)

@@ -83,5 +83,5 @@ def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path, monkeypatch: p
     guesses, keep = list[bool](), Guess.keep
     monkeypatch.setattr(Guess, "keep", lambda self, params: guesses.append(keep(self, params)) or guesses[-1])
     monkeypatch.setattr(GuessRecord, "pays", True)
-    assert test_durable.images(tmp_path, 30) == []
+    assert test_durable.images(tmp_path, 16) == []
     assert guesses
