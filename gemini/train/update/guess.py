@@ -28,6 +28,12 @@ from gemini.train.update.undo import Undo
 _STEPS = 8
 """Steps that tell whether guessing pays."""
 
+_LONGEST_PAUSE = 256
+"""Steps after which guesses that were wrong again and again are tried once more."""
+
+_WAITING = 0.1
+"""Of a step's time: so much must be waiting for updates before an optimizer begins to guess by itself."""
+
 
 class Guess:
     """A guess of one chunk's update, between the thread that trains and the one that updates."""
@@ -100,18 +106,37 @@ class GuessRecord:
         """Updates that began inside backward and were those of the step."""
         self.num_undone = 0
         """Those that were not."""
-        self._undone_before = 0
+        self._kept_before = self._undone_before = 0
         self._steps: deque[bool] = deque(maxlen=_STEPS)
+        self._waits: deque[bool] = deque(maxlen=_STEPS)
+        self._pause, self._num_left_out = 1, 0
 
     @property
     def pays(self) -> bool:
         """Whether most of the last steps were such that guesses of them are right; none so far count as right ones."""
-        return 2 * sum(self._steps) >= len(self._steps)
+        return not self._num_left_out and 2 * sum(self._steps) >= len(self._steps)
 
-    def note_step(self, *, is_plain: bool) -> None:
-        """A step was made, or skipped. ``is_plain``: nothing was clipped, and all was finite."""
-        self._steps.append(is_plain and self.num_undone == self._undone_before)
-        self._undone_before = self.num_undone
+    @property
+    def would_pay(self) -> bool:
+        """The same where nobody has asked for guesses: of steps enough, most of which have waited for updates."""
+        return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
+
+    def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:
+        """A step was made, or skipped.
+
+        Args:
+            is_plain: nothing was clipped, and all was finite.
+            waiting: which part of its time was waiting for updates.
+        """
+        was_kept, was_undone = self.num_kept > self._kept_before, self.num_undone > self._undone_before
+        self._steps.append(is_plain and not was_undone)
+        self._waits.append(waiting > _WAITING)
+        self._kept_before, self._undone_before = self.num_kept, self.num_undone
+        self._num_left_out = max(self._num_left_out - 1, 0)
+        if was_undone and (self._pause > 1 or not self.pays):  # where none is ever right, it is tried ever less
+            self._num_left_out, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        elif was_kept:
+            self._pause = 1
 
 
 def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:

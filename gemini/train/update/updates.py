@@ -82,6 +82,11 @@ class Updates:
         """
         self._exposure, self._relieve_gradients = exposure, relieve_gradients
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether updates can run beside training."""
+        return self._worker is not None
+
     def job_of(self, chunk: Chunk) -> UpdateJob | None:
         """What a thread that is about to read the chunk has to wait for."""
         return self.pending.get(chunk.spec.index)
