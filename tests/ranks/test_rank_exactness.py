@@ -103,3 +103,20 @@ def test_streaming_updates_changes_no_bit(gradients: str, pool_of: Callable[[int
     for outcome in found:
         assert outcome.report["gpu"]["holders"]["staging"] > 0
         assert outcome.report["gpu"]["peak"] <= outcome.report["gpu"]["budget"]
+
+
+@pytest.mark.parametrize(
+    ("where", "precision"),
+    [("ram", "bf16"), *(pytest.param(*own, marks=pytest.mark.slow) for own in (("mixed", "fp32"), ("disk", "fp16")))],
+)
+def test_guessed_updates_change_no_bit(
+    where: str, precision: str, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Each rank guesses those of its own shards, in steps of which some clip."""
+    job = Job("unused", precision, where, num_steps=5, clip=0.4, tight=False, path=str(tmp_path))
+    wanted = pool_of(2).run(run, job)
+    assert min(wanted[0].norms) < 0.4 < max(wanted[0].norms)
+    found = pool_of(2).run(run, replace(job, guesses=True))
+    assert_same_bits(found, wanted, where)
+    for outcome in found:
+        assert all(outcome.report["speculation"].values()), outcome.report["speculation"]

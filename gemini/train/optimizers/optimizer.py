@@ -51,9 +51,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         speculate: with ``step_in_backward`` and gradients that are kept: updates inside backward are guesses, made as
             if the step clipped nothing and all were finite. A step that asks for just these keeps them; else they are
             undone, and it makes its own. The bits are always those of ``step_in_backward=False``, and so is all
-            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks whose
-            weights and states are all on NVMe in a durable store (``MemoryBudget(durable=True)``), while most of the
-            last steps were not clipped; others are updated by ``step()``. ``model.memory_report()`` counts both.
+            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks that the
+            host updates, while most of the last steps were not clipped: those whose weights and states are in a durable
+            store (``MemoryBudget(durable=True)``), and those for which memory has room to keep what is overwritten.
+            Others are updated by ``step()``. ``model.memory_report()`` counts updates that were kept and undone. None:
+            without ``step_in_backward``, on a durable store, guesses begin by themselves when most of the last eight
+            steps clipped nothing and waited for updates; False: never.
         hypers: hyperparameters of the rule, for groups that do not say others.
 
     Raises:
@@ -69,8 +72,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     """The groups as they were when they were looked at last, without their params."""
 
     def __init__(
-        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool = False, **hypers: Any
-    ):
+        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool | None = None,
+        **hypers: Any,
+    ):  # fmt: skip
         if not isinstance(rule, UpdateRule):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
@@ -81,7 +85,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.check_group(defaults, type(self).__name__)
         if speculate and not step_in_backward:
             raise ValueError("speculate=True is about updates inside backward: it goes with step_in_backward=True")
-        self.step_in_backward, self.speculate = step_in_backward, speculate
+        self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
+        self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
         super().__init__(params, defaults)
         self._end_of_making(self._params())
@@ -96,7 +101,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "step_in_backward": self.step_in_backward, "speculate": self.speculate}
+        own = {"rule": self.rule, "may_guess": self.may_guess}
+        for name in ("step_in_backward", "speculate"):  # a copy begins to guess by itself, or not
+            own[name] = getattr(self, name) and not self.may_guess
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -456,7 +463,7 @@ class HybridAdam(HybridOptimizer):
         *,
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
-        speculate: bool = False,
+        speculate: bool | None = None,
         **unknown: Any,
     ):
         refuse_options(unknown)

@@ -31,7 +31,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.params.stepper import Stepper
+from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.sharding.alike import refuse_differing
 from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
@@ -138,6 +138,8 @@ class Reduction:
             if not self._is_full(following):
                 return
             self._begin(step, following)
+        if stepping_in_backward:
+            self.leave_script()  # sums that are there may be used
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
@@ -185,6 +187,7 @@ class Reduction:
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
+        self._updates.wait(chunk)
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
@@ -235,9 +238,12 @@ class Reduction:
             if not job.is_complete():
                 return
             del self._behind[index]
-            if self._whole[index].is_reduced:
+            is_reduced = self._whole[index].is_reduced
+            if is_reduced:
                 self._close(index)
             job.wait()
+            if is_reduced:
+                self._in_backward.use_landed(self._chunks[index])
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
@@ -267,6 +273,7 @@ class Reduction:
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
+        self._updates.wait(chunk)  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
@@ -306,6 +313,8 @@ class Reduction:
             self._update(chunk, present, whole)
         if whole is not None:
             self._close(index)
+        if arrived.all():
+            self._in_backward.use_landed(chunk)
 
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
