@@ -327,16 +327,34 @@ class GeminiDDP(nn.Module):
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+    def save_pretrained(
+        self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
+        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live.
+
+        Args:
+            dtype: None for the compute dtype; ``torch.float32`` writes the exact masters, and says so in the config.
+
+        Raises:
+            ValueError: for another dtype, or one beside a ``state_dict`` of the caller's.
+            StorageError: if it cannot be written.
+        """
         engine = _engine(self)
+        compute = COMPUTE_DTYPES[engine.config.precision]
+        if dtype not in (None, compute, torch.float32):
+            raise ValueError(
+                f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
+                "convert the files afterwards"
+            )
+        if dtype is not None and (len(args) > 1 or kwargs.get("state_dict") is not None):
+            raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
         engine.drain()
         engine.state.check_whole()
         if engine.ranks is not None:
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks, shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
+            ranks=engine.ranks, shards=engine.shards, compute=compute, dtype=dtype or compute,
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
