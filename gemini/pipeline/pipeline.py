@@ -7,9 +7,10 @@ not twice for each micro-batch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,8 +29,11 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
 from gemini.train.context.same_batch import compare_batches
-from gemini.train.ddp import manage
+from gemini.train.ddp import Fill, manage
 from gemini.train.gradients.tied import sum_tied
+from gemini.train.loading.attention import Attention
+from gemini.train.loading.from_pretrained import skeleton_from_pretrained
+from gemini.train.loading.skeleton import Skeleton
 from gemini.train.slices.slicing import cut_whole, sliced_in
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
@@ -49,7 +53,7 @@ class Pipeline:
     Args:
         model: whole, on every rank of ``pp`` and ``tp`` with the same weights. It is changed in place: what other ranks
             run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
-            alone.
+            alone. :meth:`from_pretrained` makes one of which no rank holds more than its own stages.
         config: how to manage it.
         mesh: with a dim ``pp``, beside any others. None for one process.
         micro_batches: into how many equal parts each batch is divided.
@@ -68,10 +72,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Module, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
+        self, model: nn.Module | Skeleton, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
         micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
         example: Mapping[str, Any] | None = None,
     ):  # fmt: skip
+        fill: Fill | None = None
+        if isinstance(model, Skeleton):
+            fill = model.fill
+            model = cast(nn.Module, model.model)
         config = _with_sums((GeminiConfig() if config is None else config).resolved())
         size = 1 if mesh is None else size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
@@ -96,17 +104,52 @@ class Pipeline:
         numbers = range(rank, each * size, size)
         own = [Stage(model, course, *ranges[i]) for i in numbers]
         if mesh is None or size == 1:
-            self.model: Any = manage(model, config, mesh=mesh)
+            self.model: Any = manage(model, config, mesh=mesh, fill=fill)
         else:
             of_stages = params_of_stages(model, course, ranges, size)
-            sliced = cut_whole(model, mesh)  # while all of it is here: what is tied to another stage is cut alike
+            # While all of it is here: what is tied to another stage is cut alike.
+            sliced = cut_whole(model, mesh, is_filled=fill is None)
             with left_out(model, own):
-                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced)
+                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced, fill=fill)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._numbered = [Numbered(stage) for stage in own]
         self._width = course.width
         self._runner: tuple[Any, Any] | None = None
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
+        micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
+        example: Mapping[str, Any] | None = None, model_class: Any = None, attn_implementation: Any = None,
+        **kwargs: Any,
+    ) -> Pipeline:  # fmt: skip
+        """A pipeline of a transformers model whose weights are streamed from files, a param at a time: each rank keeps
+        those of its stages, in their home tiers.
+
+        Args:
+            path, model_class, attn_implementation, **kwargs: as of :func:`gemini.from_pretrained`.
+            config, mesh, micro_batches, schedule, stages, example: as of :class:`Pipeline`.
+
+        Raises:
+            ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and if the files lack weights, which
+                would be drawn: over ranks no stage knows what the others draw.
+        """
+        config = (GeminiConfig() if config is None else config).resolved()
+        skeleton, info = skeleton_from_pretrained(
+            path, model_class=model_class, attention=Attention(attn_implementation, config.precision, config.device),
+            **kwargs,
+        )  # fmt: skip
+        lacking = sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
+        if lacking and mesh is not None and size_of(mesh, "pp") > 1:
+            raise ValueError(
+                f"the files of {path} lack {len(lacking)} of this {type(skeleton.model).__name__}'s weights, for "
+                f"example {lacking[0]!r}, which would be drawn: over ranks no stage knows what the others draw. Load "
+                "the model with transformers on every rank, from the same seed, and give it to gemini.Pipeline"
+            )
+        return cls(
+            skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of the stages of this rank, for an optimizer."""

@@ -327,9 +327,7 @@ class GeminiDDP(nn.Module):
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
 
-    def save_pretrained(
-        self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> Any:
+    def save_pretrained(self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live.
 
         Args:
@@ -456,15 +454,19 @@ def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: st
         model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
 
 
+Fill = Callable[[ByName, Ranks | None], nn.Module]
+"""Writes the values of params that hold none yet to their homes, and returns the model that has them."""
+
+
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+    fill: Fill | None = None,
     of_stages: Mapping[str, StageParam] | None = None, sliced: SlicedModel | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
-        fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
+        fill: for a model whose params hold no values yet.
         of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
         sliced: what the model became when it was cut; without it the model is cut here where the mesh says so.
     """
