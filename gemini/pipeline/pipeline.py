@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -62,6 +63,9 @@ class Pipeline:
         stages: how many each rank has; by default 1, 2 with "interleaved" and "bfs" over ranks, and in one process one
             for each block.
         example: a batch, to see how a forward runs through the model; by default made of the model's config.
+        no_sync: with ``dp`` in the mesh: gradients are divided among its ranks once per step, in the last backward of
+            this rank, and not once for each micro-batch. Until then each rank keeps them whole, 4 bytes per param of
+            its stages, which no plan has room for.
 
     Attributes:
         model: the managed model, of which other ranks have the other stages.
@@ -74,7 +78,7 @@ class Pipeline:
     def __init__(
         self, model: nn.Module | Skeleton, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
         micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
-        example: Mapping[str, Any] | None = None,
+        example: Mapping[str, Any] | None = None, no_sync: bool = False,
     ):  # fmt: skip
         fill: Fill | None = None
         if isinstance(model, Skeleton):
@@ -116,20 +120,21 @@ class Pipeline:
         self._numbered = [Numbered(stage) for stage in own]
         self._width = course.width
         self._runner: tuple[Any, Any] | None = None
+        self._no_sync, self._backwards_left = no_sync, 0
 
     @classmethod
     def from_pretrained(
         cls, path: str | os.PathLike[str], config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
         micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
-        example: Mapping[str, Any] | None = None, model_class: Any = None, attn_implementation: Any = None,
-        **kwargs: Any,
+        example: Mapping[str, Any] | None = None, no_sync: bool = False, model_class: Any = None,
+        attn_implementation: Any = None, **kwargs: Any,
     ) -> Pipeline:  # fmt: skip
         """A pipeline of a transformers model whose weights are streamed from files, a param at a time: each rank keeps
         those of its stages, in their home tiers.
 
         Args:
             path, model_class, attn_implementation, **kwargs: as of :func:`gemini.from_pretrained`.
-            config, mesh, micro_batches, schedule, stages, example: as of :class:`Pipeline`.
+            config, mesh, micro_batches, schedule, stages, example, no_sync: as of :class:`Pipeline`.
 
         Raises:
             ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and if the files lack weights, which
@@ -148,8 +153,9 @@ class Pipeline:
                 "the model with transformers on every rank, from the same seed, and give it to gemini.Pipeline"
             )
         return cls(
-            skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example
-        )
+            skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example,
+            no_sync=no_sync,
+        )  # fmt: skip
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of the stages of this rank, for an optimizer."""
@@ -179,6 +185,7 @@ class Pipeline:
         parts = self._parts_of(batch)
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
+        self._backwards_left = len(parts) * len(self._stages)
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
         ranks = self.model._gemini_engine.ranks
         if ranks is None or ranks.context is None:
@@ -199,6 +206,13 @@ class Pipeline:
         elif refusal is not None:
             raise refusal
         return parts
+
+    def _in_backward(self) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch in one stage."""
+        self._backwards_left -= 1
+        if self._no_sync and self._backwards_left:
+            return self.model.no_sync()  # type: ignore[no-any-return]
+        return nullcontext()
 
     # ---- in one process -----------------------------------------------------------------------------------------
 
@@ -223,7 +237,8 @@ class Pipeline:
         grads: list[torch.Tensor | None] = [None] * len(parts)
         while held:
             for number, (received, edge) in enumerate(held.pop()):
-                torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
+                with self._in_backward():
+                    torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
                 grads[number] = None if received is None else received.grad
         return torch.stack(losses).sum()
 
@@ -260,6 +275,8 @@ class Pipeline:
         """torch's schedule for micro-batches of this shape."""
         from torch.distributed import pipelining
 
+        from gemini.pipeline.torch_stage import ManagedStage
+
         ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
         shape = (*ids.shape[:2], self._width)
         if self._runner is not None and self._runner[0] == shape:
@@ -273,8 +290,9 @@ class Pipeline:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
         made = [
-            pipelining.PipelineStage(
-                stage, number, len(self._ranges), device, input_args=() if stage.stage.is_first else hidden(),
+            ManagedStage(
+                stage, number, len(self._ranges), device, around_backward=self._in_backward,
+                input_args=() if stage.stage.is_first else hidden(),
                 output_args=torch.empty((), device=device, requires_grad=True) if stage.stage.is_last else hidden(),
                 group=group,
             )

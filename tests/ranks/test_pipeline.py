@@ -668,3 +668,34 @@ def test_files_that_lack_weights_are_refused(pool_of: Pools, tmp_path: Any) -> N
     for outcome in pool_of(2).outcomes(lacking, str(tmp_path)):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
         assert "lack 1 of this LlamaForCausalLM's weights, for example 'lm_head.weight'" in outcome.text
+
+
+def sent(sizes: dict[str, int], schedule: str, no_sync: bool, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses, norms, and the bytes of gradients that a rank sends in a step of four micro-batches."""
+    mesh = mesh_of(sizes)
+    pipe = gemini.Pipeline(
+        deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule=schedule, no_sync=no_sync
+    )
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
+    return losses, norms, pipe.model.memory_report()["sent"]["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"pp": 2, "dp": 2}, "1f1b"),
+        pytest.param({"pp": 2, "dp": 2}, "interleaved", marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, "bfs", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_are_divided_once_per_step(
+    sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    """A quarter of the bytes of four micro-batches, and the same sums but for their rounding."""
+    pool = pool_of(math.prod(sizes.values()))
+    each, once = (pool.run(sent, sizes, schedule, no_sync, str(tmp_path)) for no_sync in (False, True))
+    for (losses, norms, num_bytes), (other_losses, other_norms, other_bytes) in zip(each, once, strict=True):
+        assert num_bytes == 4 * other_bytes > 0
+        assert other_losses == pytest.approx(losses, rel=1e-6) and other_norms == pytest.approx(norms, rel=1e-6)
