@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gemini
 from gemini.optim import MuonRule
-from tests.ranks.expert_cases import Case, Found, loss_of, moe, plainly, spread, worst_grad
+from tests.ranks.expert_cases import Case, Found, ids_of, loss_of, moe, plainly, spread, worst_grad
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
@@ -303,6 +303,9 @@ def refusal(how: str) -> str:
         "transient": {"gradients": "transient"}, "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
     }.get(how, {})  # fmt: skip
     model: Any = llama() if how == "dense" else moe(Case())
+    if how == "trace":
+        batch = {"input_ids": ids_of(0, 0), "labels": ids_of(0, 0)}
+        settings["trace"] = gemini.trace(model.config, batch, precision="fp32", target="cpu")
     if how == "size":
         experts = model.model.layers[1].mlp.experts
         experts.down_proj = torch.nn.Parameter(experts.down_proj.detach()[:3])
@@ -341,6 +344,7 @@ def refusals(hows: list[str]) -> list[str]:
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",
                 "transient": 'gradients="transient" updates inside backward',
                 "whole": "looks at whole params, and a mesh with ep leaves",
+                "trace": "a trace or a plan that was made ahead is of all experts",
                 "tiles": "tile_tokens=8 with a model in slices (ep)",
             },
         ),
