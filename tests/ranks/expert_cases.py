@@ -27,6 +27,10 @@ class Case(NamedTuple):
     kernel: str | None = None
     checkpointing: bool = False
     backwards: int = 1
+    in_no_sync: bool = True
+    """Whether all backwards of a step but the last are."""
+    balances: bool = False
+    """Whether the router adds a loss for the balance of its experts."""
 
 
 def deepseek() -> Any:
@@ -46,6 +50,7 @@ def deepseek() -> Any:
 def moe(case: Case) -> Any:
     """Two layers of four experts each."""
     model = (deepseek() if case.kind == "deepseek_v3" else small(case.kind)).train()
+    model.config.output_router_logits = case.balances
     if case.kernel is not None:
         model.set_experts_implementation(case.kernel)
     if case.checkpointing:
@@ -76,7 +81,7 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
     for step in range(steps):
         part, world = gemini.data_rank(mesh)
         for number in range(case.backwards):
-            with contextlib.nullcontext() if number + 1 == case.backwards else model.no_sync():
+            with model.no_sync() if case.in_no_sync and number + 1 < case.backwards else contextlib.nullcontext():
                 loss = loss_of(model, step, part + world * number)
                 (loss / case.backwards).backward()
         if step == 0:

@@ -42,7 +42,7 @@ def name_of(sizes: dict[str, int]) -> str:
     [
         ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager")),
         ({"dp": 2, "ep": 2}, "ram", Case(backwards=2)),
-        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm")),
+        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm", balances=True)),
     ],
     ids=["idle", "no_sync", "grouped_mm"],
 )
@@ -82,6 +82,14 @@ def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, po
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_no_sync", [False, True])
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_several_backwards(gradients: str, in_no_sync: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case, run = Case(backwards=2, in_no_sync=in_no_sync), partial(spread, gradients=gradients)
+    assert_close(pool_of(4).run(run, {"dp": 2, "ep": 2}, "disk", str(tmp_path), case), plainly(8, case))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Pools, tmp_path: Path) -> None:
@@ -97,10 +105,10 @@ def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Po
 # ---- what one rank finds is found on all -----------------------------------------------------------------------------
 
 
-def nan_on_one(cut: bool) -> tuple[str, bool]:
-    """What the step says, and whether weights are as before."""
+def nan_on_one(precision: str, cut: bool) -> tuple[str, bool, float]:
+    """What the step says, whether weights are as before, and the loss scale after it."""
     mesh = mesh_of({"dp": 2, "ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", precision=precision), mesh=mesh)
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
     name = "model.layers.1.mlp.experts.down_proj" if cut else "model.norm.weight"
     before = model.state_dict()
@@ -115,13 +123,17 @@ def nan_on_one(cut: bool) -> tuple[str, bool]:
         said = str(e)
     optimizer.zero_grad()
     after = model.state_dict()
-    return said, all(torch.equal(after[n], v) for n, v in before.items())
+    scale = model._gemini_engine.backward.scaling.loss_scale
+    return said, all(torch.equal(after[n], v) for n, v in before.items()), 0.0 if scale is None else scale.scale
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_nan_on_one_rank_is_found_on_all(cut: bool, pool_of: Pools) -> None:
-    for said, is_as_before in pool_of(4).run(nan_on_one, cut):
-        assert is_as_before and "holds inf or NaN" in said
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_nan_on_one_rank_is_found_on_all(precision: str, cut: bool, pool_of: Pools) -> None:
+    found = pool_of(4).run(nan_on_one, precision, cut)
+    for said, is_as_before, scale in found:
+        assert is_as_before and scale == found[0][2]
+        assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
 
 
 def disagreeing() -> None:
