@@ -81,6 +81,25 @@ def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, po
     assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "where"),
+    [
+        ({"dp": 2, "ep": 2}, "disk"),
+        *(
+            pytest.param(sizes, where, marks=pytest.mark.slow)
+            for sizes in ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
+            for where in ("ram", "disk", "serial", "standin")
+        ),
+    ],
+)
+def test_updates_inside_backward(sizes: dict[str, int], where: str, pool_of: Pools, tmp_path: Path) -> None:
+    case, num_ranks = Case(idle=True, kernel="eager"), math.prod(sizes.values())
+    plain = plainly(num_ranks, case, max_norm=math.inf)
+    for own in pool_of(num_ranks).run(partial(spread, gradients="transient"), sizes, where, str(tmp_path), case):
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_no_sync", [False, True])
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
@@ -136,10 +155,11 @@ def test_nan_on_one_rank_is_found_on_all(precision: str, cut: bool, pool_of: Poo
         assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
 
 
-def disagreeing() -> None:
+def disagreeing(gradients: str) -> None:
     mesh = mesh_of({"ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR * (1 + dist.get_rank()))
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", gradients=gradients), mesh=mesh)
+    rates, inside = LR * (1 + dist.get_rank()), gradients == "transient"
+    optimizer = gemini.HybridAdam(model.parameters(), lr=rates, step_in_backward=inside)
     loss_of(model, 0, dist.get_rank()).backward()
     optimizer.step()
 
@@ -161,9 +181,10 @@ def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
         assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
 
 
-def test_ranks_with_other_settings_are_refused(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(disagreeing):
-        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and "lr" in outcome.text
+@pytest.mark.parametrize(("gradients", "says"), [("retain", "lr"), ("transient", "other hyperparameters")])
+def test_ranks_with_other_settings_are_refused(gradients: str, says: str, pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(disagreeing, gradients):
+        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and says in outcome.text
 
 
 # ---- saving and reading ----------------------------------------------------------------------------------------------
@@ -312,7 +333,7 @@ def refusal(how: str) -> str:
     """What is said; the model is as it was."""
     sizes = {how: 2, "ep": 2} if how in ("tp", "pp", "cp", "dp_replicate") else {"tp": 1, "ep": 2}
     settings: dict[str, Any] = {
-        "transient": {"gradients": "transient"}, "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
+        "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
     }.get(how, {})  # fmt: skip
     model: Any = llama() if how == "dense" else moe(Case())
     if how == "trace":
@@ -354,7 +375,6 @@ def refusals(hows: list[str]) -> list[str]:
                 "dense": "LlamaForCausalLM has no experts that a plan of transformers spreads over ranks",
                 "adapters": "expert parallel of experts with adapters ('base_model.model.model.layers.0.mlp.experts')",
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",
-                "transient": 'gradients="transient" updates inside backward',
                 "whole": "looks at whole params, and a mesh with ep leaves",
                 "trace": "a trace or a plan that was made ahead is of all experts",
                 "tiles": "tile_tokens=8 with a model in slices (ep)",

@@ -17,9 +17,9 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
         ValueError: naming the remedy.
     """
     dim = "tp" if ranks.experts is None else "ep"
-    if config.gradients == "transient":
+    if config.gradients == "transient" and ranks.experts is None:
         raise ValueError(
-            f'gradients="transient" updates inside backward, when a slice of a model ({dim}) knows of its own part of '
+            'gradients="transient" updates inside backward, when a slice of a model (tp) knows of its own part of '
             'each gradient only whether it is finite: use gradients="retain" or "accumulate"'
         )
     if rule.whole:
