@@ -20,6 +20,9 @@ class Found(NamedTuple):
     state: dict[str, torch.Tensor]
 
 
+MAX_NORM = 0.5
+
+
 class Case(NamedTuple):
     kind: str = "qwen3_moe"
     idle: bool = False
@@ -27,6 +30,10 @@ class Case(NamedTuple):
     kernel: str | None = None
     checkpointing: bool = False
     backwards: int = 1
+    in_no_sync: bool = True
+    """Whether all backwards of a step but the last are."""
+    balances: bool = False
+    """Whether the router adds a loss for the balance of its experts."""
 
 
 def deepseek() -> Any:
@@ -46,6 +53,7 @@ def deepseek() -> Any:
 def moe(case: Case) -> Any:
     """Two layers of four experts each."""
     model = (deepseek() if case.kind == "deepseek_v3" else small(case.kind)).train()
+    model.config.output_router_logits = case.balances
     if case.kernel is not None:
         model.set_experts_implementation(case.kernel)
     if case.checkpointing:
@@ -71,17 +79,18 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
     """Steps over a mesh."""
     mesh = mesh_of(sizes)
     model: Any = gemini.GeminiDDP(moe(case), config_for(where, folder, **settings), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    inside = settings.get("gradients") == "transient"
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, step_in_backward=inside)
     losses, norms, grads = [], [], {}
     for step in range(steps):
         part, world = gemini.data_rank(mesh)
         for number in range(case.backwards):
-            with contextlib.nullcontext() if number + 1 == case.backwards else model.no_sync():
+            with model.no_sync() if case.in_no_sync and number + 1 < case.backwards else contextlib.nullcontext():
                 loss = loss_of(model, step, part + world * number)
                 (loss / case.backwards).backward()
-        if step == 0:
-            grads = {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
-        norms.append(float(model.clip_grad_norm_(0.5)))
+        if not inside:
+            grads = grads or {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
+            norms.append(float(model.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -89,7 +98,7 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
     return Found(losses, norms, grads, model.state_dict(dtype=torch.float32))
 
 
-def plainly(parts: int, case: Case, steps: int = 2) -> Found:
+def plainly(parts: int, case: Case, *, steps: int = 2, max_norm: float = MAX_NORM) -> Found:
     """The same in one process, with the mean over all parts."""
     model = moe(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
@@ -99,7 +108,7 @@ def plainly(parts: int, case: Case, steps: int = 2) -> Found:
         loss.backward()
         if step == 0:
             grads = {name: param.grad.clone() for name, param in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gemini
 from gemini.optim import MuonRule
-from tests.ranks.expert_cases import Case, Found, loss_of, moe, plainly, spread, worst_grad
+from tests.ranks.expert_cases import Case, Found, ids_of, loss_of, moe, plainly, spread, worst_grad
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
@@ -42,7 +42,7 @@ def name_of(sizes: dict[str, int]) -> str:
     [
         ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager")),
         ({"dp": 2, "ep": 2}, "ram", Case(backwards=2)),
-        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm")),
+        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm", balances=True)),
     ],
     ids=["idle", "no_sync", "grouped_mm"],
 )
@@ -81,6 +81,33 @@ def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, po
     assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "where"),
+    [
+        ({"dp": 2, "ep": 2}, "disk"),
+        *(
+            pytest.param(sizes, where, marks=pytest.mark.slow)
+            for sizes in ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
+            for where in ("ram", "disk", "serial", "standin")
+        ),
+    ],
+)
+def test_updates_inside_backward(sizes: dict[str, int], where: str, pool_of: Pools, tmp_path: Path) -> None:
+    case, num_ranks = Case(idle=True, kernel="eager"), math.prod(sizes.values())
+    plain = plainly(num_ranks, case, max_norm=math.inf)
+    for own in pool_of(num_ranks).run(partial(spread, gradients="transient"), sizes, where, str(tmp_path), case):
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_no_sync", [False, True])
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_several_backwards(gradients: str, in_no_sync: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case, run = Case(backwards=2, in_no_sync=in_no_sync), partial(spread, gradients=gradients)
+    assert_close(pool_of(4).run(run, {"dp": 2, "ep": 2}, "disk", str(tmp_path), case), plainly(8, case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -97,10 +124,10 @@ def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Po
 # ---- what one rank finds is found on all -----------------------------------------------------------------------------
 
 
-def nan_on_one(cut: bool) -> tuple[str, bool]:
-    """What the step says, and whether weights are as before."""
+def nan_on_one(precision: str, cut: bool) -> tuple[str, bool, float]:
+    """What the step says, whether weights are as before, and the loss scale after it."""
     mesh = mesh_of({"dp": 2, "ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", precision=precision), mesh=mesh)
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
     name = "model.layers.1.mlp.experts.down_proj" if cut else "model.norm.weight"
     before = model.state_dict()
@@ -115,19 +142,24 @@ def nan_on_one(cut: bool) -> tuple[str, bool]:
         said = str(e)
     optimizer.zero_grad()
     after = model.state_dict()
-    return said, all(torch.equal(after[n], v) for n, v in before.items())
+    scale = model._gemini_engine.backward.scaling.loss_scale
+    return said, all(torch.equal(after[n], v) for n, v in before.items()), 0.0 if scale is None else scale.scale
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_nan_on_one_rank_is_found_on_all(cut: bool, pool_of: Pools) -> None:
-    for said, is_as_before in pool_of(4).run(nan_on_one, cut):
-        assert is_as_before and "holds inf or NaN" in said
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_nan_on_one_rank_is_found_on_all(precision: str, cut: bool, pool_of: Pools) -> None:
+    found = pool_of(4).run(nan_on_one, precision, cut)
+    for said, is_as_before, scale in found:
+        assert is_as_before and scale == found[0][2]
+        assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
 
 
-def disagreeing() -> None:
+def disagreeing(gradients: str) -> None:
     mesh = mesh_of({"ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", ""), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR * (1 + dist.get_rank()))
+    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", gradients=gradients), mesh=mesh)
+    rates, inside = LR * (1 + dist.get_rank()), gradients == "transient"
+    optimizer = gemini.HybridAdam(model.parameters(), lr=rates, step_in_backward=inside)
     loss_of(model, 0, dist.get_rank()).backward()
     optimizer.step()
 
@@ -149,9 +181,10 @@ def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
         assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
 
 
-def test_ranks_with_other_settings_are_refused(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(disagreeing):
-        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and "lr" in outcome.text
+@pytest.mark.parametrize(("gradients", "says"), [("retain", "lr"), ("transient", "other hyperparameters")])
+def test_ranks_with_other_settings_are_refused(gradients: str, says: str, pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(disagreeing, gradients):
+        assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and says in outcome.text
 
 
 # ---- saving and reading ----------------------------------------------------------------------------------------------
@@ -300,9 +333,12 @@ def refusal(how: str) -> str:
     """What is said; the model is as it was."""
     sizes = {how: 2, "ep": 2} if how in ("tp", "pp", "cp", "dp_replicate") else {"tp": 1, "ep": 2}
     settings: dict[str, Any] = {
-        "transient": {"gradients": "transient"}, "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
+        "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
     }.get(how, {})  # fmt: skip
     model: Any = llama() if how == "dense" else moe(Case())
+    if how == "trace":
+        batch = {"input_ids": ids_of(0, 0), "labels": ids_of(0, 0)}
+        settings["trace"] = gemini.trace(model.config, batch, precision="fp32", target="cpu")
     if how == "size":
         experts = model.model.layers[1].mlp.experts
         experts.down_proj = torch.nn.Parameter(experts.down_proj.detach()[:3])
@@ -339,8 +375,8 @@ def refusals(hows: list[str]) -> list[str]:
                 "dense": "LlamaForCausalLM has no experts that a plan of transformers spreads over ranks",
                 "adapters": "expert parallel of experts with adapters ('base_model.model.model.layers.0.mlp.experts')",
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",
-                "transient": 'gradients="transient" updates inside backward',
                 "whole": "looks at whole params, and a mesh with ep leaves",
+                "trace": "a trace or a plan that was made ahead is of all experts",
                 "tiles": "tile_tokens=8 with a model in slices (ep)",
             },
         ),

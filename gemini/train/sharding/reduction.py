@@ -310,6 +310,9 @@ class Reduction:
             self._replicas.landed(index, self._state.backward_number)
         if transient:
             assert whole is not None
+            if self._replicas is not None:
+                section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
+                self._replicas.sum_now(chunk, section, present, self._planned())
             self._update(chunk, present, whole)
         if whole is not None:
             self._close(index)

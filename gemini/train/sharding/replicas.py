@@ -150,6 +150,34 @@ class ReplicaSums:
         if order is not None and order.num_begun < len(order.chunks):
             self._jobs[None] = self._submit(order, None)
 
+    def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
+        """Gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the sum
+        over replicas. They come here for one chunk after another, in the order of backward.
+
+        Args:
+            present: who has a gradient in it.
+            plan: what the updates depend on, as a checksum.
+
+        Raises:
+            RankMismatch: on every rank, if a replica has other gradients, or is about to update them in another way.
+        """
+        names = zlib.crc32(json.dumps([handle.name for handle in present]).encode())
+        said = torch.tensor([chunk.spec.index, names, plan], dtype=torch.int64, device="cpu")
+        heard = self._wire.swap(Tag.HEADER, said, f"the updates of {chunk.name} inside backward")
+        if not bool((heard == heard[0]).all()):
+            raise RankMismatch(
+                f"{chunk.name} is about to be updated inside backward, and ranks with other experts (ep) update "
+                "another chunk, have gradients of other params, or other hyperparameters: all must run the same "
+                "forward and backward, with the same settings"
+            )
+        if chunk.spec.index not in self._by_chunk:
+            return
+        for start, stop in tiles(0, section.numel(), self._shards.replica_scratch.numel() // 8):
+            tile = section[start:stop].cpu()
+            self._wire.all_reduce(Tag.REPLICAS, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
+            if tile.data_ptr() != section[start:stop].data_ptr():
+                section[start:stop].copy_(tile)
+
     # ---- all that is left ---------------------------------------------------------------------------------------
 
     def end_backward(self) -> None:

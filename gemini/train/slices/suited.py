@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from gemini.config import GeminiConfig
+from gemini.planning.plan import Plan
 from gemini.planning.planes import RuleSpec
+from gemini.planning.trace import Source
 from gemini.ranks.group import Ranks
 
 
@@ -15,9 +17,9 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
         ValueError: naming the remedy.
     """
     dim = "tp" if ranks.experts is None else "ep"
-    if config.gradients == "transient":
+    if config.gradients == "transient" and ranks.experts is None:
         raise ValueError(
-            f'gradients="transient" updates inside backward, when a slice of a model ({dim}) knows of its own part of '
+            'gradients="transient" updates inside backward, when a slice of a model (tp) knows of its own part of '
             'each gradient only whether it is finite: use gradients="retain" or "accumulate"'
         )
     if rule.whole:
@@ -29,6 +31,12 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
         raise ValueError(
             f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): its layers meet other ranks, which is "
             "not done in tiles. Leave tile_tokens out"
+        )
+    trace = config.placement.trace if isinstance(config.placement, Plan) else config.trace
+    if ranks.experts is not None and trace is not None and trace.source is Source.AHEAD:
+        raise ValueError(
+            "a trace or a plan that was made ahead is of all experts, and a mesh with ep leaves each rank some. "
+            "Leave it out (trace=, placement=)"
         )
     if ranks.stages is not None and not in_stages:
         raise ValueError(
