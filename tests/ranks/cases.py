@@ -54,6 +54,7 @@ class Job:
     path: str = ""
     guesses: bool = False
     """Updates begin inside backward, before it is known whether the step clips."""
+    update_threads: int | None = None
     reads: bool = True
     """Also read whole gradients and masters by name (many small messages); else only this rank's parts."""
 
@@ -83,7 +84,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
     how: dict[str, Any] = {
         "precision": job.precision, "gradients": job.gradients, "reduce_dtype": job.reduce_dtype, "max_chunk": 8000,
         "device": "standin" if job.where in ("standin", "streamed") else "cpu",
-        "update_threads": 1 if job.guesses else None,
+        "update_threads": job.update_threads,
     }  # fmt: skip
     plain = gemini.GeminiConfig(**how)
     named = collect_params(model)

@@ -204,6 +204,7 @@ PROGRAMS: list[Program] = [
 ]  # fmt: skip
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     ("where", "slack"),
     [("store", 0), ("store", 1 << 20), ("GPU and store", 1 << 20), ("memory", 0), ("half in memory", 0), ("GPU", 0)],

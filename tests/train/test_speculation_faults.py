@@ -129,6 +129,7 @@ def failing(patch: pytest.MonkeyPatch, *, since: int, until: int) -> list[int]:
     return calls
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("since", [1, 3, 7, 12])
 def test_a_guess_that_fails_costs_nothing(since: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step makes its own."""
