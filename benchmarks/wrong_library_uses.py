@@ -114,6 +114,9 @@ def nan_step() -> Any:
 
 USES: dict[str, tuple[Callable[[], Any], str]] = {
     "a budget that is too small": (lambda: managed(memory=gemini.MemoryBudget(cpu="4KiB")), "Cheapest change"),
+    "an unfrozen model that is only evaluated": (
+        lambda: gemini.GeminiDDP(plain().eval(), config(memory=gemini.MemoryBudget(cpu="64KiB"))),
+        "requires_grad_(False)"),
     "a unit that is none": (lambda: gemini.MemoryBudget(cpu="5 parsecs"), "unknown unit"),
     "a negative budget": (lambda: gemini.MemoryBudget(cpu=-1), "negative"),
     "a budget for a drive without its folder": (lambda: gemini.MemoryBudget(nvme="1GiB"), "nvme_path="),
