@@ -5,7 +5,8 @@
 
 A ``--python`` is an interpreter that has torch, transformers and what else Gemini needs: what was built is installed
 into a virtual environment of its own, which sees those packages and no other Gemini. The source is that of the last
-commit. Builds happen in pip's isolation, so pip needs an index. Exit code 1 if anything did not work.
+commit. Builds happen in pip's isolation, so pip needs an index. Where auditwheel (with patchelf) is on PATH, a wheel
+with kernels gets the oldest manylinux tag that it is good for. Exit code 1 if anything did not work.
 """
 
 from __future__ import annotations
@@ -79,7 +80,17 @@ def main() -> int:
                 print(f"{python}: {way}", file=sys.stderr, flush=True)
                 rows.append(try_out(python, way, environment, source, args.dist, folder / f"venv-{len(rows)}"))
         times = timed(folder / "venv-0" / "bin" / "python", folder / "venv-0", args.rounds)
-    listed = ["Python", "torch", "transformers", "what", "size, kB", "build, s", "kernels", "loss after 3 steps"]
+    listed = [
+        "Python",
+        "torch",
+        "transformers",
+        "what",
+        "platform",
+        "size, kB",
+        "build, s",
+        "kernels",
+        "loss after 3 steps",
+    ]
     report = head("Installation", ["What was built, installed into an empty environment, and trained with.", ""])
     report += ["", f"Source distribution: {source.stat().st_size / 1000:,.0f} kB.", ""]
     report += table(listed, rows)
@@ -123,6 +134,8 @@ def try_out(python: Path, way: str, environment: dict[str, str], source: Path, d
         run([python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-cache-dir", "-w", wheels, source], env=told)
         seconds = time.perf_counter() - began
         newest = max(set(wheels.glob("*.whl")) - before or set(wheels.glob("*.whl")), key=lambda p: p.stat().st_mtime)
+        if shutil.which("auditwheel") and way.startswith("wheel"):
+            newest = repaired(newest, dist / "manylinux" / wheels.name)
         run([python, "-m", "venv", venv])
         seen = json.loads(run([python, "-c", "import json, site; print(json.dumps(site.getsitepackages()))"]).stdout)
         packages = json.loads(
@@ -133,10 +146,20 @@ def try_out(python: Path, way: str, environment: dict[str, str], source: Path, d
         (venv / "config.json").write_text(json.dumps(CONFIG))
         found = json.loads(run([venv / "bin" / "python", "-c", TRAIN], cwd=venv, env=told).stdout.splitlines()[-1])
         run([venv / "bin" / "gemini", "plan", "config.json", "--cpu", "1GiB", "--compute", "cpu"], cwd=venv, env=told)
-        return [*found[:3], way, f"{newest.stat().st_size / 1000:,.0f}", f"{seconds:.0f}", *found[3:]]
+        platform = newest.stem.rpartition("-")[2]
+        return [*found[:3], way, platform, f"{newest.stat().st_size / 1000:,.0f}", f"{seconds:.0f}", *found[3:]]
     except RuntimeError as e:
         print(e, file=sys.stderr, flush=True)
-        return [*row, "", "", "", "FAILED"]
+        return [*row, "", "", "", "", "FAILED"]
+
+
+def repaired(wheel: Path, folder: Path) -> Path:
+    """The wheel with its manylinux tag."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(folder.glob("*.whl"))
+    run(["auditwheel", "repair", "-w", folder, wheel])
+    found = set(folder.glob("*.whl"))
+    return max(found - before or found, key=lambda path: path.stat().st_mtime)
 
 
 def clean(changes: dict[str, str]) -> dict[str, str]:

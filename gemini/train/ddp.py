@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
@@ -34,6 +35,7 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.optimizers.stock import refuse_stock_optimizers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, StageParam, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
@@ -338,21 +340,13 @@ class GeminiDDP(nn.Module):
             StorageError: if it cannot be written.
         """
         engine = _engine(self)
-        compute = COMPUTE_DTYPES[engine.config.precision]
-        if dtype not in (None, compute, torch.float32):
-            raise ValueError(
-                f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
-                "convert the files afterwards"
-            )
-        if dtype is not None and (len(args) > 1 or kwargs.get("state_dict") is not None):
-            raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
         engine.drain()
         engine.state.check_whole()
         if engine.ranks is not None:
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks, shards=engine.shards, compute=compute, dtype=dtype or compute,
+            ranks=engine.ranks, shards=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -425,7 +419,10 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     if not isinstance(config, GeminiConfig):
         raise TypeError(f"GeminiDDP(model, config) takes a gemini.GeminiConfig, got {type(config).__name__}")
     if isinstance(model, GeminiDDP):
-        raise ValueError(f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once")
+        raise ValueError(
+            f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once. To wrap it "
+            "otherwise make it an ordinary one first: gemini.release(model)"
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
     if any(isinstance(module, GeminiDDP) for module in model.modules()):
@@ -543,3 +540,6 @@ def manage(
     for optimizer in made_before.values():
         optimizer.adopt_plain_states()
     return model
+
+
+register_optimizer_step_pre_hook(refuse_stock_optimizers)

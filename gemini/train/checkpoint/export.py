@@ -42,7 +42,7 @@ class Export:
     Args:
         original: ``super()`` of the managed model.
         compute: dtype of the weights.
-        dtype: in which they are written: that, or fp32, which are the exact masters.
+        dtype: in which they are written: that, if None, or fp32, which are the exact masters.
         params: of the model, which knows those of other stages.
         ranks: None in one process.
     """
@@ -50,12 +50,19 @@ class Export:
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
         by_names: ByName, params: ParamSet, ranks: Ranks | None, shards: Shards | None, compute: torch.dtype,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
         self._by_names, self._ranks, self._shards = by_names, ranks, shards
-        self._compute, self._dtype = compute, dtype
+        self._compute, self._dtype = compute, dtype or compute
+        if self._dtype not in (compute, torch.float32):
+            raise ValueError(
+                f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
+                "convert the files afterwards"
+            )
+        if dtype is not None and self._is_given():
+            raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
         self._of_stages = params.of_stages
 
     def run(self) -> Any:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import rules
 from gemini.errors import GeminiError
@@ -492,21 +491,3 @@ def _is_same(group: Group, checked: Group) -> bool:
     return group.keys() == checked.keys() and all(
         value is checked[key] and isinstance(value, fixed) for key, value in group.items()
     )
-
-
-def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A stock optimizer would find no gradient on managed params and do nothing, silently."""
-    if isinstance(optimizer, HybridOptimizer):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            handle = handle_of(param)
-            if handle is not None:
-                raise GeminiError(
-                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
-                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_stock_optimizers)
