@@ -8,12 +8,13 @@ not twice for each micro-batch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.pipeline.course import course_of
+from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.stages import balanced
+from gemini.planning.stages import Blocks, balanced
+from gemini.planning.trace import MemoryTrace
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
@@ -55,7 +57,8 @@ class Pipeline:
         model: whole, on every rank of ``pp`` and ``tp`` with the same weights. It is changed in place: what other ranks
             run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
             alone. :meth:`from_pretrained` makes one of which no rank holds more than its own stages.
-        config: how to manage it.
+        config: how to manage it. With a measured ``trace`` of the whole model (:class:`gemini.MemoryTracer`) stages
+            are balanced by its seconds, else by floating point operations. Over ranks it is used for nothing else.
         mesh: with a dim ``pp``, beside any others. None for one process.
         micro_batches: into how many equal parts each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
@@ -103,7 +106,9 @@ class Pipeline:
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
-        ranges = balanced(course.flops, each * size)
+        ranges = _of_first(balanced(_weights(course, config.trace, model), each * size), mesh)
+        if size > 1:
+            config = replace(config, trace=None)  # it is of the whole model
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
         numbers = range(rank, each * size, size)
         own = [Stage(model, course, *ranges[i]) for i in numbers]
@@ -311,6 +316,30 @@ class Pipeline:
 
     def _share_of_loss(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss / self._micro_batches
+
+
+def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
+    """What each block takes, and at last what comes after them."""
+    if trace is None or trace.seconds is None:
+        return course.flops
+    blocks = Blocks(trace)
+    if blocks.number != len(course.blocks) or any(
+        blocks.of(name) != number for number, name in enumerate(course.blocks)
+    ):
+        raise ValueError(
+            f"the trace in GeminiConfig(trace=) is of {trace.model} with {blocks.number} blocks, and this "
+            f"{type(model).__name__} has {len(course.blocks)}: trace the model that is to be in stages"
+        )
+    return blocks.weights([moment.seconds or 0.0 for moment in trace.moments])
+
+
+def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:
+    """Those of the mesh's first rank: each rank has measured other seconds."""
+    said = [ranges]
+    for number in range(0 if mesh is None else mesh.ndim):
+        assert mesh is not None
+        dist.broadcast_object_list(said, group=mesh.get_group(number), group_src=0)
+    return said[0]
 
 
 def _with_sums(config: GeminiConfig) -> GeminiConfig:
