@@ -21,6 +21,15 @@ class Found(NamedTuple):
 
 
 MAX_NORM = 0.5
+KINDS = (
+    "afmoe", "aria_text", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32", "deepseek_v4",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss",
+    "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hy_v3", "hy_v4", "inkling2_text",
+    "inkling_text", "jamba", "kimi_linear", "kolibri1", "laguna", "mellum", "minimax", "minimax_m2",
+    "minimax_m3_vl_text", "mixtral", "nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe",
+    "qwen3_next", "qwen4_exp_text", "solar_open",
+)  # fmt: skip
+"""Families with a plan for experts of which :func:`tiny` makes one that computes."""
 
 
 class Case(NamedTuple):
@@ -48,6 +57,28 @@ def deepseek() -> Any:
         "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
     }  # fmt: skip
     return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes)).float()
+
+
+def tiny(kind: str) -> Any:
+    """One of any family with four experts, from a few sizes that its config knows."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = AutoConfig.for_model(kind).get_text_config()
+    sizes = {
+        "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "head_dim": 16, "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4,
+        "moe_num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2,
+        "shared_expert_intermediate_size": 64, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 16, "first_k_dense_replace": 1,
+        "index_n_heads": 2, "index_head_dim": 16, "index_topk": 64,
+        "num_hidden_layers": 4 if kind in ("beam", "flint") else 2,  # of which the last ones have experts
+    }  # fmt: skip
+    known = {name: size for name, size in sizes.items() if getattr(text, name, None) is not None}
+    config = type(text)(**known)
+    config.use_cache = False
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().train()
 
 
 def moe(case: Case) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import gemini
 from gemini.optim import MuonRule
-from tests.ranks.expert_cases import Case, Found, ids_of, loss_of, moe, plainly, spread, worst_grad
+from tests.ranks.expert_cases import KINDS, Case, Found, ids_of, loss_of, moe, plainly, spread, tiny, worst_grad
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
@@ -79,6 +79,28 @@ def test_eight_processes(sizes: dict[str, int], pool_of: Pools, tmp_path: Path) 
 def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
     case = Case(kind, kernel=kernel, checkpointing=checkpointing)
     assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
+
+
+def first_grads(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
+    mesh, memory = mesh_of({"ep": 2}), gemini.MemoryBudget(cpu="512MiB")
+    model: Any = gemini.GeminiDDP(tiny(kind), config_for("ram", "", memory=memory), mesh=mesh)
+    loss_of(model, 0, dist.get_rank()).backward()
+    grads = {name: model.full_grad(name) for name, _ in model.named_parameters()}
+    return float(model.clip_grad_norm_(1.0)), grads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_other_families(kind: str, pool_of: Pools) -> None:
+    model = tiny(kind)
+    torch.stack([loss_of(model, 0, part) for part in range(2)]).mean().backward()
+    plain = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    largest = max(float(grad.abs().max()) for grad in plain.values())
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in plain.values()))  # torch's own is in fp32
+    for own, grads in pool_of(2).run(first_grads, kind):
+        assert own == pytest.approx(norm, rel=1e-6)
+        for name, grad in plain.items():
+            assert float((grads[name] - grad).abs().max()) < 1e-5 * largest, name
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,8 @@ def dispatched_forward(
     received = of_here.sum(-1).tolist()
     there = _Way(exchange, sent, received, (Point.DISPATCH_BACKWARD, layer))
     rows, weights = _SwapRows.apply(there, hidden_states[order // top_k], top_k_weights.reshape(-1)[order])
-    numbers = torch.arange(num_here).repeat(size).repeat_interleave(of_here.reshape(-1)).to(experts.device)
+    numbers = torch.arange(num_here, device="cpu").repeat(size).repeat_interleave(of_here.reshape(-1))
+    numbers = numbers.to(experts.device)
     num_rows = len(rows)
     if not num_rows:  # a row of zeros, so that backward comes through here and these experts have a gradient
         rows, weights, numbers = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True), numbers.new_zeros(1)
