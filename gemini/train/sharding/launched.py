@@ -16,8 +16,9 @@ reduction whose gathers it has not begun.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -101,6 +102,7 @@ class LaunchedStep(Scripted):
         self._wire, self._device, self._fetch, self._launch = wire, device, fetch, launch
         self._launcher, self._landing, self._is_worker, self._waiting = launcher, landing, is_worker, waiting
         self._num_places = len(script.gathers) + len(script.reductions)
+        self._order = threading.Lock()
         self._next = 0  # the place in the order that is given to the launcher next
         self._offered: dict[int, Job] = {}
         self._launches: list[Job] = []
@@ -124,7 +126,8 @@ class LaunchedStep(Scripted):
 
             def run() -> None:
                 self._hear(_TAKES_PART, f"the all-gather of {chunk.name}")
-                launch.end = self._launch(chunk, ready)
+                with self._launching():
+                    launch.end = self._launch(chunk, ready)
 
             launch.job = self._offer(number + self.script.reductions_before_gather(number), run)
             self._gathered += 1
@@ -147,7 +150,8 @@ class LaunchedStep(Scripted):
         def run() -> None:
             nonlocal heard, end
             heard = self._hear(brings, "the beginning of a reduction")
-            end = launch()
+            with self._launching():
+                end = launch()
 
         def land() -> None:
             offered.wait_until_over()
@@ -174,13 +178,27 @@ class LaunchedStep(Scripted):
 
     def _offer(self, place: int, run: Callable[[], None]) -> Job:
         job = Job(run, place)
-        with self._turn:
+        with self._order:
             self._launches.append(job)
             self._offered[place] = job
-            while self._next in self._offered:
-                self._launcher.put(self._offered.pop(self._next))
-                self._next += 1
+            self._give()
         return job
+
+    def _give(self) -> None:
+        """The launcher gets what is at the next places; all that was offered, if this rank leaves."""
+        while self._next in self._offered:
+            self._launcher.put(self._offered.pop(self._next))
+            self._next += 1
+        for place in sorted(self._offered) if self._leaves else ():
+            self._launcher.put(self._offered.pop(place))
+
+    @contextmanager
+    def _launching(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # what others have launched here does not end; nothing more is begun
+            self.is_parted = True
+            raise
 
     def _hear(self, says: int, what: str) -> list[int]:
         """On the launcher: what all ranks say before a collective.
@@ -204,14 +222,15 @@ class LaunchedStep(Scripted):
 
     def part(self) -> None:
         """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too."""
-        with self._turn:
+        with self._order:
             if self._leaves:
                 return
             self._leaves = True
             if self._next < self._num_places:
-                self._offer(self._next, self._say_parting)
-            for place in sorted(self._offered):
-                self._launcher.put(self._offered.pop(place))
+                job = Job(self._say_parting, self._next)
+                self._launches.append(job)
+                self._launcher.put(job)
+            self._give()
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
