@@ -314,6 +314,14 @@ def test_without_room_to_undo_it_nothing_is_guessed(tmp_path: Path) -> None:
     assert counts(model) == (0, 0) and "undone" not in str(model.memory_report())
 
 
+def test_what_stages_of_a_pipeline_share_is_not_guessed(tmp_path: Path) -> None:
+    """Other stages' gradients are added to it when backward is over."""
+    model, optimizer = guessing(tmp_path, "memory")
+    model.layers[1].weight._gemini_first = "layers.1.weight"  # as the pipeline marks such a param
+    train(model, optimizer, 0, NEVER)
+    assert counts(model) == (2, 0)
+
+
 def test_guesses_end_where_steps_clip_and_come_back(tmp_path: Path) -> None:
     model, optimizer = guessing(tmp_path)
     found = []

@@ -96,8 +96,8 @@ class Undo:
                 home.copy_(new)
             self._new.clear()
             self._old.clear()
-            if self._is_over:
-                self._release()
+            beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
+            self._release(0 if beside is None else beside.num_bytes)  # a tile of weights may be on its way home
 
     def undo(self) -> None:
         """It does not, and it is over. One that was cut short is taken up again.
@@ -117,8 +117,8 @@ class Undo:
             raise
         self._release()
 
-    def _release(self) -> None:
-        num_bytes, self.num_bytes = self.num_bytes, 0
+    def _release(self, rest: int = 0) -> None:
+        num_bytes, self.num_bytes = self.num_bytes - rest, rest
         if num_bytes:
             self._ledger.release(Tier.CPU, num_bytes, HOLDER)
 
