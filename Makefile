@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 FAKEGPU ?= .venv-fakegpu
 
-.PHONY: help venv demo test test-slow test-gpu test-fakegpu lint docs doctor clean
+.PHONY: help venv demo test test-slow test-gpu test-fakegpu lint docs wheels doctor clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -59,6 +59,9 @@ lint: $(VENV)/.built  ## ruff and mypy
 docs: $(VENV)/.built  ## build the documentation into docs/_build/html; every warning is an error
 	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html $(ARGS)
 	@echo "docs/_build/html/index.html"
+
+wheels: $(VENV)/.built  ## build the source distribution and wheels into dist/, install each into an empty environment, try it
+	PYTHONPATH=. $(BIN)/python benchmarks/installation.py --dist dist $(ARGS)
 
 doctor: $(VENV)/.built  ## set up, then say what this machine offers
 	$(BIN)/gemini doctor

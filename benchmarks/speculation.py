@@ -1,8 +1,10 @@
-"""What guessing steps inside backward is worth: step times with clipping, guessed and not, on a durable store.
+"""What guessing steps inside backward is worth: step times with clipping, guessed and not.
 
-    python -m benchmarks.speculation FOLDER [--rounds 6] [--steps 4] [--tokens 256] [--layers 16] [--width 1024]
+    python -m benchmarks.speculation FOLDER [--placement durable] [--rounds 6] [--steps 4] [--tokens 256] [--layers 16]
 
-All weights and states are on NVMe, and a commit follows every step. Three thresholds: never met, always met, and met by
+All weights and states are on NVMe in a durable store, and a commit follows every step (``durable``); or in the spill
+file (``nvme``) or in memory (``memory``), where ``--memory`` must have room for copies of what updates overwrite, 12
+bytes per param. Three thresholds: never met, always met, and met by
 one step in eight. Each is trained in the ordinary loop and with ``HybridAdam(step_in_backward=True, speculate=True)``,
 the runs take turns round by round, and both must leave the same bits. Torch computes with one thread, and an update has
 one, so that neither takes the other's core. Beside them stand the seconds of forward (T_f),
@@ -37,6 +39,11 @@ THRESHOLDS = {
     "met by 1 of 8 steps": lambda step: ALWAYS if step % 8 == 5 else NEVER,
     "always met": lambda step: ALWAYS,
 }
+PLACES = {
+    "durable": "on NVMe in a durable store, a commit behind every step",
+    "nvme": "on NVMe in the spill file",
+    "memory": "in memory",
+}
 GOAL_RIGHT, GOAL_WRONG = 1.10, 1.05
 
 
@@ -60,8 +67,11 @@ class Run:
     def __init__(self, folder: Path, args: argparse.Namespace, threshold: str, *, speculate: bool):
         folder.mkdir()
         self.folder, self.args, self.threshold, self.num_steps = folder, args, threshold, 0
-        memory = gemini.MemoryBudget(cpu=args.memory, nvme="64GiB", nvme_path=folder, durable=True)
-        placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+        self.commits = args.placement == "durable"
+        below = {} if args.placement == "memory" else {"nvme": "64GiB", "nvme_path": folder, "durable": self.commits}
+        memory = gemini.MemoryBudget(cpu=args.memory, **below)
+        share = 0 if args.placement == "memory" else 1
+        placement = gemini.StaticPlacement(weights_on_nvme=share, optimizer_on_nvme=share)
         config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, update_threads=1)
         self.model: Any = gemini.GeminiDDP(Blocks(args.layers, args.width), config)
         how = {"step_in_backward": True, "speculate": True} if speculate else {}
@@ -82,10 +92,11 @@ class Run:
             self.model.clip_grad_norm_(THRESHOLDS[self.threshold](self.num_steps))
             self.optimizer.step()
             self.optimizer.zero_grad()
-            commit = gemini.save_checkpoint(self.folder, self.model, self.optimizer, wait=False)
+            if self.commits:
+                commit = gemini.save_checkpoint(self.folder, self.model, self.optimizer, wait=False)
             self.num_steps += 1
-        assert commit is not None
-        commit.wait()
+        if commit is not None:
+            commit.wait()
         self.model._gemini_engine.drain()
         return (time.perf_counter() - began) / self.args.steps
 
@@ -100,7 +111,8 @@ class Run:
         self.model._gemini_engine.drain()
         update = time.perf_counter()
         self.optimizer.zero_grad()
-        gemini.save_checkpoint(self.folder, self.model, self.optimizer)
+        if self.commits:
+            gemini.save_checkpoint(self.folder, self.model, self.optimizer)
         return forward - began, backward - forward, update - backward
 
     def bits(self) -> str:
@@ -135,7 +147,7 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
         "Steps that clip, guessed inside backward",
         [
             f"{args.layers} layers of {args.width} x {args.width}, bf16, {args.tokens} tokens a step, weights and "
-            f"states on NVMe, a commit behind every step. {args.rounds} rounds of {args.steps} steps each, in turn. "
+            f"states {PLACES[args.placement]}. {args.rounds} rounds of {args.steps} steps each, in turn. "
             f"Alone: T_f {forward * 1e3:.0f} ms, T_b {backward * 1e3:.0f} ms, W {update * 1e3:.0f} ms.",
         ],
     )
@@ -170,6 +182,7 @@ def _verdict(what: str, found: Sequence[float], goal: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="on the drive that is measured")
+    parser.add_argument("--placement", choices=PLACES, default="durable")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4, help="of each run in a round")
     parser.add_argument("--layers", type=int, default=16)

@@ -93,6 +93,10 @@ class Ledger:
         self._lock = threading.Lock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
+        self.on_short: Callable[[Tier], bool] = lambda tier: False
+        """Asked before a request is refused: whether somebody has given back what is only welcome, so that it is worth
+        another try. On the thread that asks.
+        """
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -126,22 +130,26 @@ class Ledger:
             BudgetExceeded: if they do not fit; nothing was taken.
         """
         assert num_bytes >= 0, num_bytes
-        with self._lock:
-            account = self._accounts.get(tier)
-            if account is None:
-                raise BudgetExceeded(
-                    f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget"
-                )
-            if account.used + num_bytes > account.budget:
+        account = self._accounts.get(tier)
+        if account is None:
+            raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
+        while not self._take(tier, account, num_bytes, holder):
+            if not self.on_short(tier):
                 raise BudgetExceeded(
                     f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}: {human_bytes(account.used)} of "
                     f"{human_bytes(account.budget)} are taken, {human_bytes(account.budget - account.used)} are free"
                 )
+
+    def _take(self, tier: Tier, account: _Account, num_bytes: int, holder: str) -> bool:
+        with self._lock:
+            if account.used + num_bytes > account.budget:
+                return False
             account.used += num_bytes
             account.peak = max(account.peak, account.used)
             held = self._held[tier, holder] = self._held.get((tier, holder), 0) + num_bytes
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
+        return True
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved."""

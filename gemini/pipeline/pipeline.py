@@ -7,11 +7,14 @@ not twice for each micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,17 +22,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.pipeline.course import course_of
+from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.stages import balanced
+from gemini.planning.stages import Blocks, balanced
+from gemini.planning.trace import MemoryTrace
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
 from gemini.train.context.same_batch import compare_batches
-from gemini.train.ddp import manage
+from gemini.train.ddp import Fill, manage
 from gemini.train.gradients.tied import sum_tied
+from gemini.train.loading.attention import Attention
+from gemini.train.loading.from_pretrained import skeleton_from_pretrained
+from gemini.train.loading.skeleton import Skeleton
 from gemini.train.slices.slicing import cut_whole, sliced_in
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
@@ -49,8 +56,9 @@ class Pipeline:
     Args:
         model: whole, on every rank of ``pp`` and ``tp`` with the same weights. It is changed in place: what other ranks
             run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
-            alone.
-        config: how to manage it.
+            alone. :meth:`from_pretrained` makes one of which no rank holds more than its own stages.
+        config: how to manage it. With a measured ``trace`` of the whole model (:class:`gemini.MemoryTracer`) stages
+            are balanced by its seconds, else by floating point operations. Over ranks it is used for nothing else.
         mesh: with a dim ``pp``, beside any others. None for one process.
         micro_batches: into how many equal parts each batch is divided.
         schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
@@ -58,6 +66,9 @@ class Pipeline:
         stages: how many each rank has; by default 1, 2 with "interleaved" and "bfs" over ranks, and in one process one
             for each block.
         example: a batch, to see how a forward runs through the model; by default made of the model's config.
+        no_sync: with ``dp`` in the mesh: gradients are divided among its ranks once per step, in the last backward of
+            this rank, and not once for each micro-batch. Until then each rank keeps them whole, 4 bytes per param of
+            its stages, which no plan has room for.
 
     Attributes:
         model: the managed model, of which other ranks have the other stages.
@@ -68,10 +79,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Module, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
+        self, model: nn.Module | Skeleton, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
         micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
-        example: Mapping[str, Any] | None = None,
+        example: Mapping[str, Any] | None = None, no_sync: bool = False,
     ):  # fmt: skip
+        fill: Fill | None = None
+        if isinstance(model, Skeleton):
+            fill = model.fill
+            model = cast(nn.Module, model.model)
         config = _with_sums((GeminiConfig() if config is None else config).resolved())
         size = 1 if mesh is None else size_of(mesh, "pp")
         _check(schedule, size, micro_batches, stages, config)
@@ -91,22 +106,61 @@ class Pipeline:
                 f"{each * size} stages ({each} on each of {size} ranks) of {type(model).__name__}, which has {number} "
                 "blocks: give stages= a smaller number, or a mesh with a smaller pp"
             )
-        ranges = balanced(course.flops, each * size)
+        ranges = _of_first(balanced(_weights(course, config.trace, model), each * size), mesh)
+        if size > 1:
+            config = replace(config, trace=None)  # it is of the whole model
         rank = 0 if mesh is None or size == 1 else place_in(mesh, "pp")
         numbers = range(rank, each * size, size)
         own = [Stage(model, course, *ranges[i]) for i in numbers]
         if mesh is None or size == 1:
-            self.model: Any = manage(model, config, mesh=mesh)
+            self.model: Any = manage(model, config, mesh=mesh, fill=fill)
         else:
             of_stages = params_of_stages(model, course, ranges, size)
-            sliced = cut_whole(model, mesh)  # while all of it is here: what is tied to another stage is cut alike
+            # While all of it is here: what is tied to another stage is cut alike.
+            sliced = cut_whole(model, mesh, is_filled=fill is None)
             with left_out(model, own):
-                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced)
+                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced, fill=fill)
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._numbered = [Numbered(stage) for stage in own]
         self._width = course.width
         self._runner: tuple[Any, Any] | None = None
+        self._no_sync, self._backwards_left = no_sync, 0
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
+        micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
+        example: Mapping[str, Any] | None = None, no_sync: bool = False, model_class: Any = None,
+        attn_implementation: Any = None, **kwargs: Any,
+    ) -> Pipeline:  # fmt: skip
+        """A pipeline of a transformers model whose weights are streamed from files, a param at a time: each rank keeps
+        those of its stages, in their home tiers.
+
+        Args:
+            path, model_class, attn_implementation, **kwargs: as of :func:`gemini.from_pretrained`.
+            config, mesh, micro_batches, schedule, stages, example, no_sync: as of :class:`Pipeline`.
+
+        Raises:
+            ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and if the files lack weights, which
+                would be drawn: over ranks no stage knows what the others draw.
+        """
+        config = (GeminiConfig() if config is None else config).resolved()
+        skeleton, info = skeleton_from_pretrained(
+            path, model_class=model_class, attention=Attention(attn_implementation, config.precision, config.device),
+            **kwargs,
+        )  # fmt: skip
+        lacking = sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
+        if lacking and mesh is not None and size_of(mesh, "pp") > 1:
+            raise ValueError(
+                f"the files of {path} lack {len(lacking)} of this {type(skeleton.model).__name__}'s weights, for "
+                f"example {lacking[0]!r}, which would be drawn: over ranks no stage knows what the others draw. Load "
+                "the model with transformers on every rank, from the same seed, and give it to gemini.Pipeline"
+            )
+        return cls(
+            skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example,
+            no_sync=no_sync,
+        )  # fmt: skip
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of the stages of this rank, for an optimizer."""
@@ -136,6 +190,7 @@ class Pipeline:
         parts = self._parts_of(batch)
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
+        self._backwards_left = len(parts) * len(self._stages)
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
         ranks = self.model._gemini_engine.ranks
         if ranks is None or ranks.context is None:
@@ -156,6 +211,13 @@ class Pipeline:
         elif refusal is not None:
             raise refusal
         return parts
+
+    def _in_backward(self) -> AbstractContextManager[None]:
+        """Around the backward of one micro-batch in one stage."""
+        self._backwards_left -= 1
+        if self._no_sync and self._backwards_left:
+            return self.model.no_sync()  # type: ignore[no-any-return]
+        return nullcontext()
 
     # ---- in one process -----------------------------------------------------------------------------------------
 
@@ -180,7 +242,8 @@ class Pipeline:
         grads: list[torch.Tensor | None] = [None] * len(parts)
         while held:
             for number, (received, edge) in enumerate(held.pop()):
-                torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
+                with self._in_backward():
+                    torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
                 grads[number] = None if received is None else received.grad
         return torch.stack(losses).sum()
 
@@ -217,6 +280,8 @@ class Pipeline:
         """torch's schedule for micro-batches of this shape."""
         from torch.distributed import pipelining
 
+        from gemini.pipeline.torch_stage import ManagedStage
+
         ids = next(value for value in part.values() if isinstance(value, torch.Tensor) and value.dim() > 1)
         shape = (*ids.shape[:2], self._width)
         if self._runner is not None and self._runner[0] == shape:
@@ -230,8 +295,9 @@ class Pipeline:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=True)
 
         made = [
-            pipelining.PipelineStage(
-                stage, number, len(self._ranges), device, input_args=() if stage.stage.is_first else hidden(),
+            ManagedStage(
+                stage, number, len(self._ranges), device, around_backward=self._in_backward,
+                input_args=() if stage.stage.is_first else hidden(),
                 output_args=torch.empty((), device=device, requires_grad=True) if stage.stage.is_last else hidden(),
                 group=group,
             )
@@ -250,6 +316,30 @@ class Pipeline:
 
     def _share_of_loss(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss / self._micro_batches
+
+
+def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
+    """What each block takes, and at last what comes after them."""
+    if trace is None or trace.seconds is None:
+        return course.flops
+    blocks = Blocks(trace)
+    if blocks.number != len(course.blocks) or any(
+        blocks.of(name) != number for number, name in enumerate(course.blocks)
+    ):
+        raise ValueError(
+            f"the trace in GeminiConfig(trace=) is of {trace.model} with {blocks.number} blocks, and this "
+            f"{type(model).__name__} has {len(course.blocks)}: trace the model that is to be in stages"
+        )
+    return blocks.weights([moment.seconds or 0.0 for moment in trace.moments])
+
+
+def _of_first(ranges: list[tuple[int, int]], mesh: DeviceMesh | None) -> list[tuple[int, int]]:
+    """Those of the mesh's first rank: each rank has measured other seconds."""
+    said = [ranges]
+    for number in range(0 if mesh is None else mesh.ndim):
+        assert mesh is not None
+        dist.broadcast_object_list(said, group=mesh.get_group(number), group_src=0)
+    return said[0]
 
 
 def _with_sums(config: GeminiConfig) -> GeminiConfig:

@@ -10,9 +10,16 @@ from __future__ import annotations
 
 import json
 import zlib
+from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
+
+AHEAD = 1
+"""Where one place launches all collectives: how many gathers for later moments come before a reduction. With one the
+weights of the next chunk are on their way while gradients are computed; with more they would wait for room longer.
+"""
 
 
 class Gather(NamedTuple):
@@ -46,6 +53,19 @@ class Script:
     def gathers_until(self, moment: int) -> int:
         """How many gathers are for moments up to this one."""
         return sum(gather.moment <= moment for gather in self.gathers)
+
+    @cached_property
+    def gathers_before(self) -> tuple[int, ...]:
+        """In one order of both kinds: how many gathers come before each reduction. Those until its moment, and
+        :data:`AHEAD` further ones.
+        """
+        return tuple(
+            min(self.gathers_until(reduction.moment) + AHEAD, len(self.gathers)) for reduction in self.reductions
+        )
+
+    def reductions_before_gather(self, number: int) -> int:
+        """In that order: how many reductions come before gather ``number``, all of them of earlier moments."""
+        return bisect_right(self.gathers_before, number)
 
     def reductions_before(self, moment: int) -> int:
         """How many reductions have their gradients before this moment begins."""

@@ -251,7 +251,7 @@ def join(
     if len(ranks) == 1:
         return None
     everyone = _wire(ranks, process_group)
-    collective = _collective(ranks, process_group) if cuda else None
+    collective = _collective(ranks) if cuda else None
     waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
     return Ranks(
         everyone, None, everyone, everyone, None, None, None, None, None, collective, None, None, everyone, waiting,
@@ -291,10 +291,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
         parts = along("pp", "tp")
     collective = context_collective = experts_collective = None
     if cuda:
-        whole = names.index("dp") if wire.size == size_of(mesh, "dp") and "dp" in names else None
-        collective = _collective(wire.global_ranks, None if whole is None else mesh.get_group(whole))
-        context_collective = None if context is None else _collective(context.global_ranks, None)
-        experts_collective = None if experts is None else _collective(experts.global_ranks, None)
+        collective = _collective(wire.global_ranks)
+        context_collective = None if context is None else _collective(context.global_ranks)
+        experts_collective = None if experts is None else _collective(experts.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
@@ -306,9 +305,11 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     )  # fmt: skip
 
 
-def _collective(ranks: list[int], parent: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """NCCL's group of ``ranks``: the user's own, if it is one."""
-    return parent if parent is not None and _has_nccl(parent) else make_subgroup(ranks, "nccl")
+def _collective(ranks: list[int]) -> dist.ProcessGroup:
+    """NCCL's group of ``ranks``, with a communicator of its own: a thread of ours launches on it, beside whatever the
+    program does on its own groups. It stays when the model ends, since NCCL's end waits for the other ranks.
+    """
+    return make_subgroup(ranks, "nccl")
 
 
 def _wire(ranks: list[int], parent: dist.ProcessGroup) -> Wire:
@@ -323,10 +324,6 @@ def _timeout(group: dist.ProcessGroup) -> Any:
         except (AttributeError, RuntimeError):
             continue
     return None
-
-
-def _has_nccl(group: dist.ProcessGroup) -> bool:
-    return "nccl" in dist.get_backend_config(group)
 
 
 def _count_local(job: Wire, most: int) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
@@ -30,6 +31,7 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.optimizers.stock import refuse_stock_optimizers
 from gemini.train.others import join_others
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, StageParam, handle_of
@@ -323,8 +325,16 @@ class GeminiDDP(nn.Module):
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live."""
+    def save_pretrained(self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live.
+
+        Args:
+            dtype: None for the compute dtype; ``torch.float32`` writes the exact masters, and says so in the config.
+
+        Raises:
+            ValueError: for another dtype, or one beside a ``state_dict`` of the caller's.
+            StorageError: if it cannot be written.
+        """
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
@@ -332,7 +342,7 @@ class GeminiDDP(nn.Module):
             engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks, shards=engine.shards, dtype=COMPUTE_DTYPES[engine.config.precision],
+            ranks=engine.ranks, shards=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -405,7 +415,10 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     if not isinstance(config, GeminiConfig):
         raise TypeError(f"GeminiDDP(model, config) takes a gemini.GeminiConfig, got {type(config).__name__}")
     if isinstance(model, GeminiDDP):
-        raise ValueError(f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once")
+        raise ValueError(
+            f"this {type(model).__name__} is managed already: GeminiDDP(model) wraps a model once. To wrap it "
+            "otherwise make it an ordinary one first: gemini.release(model)"
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
     if any(isinstance(module, GeminiDDP) for module in model.modules()):
@@ -416,15 +429,19 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
+Fill = Callable[[ByName, Ranks | None], nn.Module]
+"""Writes the values of params that hold none yet to their homes, and returns the model that has them."""
+
+
 def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Callable[[ByName, Ranks | None], nn.Module] | None = None,
+    fill: Fill | None = None,
     of_stages: Mapping[str, StageParam] | None = None, sliced: SlicedModel | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
-        fill: what writes the values of params that hold none yet to their homes, and returns the model that has them.
+        fill: for a model whose params hold no values yet.
         of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
         sliced: what the model became when it was cut; without it the model is cut here where the mesh says so.
     """
@@ -498,3 +515,6 @@ def manage(
     for optimizer in made_before.values():
         optimizer.adopt_plain_states()
     return model
+
+
+register_optimizer_step_pre_hook(refuse_stock_optimizers)

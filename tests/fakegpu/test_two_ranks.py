@@ -37,15 +37,21 @@ def wanted(ranks: Group) -> list[Any]:
     return ranks.order("train", where=None)
 
 
+@pytest.mark.parametrize("tight", [False, True])
 @pytest.mark.parametrize("where", ["all on the gpu", "all on the host", "mixed", "all on nvme"])
-def test_the_bits_of_two_ranks_without_a_gpu(where: str, ranks: Group, wanted: list[Any]) -> None:
-    found = ranks.order("train", where=where)
+def test_the_bits_of_two_ranks_without_a_gpu(where: str, tight: bool, ranks: Group, wanted: list[Any]) -> None:
+    """From the second step on all collectives come from one thread and go to one stream, in one order on all ranks."""
+    found = ranks.order("train", where=where, tight=tight)
     for rank, told in enumerate(found):
         assert told["numbers"] == wanted[rank]["numbers"] and not told["races"]
         assert told["device"] == f"cuda:{rank}" and wanted[rank]["device"] == "cpu"
-        assert {name for name, _, _ in told["met"]} == {"all_gather", "reduce_scatter"}
         assert {device for _, device, _ in told["met"]} == {f"cuda:{rank}"}
-        assert len({stream for _, _, stream in told["met"]}) == 1
+        assert told["scripted"] == 3 and told["gathers"] == found[0]["gathers"]
+        launched = [name for name, _, thread in told["met"] if thread == "gemini-collectives"]
+        assert launched == [name for name, _, thread in found[0]["met"] if thread == "gemini-collectives"]
+        assert set(launched) == {"all_gather", "reduce_scatter"} and len(launched) % 3 == 0
+        (stream,) = told["streams"]["gemini-collectives"]
+        assert all(stream not in other for name, other in told["streams"].items() if name != "gemini-collectives")
 
 
 @pytest.mark.parametrize("kind", ["ulysses", "gathered"])

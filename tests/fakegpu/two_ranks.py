@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,21 +19,25 @@ import torch.distributed as dist
 import gemini
 from benchmarks._processes import serve
 from gemini.memory.devices.cuda_streams import CudaEvent
+from gemini.planning.placement import bytes_per_tier
 from gemini.ranks import collectives, group
 from gemini.ranks.subgroup import make_subgroup
+from gemini.tiers import Tier
 from tests.fakegpu import computing
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 from tests.ranks import context_cases
 
-met: set[tuple[str, str, int]] = set()
-"""Of every collective: its name, the device of its buffers, and the stream it was called on."""
+met: list[tuple[str, str, str]] = []
+"""Of every collective, in their order: its name, the device of its buffers, and the thread that called it."""
+streams: dict[str, set[int]] = {}
+"""On which streams each thread called any."""
 
 
 def begin(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     dist.init_process_group("gloo")
     torch.cuda.set_device(dist.get_rank())
-    group._collective = lambda ranks, parent: make_subgroup(ranks, "gloo")
+    group._collective = lambda ranks: make_subgroup(ranks, "gloo")
     for name in ("all_gather", "reduce_scatter", "all_to_all"):
         setattr(collectives, name, _noted(name, getattr(collectives, name)))
     return {"train": train, "context": context, "train_without_waits": train_without_waits}
@@ -42,23 +47,21 @@ def _noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
     def noted(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
         devices = {into.device, own.device}
         assert len(devices) == 1
-        met.add((name, str(devices.pop()), torch.cuda.current_stream().cuda_stream))
+        thread = threading.current_thread().name
+        met.append((name, str(devices.pop()), thread))
+        streams.setdefault(thread, set()).add(torch.cuda.current_stream().cuda_stream)
         call(into, own, *rest)
 
     return noted
 
 
-def train(where: str | None) -> dict[str, Any]:
-    """Four steps, each rank with batches of its own; ``where``: a placement of ``tests.gpu``, or None for the CPU."""
+def train(where: str | None, tight: bool = False) -> dict[str, Any]:
+    """Four steps, each rank with batches of its own; ``where``: a placement of ``tests.gpu``, or None for the CPU.
+    ``tight``: in the least of the GPU.
+    """
     met.clear()
-    config = gemini.GeminiConfig(device="cpu")
-    if where is not None:
-        memory = gemini.MemoryBudget(
-            gpu=gpu_cases.budget("1MiB"), cpu="64MiB", nvme="64MiB", nvme_path=Path(tempfile.mkdtemp())
-        )
-        placement = gemini.StaticPlacement(**gpu_cases.PLACEMENTS[where].fractions)
-        config = gemini.GeminiConfig(memory=memory, placement=placement)
-    model = gemini.GeminiDDP(Blocks(4), config)
+    streams.clear()
+    model = _wrap(where, tight)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     told = []
     for step in range(4):
@@ -70,7 +73,22 @@ def train(where: str | None) -> dict[str, Any]:
         optimizer.zero_grad()
         told.append(loss.item())
     weights = [model.full_param(name).double().sum().item() for name, _ in model.named_parameters()]
-    return _answer(told + weights, str(model.device))
+    engine = model._gemini_engine
+    more = {"scripted": engine.shards.num_scripted, "gathers": engine.store.manager.num_gathers}
+    return _answer(told + weights, str(model.device)) | more
+
+
+def _wrap(where: str | None, tight: bool) -> Any:
+    if where is None:
+        return gemini.GeminiDDP(Blocks(4), gemini.GeminiConfig(device="cpu", max_chunk=5000))
+    placement, gpu = gpu_cases.PLACEMENTS[where].static, gpu_cases.budget("1MiB")
+    for _ in range(2 if tight else 1):
+        memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=Path(tempfile.mkdtemp()))
+        config = gemini.GeminiConfig(memory=memory, placement=placement, max_chunk=5000)
+        model: Any = gemini.GeminiDDP(Blocks(4), config)
+        decision = model._gemini_engine.decision
+        gpu = gpu_cases.budget(bytes_per_tier(decision.problem, decision.placement)[Tier.GPU] + 4096)
+    return model
 
 
 def train_without_waits(where: str) -> list[str]:
@@ -99,7 +117,8 @@ def context(kind: str) -> dict[str, Any]:
 
 def _answer(numbers: list[float], device: str) -> dict[str, Any]:
     torch.cuda.synchronize()
-    return {"numbers": numbers, "device": device, "met": sorted(met), "races": computing.races()}
+    by_thread = {thread: sorted(own) for thread, own in streams.items()}
+    return {"numbers": numbers, "device": device, "met": met, "streams": by_thread, "races": computing.races()}
 
 
 if __name__ == "__main__":

@@ -64,9 +64,17 @@ CASES = {
     "cpu, all on nvme, accumulated": case("some unused", "accumulate", "cpu", (0, 0, 1, 1), slack=1.0),
     "cpu, all on nvme, in backward": case("some unused", "transient", "cpu", (0, 0, 1, 1)),
     "cpu, all on nvme, guessed": case(
-        "some unused", "retain", "cpu", (0, 0, 1, 1), slack=1.0, max_norm=1e3, guesses=True
+        "some unused", "retain", "cpu", (0, 0, 1, 1), slack=1.0, max_norm=1e3, guesses=True, durable=True
     ),
-    "cpu, all on nvme, guessed wrong": case("some unused", "retain", "cpu", (0, 0, 1, 1), slack=1.0, guesses=True),
+    "cpu, all on nvme, guessed wrong": case(
+        "some unused", "retain", "cpu", (0, 0, 1, 1), slack=1.0, guesses=True, durable=True
+    ),
+    "cpu, half in the spill file, guessed": case(
+        "some unused", "retain", "cpu", (0, 0, 0.5, 0.5), slack=9.0, max_norm=1e3, guesses=True
+    ),
+    "cpu, half in the spill file, guessed wrong": case(
+        "some unused", "retain", "cpu", (0, 0, 0.5, 0.5), slack=9.0, guesses=True
+    ),
     "cpu, half on nvme, fp16": case("some unused", "retain", "cpu", (0, 0, 0.5, 0.5), precision="fp16", slack=0.3),
     "cpu, all in memory": case("some unused", "retain", "cpu", ()),
     "standin, half on nvme": case("some unused", "retain", "standin", (0.3, 0.0, 0.4, 0.5)),

@@ -45,12 +45,13 @@ class Where:
     max_chunk: int = DEFAULT_MAX_CHUNK
     slack: int = 0
     speculates: bool = False
+    durable: bool = False
 
     def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
             return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
-        sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.speculates}
+        sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.durable}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device = make_device(self.device)
@@ -76,21 +77,25 @@ class Where:
 
 
 ALL_ON_NVME = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+HALF_ON_NVME = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)
 
 PLACEMENTS = {
     "memory": Where(),
     "nvme": Where(static=ALL_ON_NVME),
     "serial": Where(static=ALL_ON_NVME, overlap=False),
     "chunks": Where(static=ALL_ON_NVME, max_chunk=64),
-    "half": Where(static=gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=0.5)),
+    "half": Where(static=HALF_ON_NVME),
     "standin": Where("standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)),
     "accumulate": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1),
     "transient": Where(static=ALL_ON_NVME, gradients="transient"),
-    "guessed": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1, speculates=True),
-    "guessed_small": Where(static=ALL_ON_NVME, max_chunk=64, speculates=True),
+    "guessed": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1, speculates=True, durable=True),
+    "guessed_small": Where(static=ALL_ON_NVME, max_chunk=64, speculates=True, durable=True),
+    "guessed_memory": Where(gradients="accumulate", speculates=True),
+    "guessed_half": Where(static=HALF_ON_NVME, slack=8, speculates=True),
+    "guessed_host": Where("standin", gemini.StaticPlacement(optimizer_on_nvme=0.5), max_chunk=64, speculates=True),
 }
 """By the names that the command line takes. "transient" also steps in backward, and "guessed" guesses steps there."""
-STEPPING = ("transient", "guessed", "guessed_small")
+STEPPING = ("transient", *(name for name, where in PLACEMENTS.items() if where.speculates))
 """Those with updates inside backward."""
 
 

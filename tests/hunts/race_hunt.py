@@ -2,7 +2,7 @@
 
     python tests/hunts/race_hunt.py --seeds 0:1000
     python tests/hunts/race_hunt.py --seeds 417:418          # replays one
-    python tests/hunts/race_hunt.py --guess                  # updates inside backward that may be undone, on a store
+    python tests/hunts/race_hunt.py --guess                  # updates inside backward that may be undone
     python tests/hunts/race_hunt.py --device cuda            # on a GPU; that of tests/fakegpu tells of races
 
 Each seed draws *what* is trained (model, precision, gradients, clipping: a recipe) and *how* (device, budgets, homes,
@@ -84,13 +84,15 @@ class Schedule:
     in_pieces: bool = False
     """Windows need memory in one piece."""
     guesses: bool = False
-    """Updates begin inside backward before it is known whether they clip, on a durable store."""
+    """Updates begin inside backward before it is known whether they clip."""
+    durable: bool = False
+    """Weights and states on NVMe are in a store."""
 
     def config(self, budget: int, directory: Path) -> gemini.GeminiConfig:
         memory: dict[str, Any] = {"cpu": "1GiB", "nvme": "64MiB", "nvme_path": directory}
         on_gpu = self.device != "cpu"
         memory["gpu" if on_gpu else "cpu"] = budget
-        if self.guesses:
+        if self.durable:
             memory |= {"durable": True, "nvme": "128MiB"}
         placement: Any = "auto"
         if self.homes:
@@ -142,15 +144,21 @@ def draw(seed: int) -> Schedule:
 
 
 def guessing(schedule: Schedule) -> Schedule:
-    """The same on a store, with guesses of steps of which some clip."""
+    """The same with guesses of steps of which some clip: on a store, and wherever else they can be undone."""
     rng, recipe = random.Random(f"guess {schedule.seed}"), schedule.recipe
     gradients = "retain" if recipe.gradients == "transient" else recipe.gradients
     recipe = replace(recipe, gradients=gradients, in_backward=False, max_norm=rng.choice((None, 0.5, 2.0, 5.0, 1e3)))
     homes = schedule.homes if any(schedule.homes[2:]) and rng.random() < 0.5 else (0.0, 0.0, 1.0, 1.0)
-    return replace(schedule, recipe=recipe, homes=homes, updates_on_gpu=0.0, overlap=True, guesses=True)
+    durable, threads = rng.random() < 0.5, schedule.update_threads
+    if not durable:
+        homes, threads = rng.choice((schedule.homes, homes, (0.0, 0.0, 0.0, 0.0), ())), rng.choice((1, 2))
+    return replace(
+        schedule, recipe=recipe, homes=homes, updates_on_gpu=0.0, overlap=True, guesses=True, durable=durable,
+        update_threads=threads,
+    )  # fmt: skip
 
 
-WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap", "guesses")
+WHAT_BUDGETS_DEPEND_ON = ("recipe", "device", "homes", "updates_on_gpu", "max_chunk", "tile", "overlap", "durable")
 
 _least: dict[tuple[Any, ...], int] = {}
 
@@ -247,7 +255,7 @@ class Reader:
         self.schedule, self.recipe, self.model, self.optimizer = schedule, schedule.recipe, model, optimizer
         self.worlds = reference(schedule.recipe)[1]
         self.rng = random.Random(f"reads {schedule.seed}")
-        commits = schedule.guesses and schedule.seed % 3 > 0
+        commits = schedule.durable and schedule.seed % 3 > 0
         self.checkpoint, self.saved_at = directory if commits else directory / f"checkpoint-{schedule.seed}", -1
         self.save_chance = 0.6 if commits else 0.15
         self.num_rewinds = 0

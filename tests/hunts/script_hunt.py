@@ -2,6 +2,7 @@
 
     python tests/hunts/script_hunt.py                        # 500 drawn schedules over 2 and 3 ranks
     python tests/hunts/script_hunt.py --ranks 4 --replicas 2 # the same with two replicas of two ranks
+    python tests/hunts/script_hunt.py --library              # collectives are the library's, as among GPUs
     python tests/hunts/script_hunt.py --places               # every kind of divergence at every block
     python tests/hunts/script_hunt.py --kills                # a rank is killed before every message of a step
 
@@ -29,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.ranks.pool import Failure, Pool  # noqa: E402
-from tests.ranks.schedules import KINDS, NUM_BLOCKS, Event, Outcome, Play, run  # noqa: E402
+from tests.ranks.schedules import KINDS, NUM_BLOCKS, Event, Play, run, until_error  # noqa: E402
 
 PATIENCE_S = 60.0
 """How long ranks may do nothing at all before they count as hung."""
@@ -66,7 +67,8 @@ def draw(number: int, ranks: int, folder: str, replicas: int = 1) -> Play:
 class Hunt:
     """Pools of ranks, and what was found."""
 
-    def __init__(self) -> None:
+    def __init__(self, launched: bool) -> None:
+        self.launched = launched
         self.pools: dict[int, Pool] = {}
         self.wrong: list[str] = []
         self.seen: Counter[str] = Counter()
@@ -76,7 +78,7 @@ class Hunt:
         pool = self.pools.get(ranks)
         if pool is None or not pool.alive:
             pool = self.pools[ranks] = Pool(ranks, timeout=300.0)
-        found = pool.outcomes(run, play, seconds=PATIENCE_S)
+        found = pool.outcomes(run, replace(play, launched=self.launched), seconds=PATIENCE_S)
         if pool.alive:
             pool.renew(300.0)
         return found
@@ -87,11 +89,13 @@ class Hunt:
         plain = self.outcomes(ranks, replace(play, overlap=False, seed=-1))
         other = self.outcomes(ranks, play)
         failed = [o for o in (*plain, *other) if isinstance(o, Failure)]
-        if failed or any(_until_error(a) != _until_error(b) for a, b in zip(plain, other, strict=True)):
+        if failed or any(until_error(a) != until_error(b) for a, b in zip(plain, other, strict=True)):
             what = f"{ranks} ranks, {play}: {failed[0].kind + ': ' + failed[0].text if failed else 'other results'}"
             self.wrong.append(what)
             print(what, *(o.traceback for o in failed), sep="\n", flush=True)
             return
+        if len({tuple(o.met) for o in other}) > 1 and not other[0].error:
+            self.wrong.append(f"{ranks} ranks, {play}: collectives in different orders")
         scripted = sum(sum(o.scripted) for o in other)
         self.seen["steps"] += ranks * play.num_steps
         self.seen["scripted steps"] += scripted
@@ -116,26 +120,19 @@ class Hunt:
         return True
 
 
-def _until_error(outcome: Outcome) -> tuple[Any, ...]:
-    """What must be the same. A norm that is looked at on the way to an error is of gradients of different backwards."""
-    if not outcome.error:
-        return outcome[:4]
-    num_steps = len(outcome.scripted)
-    return outcome.error, num_steps, outcome.norms[:num_steps]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--first", type=int, default=0, help="number of the first schedule")
     parser.add_argument("--ranks", type=int, default=0, help="else 2 and 3 in turn")
     parser.add_argument("--replicas", type=int, default=1, help="among how many replicas the ranks are divided")
+    parser.add_argument("--library", action="store_true", help="collectives are those of gloo, launched as NCCL's are")
     parser.add_argument("--places", action="store_true", help="every kind of divergence at every block instead")
     parser.add_argument("--kills", action="store_true", help="kills instead")
     parser.add_argument("--stride", type=int, default=1, help="of the messages before which a rank is killed")
     parser.add_argument("--minutes", type=float, default=1e9, help="then no other schedule is begun")
     args = parser.parse_args()
-    hunt, end = Hunt(), time.monotonic() + 60 * args.minutes
+    hunt, end = Hunt(args.library), time.monotonic() + 60 * args.minutes
     with tempfile.TemporaryDirectory() as folder:
         if args.kills:
             message = args.first

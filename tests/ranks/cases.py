@@ -25,6 +25,7 @@ from gemini.train.params.by_name import read_range
 from gemini.train.setup.problem import collect_params, reduce_dtype
 from gemini.train.setup.structure import working_set
 from tests import models
+from tests.hunts.race_recipes import AlwaysPays
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
 
@@ -51,6 +52,9 @@ class Job:
     reduce_dtype: str | None = None
     tight: bool = True
     path: str = ""
+    guesses: bool = False
+    """Updates begin inside backward, before it is known whether the step clips."""
+    update_threads: int | None = None
     reads: bool = True
     """Also read whole gradients and masters by name (many small messages); else only this rank's parts."""
 
@@ -80,6 +84,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
     how: dict[str, Any] = {
         "precision": job.precision, "gradients": job.gradients, "reduce_dtype": job.reduce_dtype, "max_chunk": 8000,
         "device": "standin" if job.where in ("standin", "streamed") else "cpu",
+        "update_threads": job.update_threads,
     }  # fmt: skip
     plain = gemini.GeminiConfig(**how)
     named = collect_params(model)
@@ -149,8 +154,11 @@ def run(job: Job) -> Outcome:
     engine = managed._gemini_engine
     transient = job.gradients == "transient"
     optimizer = gemini.HybridAdam(
-        managed.parameters(), lr=job.lr, weight_decay=0.1, eps=1e-4, step_in_backward=transient
-    )
+        managed.parameters(), lr=job.lr, weight_decay=0.1, eps=1e-4, step_in_backward=transient or job.guesses,
+        speculate=job.guesses,
+    )  # fmt: skip
+    if job.guesses:
+        engine.updates.guesses = AlwaysPays()
     if engine.backward.scaling.loss_scale is not None:
         engine.backward.scaling.loss_scale.scale = 2.0**10
     out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)

@@ -11,8 +11,9 @@ import random
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,14 +25,17 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.errors import RankMismatch
 from gemini.planning.placement import bytes_per_tier
+from gemini.ranks import collectives, group
+from gemini.ranks.subgroup import make_subgroup
 from gemini.ranks.wire import Pending, Wire
 from gemini.tiers import Tier
+from gemini.train import engine
 from gemini.train.params.by_name import read_range
 
 NUM_BLOCKS = 5
 KINDS = (
     "nothing", "skip", "extra", "evaluate", "forward alone", "raise in forward", "raise in backward", "two forwards",
-    "data ends",
+    "data ends", "lacks a gradient",
 )  # fmt: skip
 
 
@@ -60,6 +64,8 @@ class Play:
     nvme: str = ""
     replicas: int = 1
     gradients: str = ""
+    launched: bool = False
+    """Collectives are the library's, as among GPUs."""
     kill: tuple[int, int] = (-1, 0)
     """A rank, and before which message of its last step it is killed."""
 
@@ -76,6 +82,16 @@ class Outcome(NamedTuple):
     scripted: list[bool]
     rounds: list[int]
     behind: int = 0
+    met: Sequence[tuple[str, tuple[int, ...]]] = ()
+    """The library's collectives, in their order."""
+
+
+def until_error(outcome: Outcome) -> tuple[Any, ...]:
+    """What must be the same. A norm that is looked at on the way to an error is of gradients of different backwards."""
+    if not outcome.error:
+        return outcome[:4]
+    num_steps = len(outcome.scripted)
+    return outcome.error, num_steps, outcome.norms[:num_steps]
 
 
 class Injected(Exception):
@@ -92,12 +108,21 @@ class _Raise(torch.autograd.Function):
         raise Injected("in backward")
 
 
+class _Linear(nn.Linear):
+    """``lacks``: its bias gets no gradient, and that is all that is other."""
+
+    lacks = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias.detach() if self.lacks else self.bias)
+
+
 class Blocks(nn.Module):
     """Blocks in turn, a module that is not used in most steps, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(5))
+        self.blocks = nn.ModuleList(nn.Sequential(_Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(5))
         self.extra = nn.Linear(32, 32)
         self.head = nn.Linear(32, 8)
         self.checkpointing = False
@@ -110,6 +135,7 @@ class Blocks(nn.Module):
                 raise Injected("in forward")
             if number == place and kind == "raise in backward":
                 x = _Raise.apply(x)
+            block[0].lacks = number == place and kind == "lacks a gradient"
             if number == place and kind == "extra":
                 x = x + self.extra(x)
             if not (number == place and kind == "skip"):
@@ -171,6 +197,36 @@ def delayed(seed: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def library(seed: int) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Collectives of the library on tensors of the CPU, which play NCCL's part; each begins after a while that ``seed``
+    draws. What they were, in their order.
+    """
+    rng, met = random.Random(1000 * seed + 500 + dist.get_rank()), list[tuple[str, tuple[int, ...]]]()
+    before = engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter
+
+    def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def call_late(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
+            if seed >= 0 and rng.random() < 0.3:
+                time.sleep(rng.choice((0.0, 0.0003, 0.002, 0.006)))
+            met.append((name, tuple(into.shape)))
+            call(into, own, *rest)
+
+        return call_late
+
+    engine.join = partial(_join, before[0])
+    group._collective = lambda ranks: make_subgroup(ranks, "gloo")
+    collectives.all_gather, collectives.reduce_scatter = noted("gather", before[2]), noted("reduce", before[3])
+    try:
+        yield met
+    finally:
+        engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter = before
+
+
+def _join(join: Callable[..., Any], *args: Any, cuda: bool, **kwargs: Any) -> Any:
+    return join(*args, cuda=True, **kwargs)
+
+
+@contextlib.contextmanager
 def killed_before(message: int) -> Iterator[None]:
     """This process ends before it sends that message."""
     start, left = Wire.start, [message]
@@ -190,8 +246,8 @@ def killed_before(message: int) -> Iterator[None]:
 
 def run(play: Play) -> Outcome:
     """Train, and tell what came out."""
-    with delayed(play.seed):
-        return _run(play)
+    with delayed(play.seed), library(play.seed) if play.launched else contextlib.nullcontext() as met:
+        return _run(play)._replace(met=[] if met is None else met)
 
 
 def _run(play: Play) -> Outcome:

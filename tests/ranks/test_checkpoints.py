@@ -38,7 +38,7 @@ class Run:
 
     def __init__(
         self, where: str, folder: Path, *, model: str = "gpt2", precision: str = "bf16",
-        mesh: tuple[int, int] | None = None, gradients: str = "retain", durable: bool = False,
+        mesh: tuple[int, int] | None = None, gradients: str = "retain", durable: bool = False, guesses: bool = False,
     ):  # fmt: skip
         self.rank, size = world()
         placement: Any = "auto"
@@ -61,7 +61,7 @@ class Run:
         rest = [p for p in self.model.parameters() if p.ndim == 1]
         self.optimizer = gemini.HybridAdam(
             [{"params": matrices}, {"params": rest, "weight_decay": 0.0}], lr=1e-2,
-            step_in_backward=gradients == "transient",
+            step_in_backward=gradients == "transient" or guesses, speculate=guesses,
         )  # fmt: skip
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, max_lr=2e-2, total_steps=40)
         self.step = 0

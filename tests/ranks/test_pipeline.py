@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,8 @@ import gemini
 from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
 from gemini.planning.stages import balanced
+from gemini.planning.trace import with_seconds
+from gemini.train.params.by_name import ByName
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_export import rise_of_saving
@@ -615,3 +618,128 @@ def test_stages_begin_with_the_same_batch(pool_of: Pools, tmp_path: Any) -> None
     for outcome in pool_of(2).outcomes(another_first, str(tmp_path)):
         assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
         assert "the first batch of rank 1 has another input_ids than that of rank 0" in outcome.text
+
+
+def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses and norms of a pipeline from files, and the params that were written on this rank."""
+    mesh, written = mesh_of(sizes), list[str]()
+    write = ByName.write_whole
+
+    def noted(homes: ByName, handle: Any, value: torch.Tensor) -> None:
+        written.append(handle.name)
+        write(homes, handle, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByName, "write_whole", noted)
+        pipe = gemini.Pipeline.from_pretrained(
+            Path(folder) / "model", config_for(where, folder), mesh=mesh, micro_batches=4, dtype=torch.float32
+        )
+    pipe.model.train()
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
+    names = [name for name, _ in pipe.model.named_parameters()]
+    assert set(written) == {handle.name for handle in pipe.model._gemini_engine.params.handles}
+    return losses, norms, names
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "tied"),
+    [({"pp": 2}, "ram", True), pytest.param({"pp": 2, "tp": 2}, "disk", False, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_stages_from_files(sizes: dict[str, int], where: str, tied: bool, pool_of: Pools, tmp_path: Any) -> None:
+    """The same bits as of stages of a whole model; what other ranks run is written nowhere here."""
+    make = partial(deep, tie_word_embeddings=tied)
+    make().save_pretrained(tmp_path / "model")
+    pool = pool_of(math.prod(sizes.values()))
+    whole = pool.run(piped, sizes, "1f1b", 4, where, str(tmp_path), make)
+    found = pool.run(streamed, sizes, str(tmp_path), where)
+    for (losses, norms, names), other in zip(found, whole, strict=True):
+        assert losses == other.losses and norms == other.norms
+        assert set(names) <= set(other.state) < set(make().state_dict())
+
+
+def lacking(folder: str) -> None:
+    gemini.Pipeline.from_pretrained(Path(folder) / "model", mesh=mesh_of({"pp": 2}), micro_batches=2)
+
+
+def test_files_that_lack_weights_are_refused(pool_of: Pools, tmp_path: Any) -> None:
+    model = deep()
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path / "model", state_dict=state)
+    for outcome in pool_of(2).outcomes(lacking, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
+        assert "lack 1 of this LlamaForCausalLM's weights, for example 'lm_head.weight'" in outcome.text
+
+
+def sent(sizes: dict[str, int], schedule: str, no_sync: bool, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses, norms, and the bytes of gradients that a rank sends in a step of four micro-batches."""
+    mesh = mesh_of(sizes)
+    pipe = gemini.Pipeline(
+        deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule=schedule, no_sync=no_sync
+    )
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
+    return losses, norms, pipe.model.memory_report()["sent"]["reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"pp": 2, "dp": 2}, "1f1b"),
+        pytest.param({"pp": 2, "dp": 2}, "interleaved", marks=pytest.mark.slow),
+        pytest.param({"dp": 2}, "bfs", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_are_divided_once_per_step(
+    sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    """A quarter of the bytes of four micro-batches, and the same sums but for their rounding."""
+    pool = pool_of(math.prod(sizes.values()))
+    each, once = (pool.run(sent, sizes, schedule, no_sync, str(tmp_path)) for no_sync in (False, True))
+    for (losses, norms, num_bytes), (other_losses, other_norms, other_bytes) in zip(each, once, strict=True):
+        assert num_bytes == 4 * other_bytes > 0
+        assert other_losses == pytest.approx(losses, rel=1e-6) and other_norms == pytest.approx(norms, rel=1e-6)
+
+
+def timed(model: nn.Module, slow: int) -> Any:
+    """A measured trace in which block ``slow`` takes five times as long as another one."""
+    ids = ids_of(0, 0)
+    with gemini.MemoryTracer(model) as tracer:
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            model.zero_grad()
+    slow_part = f"layers.{slow}."
+    return with_seconds(
+        tracer.trace, [5.0 if slow_part in f"{moment.module}." else 1.0 for moment in tracer.trace.moments]
+    )
+
+
+@pytest.mark.parametrize("slow", [0, 7])
+def test_stages_are_balanced_by_measured_seconds(slow: int, tmp_path: Any) -> None:
+    """By operations alone all blocks are the same."""
+    config = config_for("ram", str(tmp_path))
+    assert gemini.Pipeline(deep(), config, micro_batches=2, schedule="bfs", stages=2)._ranges == [(0, 4), (4, 8)]
+    config = replace(config, trace=timed(deep().train(), slow))
+    ((_, cut), _) = gemini.Pipeline(deep(), config, micro_batches=2, schedule="bfs", stages=2)._ranges
+    assert cut < 4 if slow == 0 else cut > 4
+
+
+def test_a_trace_of_another_model_balances_nothing(tmp_path: Any) -> None:
+    config = replace(config_for("ram", str(tmp_path)), trace=timed(llama(num_hidden_layers=3).train(), 0))
+    with pytest.raises(ValueError, match="with 3 blocks, and this LlamaForCausalLM has 8: trace the model"):
+        gemini.Pipeline(deep(), config, micro_batches=2, schedule="bfs", stages=2)
+
+
+def balanced_over_ranks(folder: str) -> list[tuple[int, int]]:
+    config = replace(config_for("ram", folder), trace=timed(deep().train(), 7 * dist.get_rank()))
+    pipe = gemini.Pipeline(deep(), config, mesh=mesh_of({"pp": 2}), micro_batches=2)
+    pipe.step(input_ids=ids_of(0, 0), labels=ids_of(0, 0))
+    return pipe._ranges
+
+
+@pytest.mark.slow
+def test_stages_over_ranks_are_balanced_by_the_first_ones_seconds(pool_of: Pools, tmp_path: Any) -> None:
+    for (_, cut), _ in pool_of(2).run(balanced_over_ranks, str(tmp_path)):
+        assert cut < 4

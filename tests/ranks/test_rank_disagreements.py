@@ -332,17 +332,20 @@ def test_what_ranks_may_do_differently_stays_allowed(pool_of: Pools) -> None:
     assert pool_of(2).run(allowed) == [True, True]
 
 
-def go_on(transient: bool) -> list[int]:
+def go_on(how: str) -> list[int]:
     """A disagreement is set right, and the same step (inside backward: the same backward) made again."""
     found = []
+    transient, guesses = how == "transient", how == "guesses"
     for mistaken in (True, False):
-        model = small(gradients="transient" if transient else "retain")
-        optimizer = gemini.HybridAdam(model.parameters(), lr=0.1, step_in_backward=transient)
+        model = small(gradients="transient" if transient else "retain", update_threads=1)
+        optimizer = gemini.HybridAdam(
+            model.parameters(), lr=0.1, step_in_backward=transient or guesses, speculate=guesses
+        )
 
         def step(model: Any = model, optimizer: Any = optimizer) -> None:
             backward(model)
             if not transient:
-                model.clip_grad_norm_(0.2)
+                model.clip_grad_norm_(1e6 if guesses else 0.2)
             optimizer.step()
 
         if mistaken:
@@ -354,13 +357,14 @@ def go_on(transient: bool) -> list[int]:
         if transient or not mistaken:
             step()
         model._gemini_engine.check_invariants()
+        assert any(model.memory_report()["speculation"].values()) == guesses
         found.append(bits(model))
     return found
 
 
-@pytest.mark.parametrize("transient", [False, True])
-def test_a_disagreement_that_is_set_right_has_left_no_trace(transient: bool, pool_of: Pools) -> None:
-    for with_it, without in pool_of(2).run(go_on, transient):
+@pytest.mark.parametrize("how", ["retain", "transient", "guesses"])
+def test_a_disagreement_that_is_set_right_has_left_no_trace(how: str, pool_of: Pools) -> None:
+    for with_it, without in pool_of(2).run(go_on, how):
         assert with_it == without
 
 
@@ -482,3 +486,15 @@ def test_gradients_of_zeros(pool_of: Pools) -> None:
     for error, steps, *_ in pool_of(2).run(zeros, 1):
         assert "what zero_grad(set_to_none=False) left of '0.weight': zeros on rank 0, nothing on rank 1" in error
         assert steps == {"0.weight": 1, "0.bias": 1, "1.weight": 0, "1.bias": 0}
+
+
+def guess_over_replicas() -> None:
+    model = small(mesh=init_device_mesh("cpu", (2, 1)))
+    optimizer = gemini.HybridAdam(model.parameters(), step_in_backward=True, speculate=True)
+    backward(model)
+    optimizer.step()
+
+
+def test_replicas_do_not_guess(pool_of: Pools) -> None:
+    for failure in pool_of(2).outcomes(guess_over_replicas):
+        assert "speculate=True with replicas" in failure.text

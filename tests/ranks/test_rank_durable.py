@@ -37,8 +37,8 @@ def meet() -> None:
         dist.barrier()
 
 
-def begin(where: str, store: Path) -> Run:
-    run = Run(where, store, durable=True)
+def begin(where: str, store: Path, *, guesses: bool = False) -> Run:
+    run = Run(where, store, durable=True, guesses=guesses)
     seed(3)
     return run
 
@@ -49,9 +49,11 @@ def end(run: Run) -> None:
     meet()
 
 
-def commit_steps(where: str, store: Path, steps: int) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
+def commit_steps(
+    where: str, store: Path, steps: int, guesses: bool = False
+) -> tuple[dict[str, Any], list[float], dict[str, Any]]:
     """Commit behind every step; the bits of the last commit, and what comes after it."""
-    run = begin(where, store)
+    run = begin(where, store, guesses=guesses)
     for _ in range(steps):
         run.train(1)
         pending = run.save(store, wait=False)
@@ -59,6 +61,7 @@ def commit_steps(where: str, store: Path, steps: int) -> tuple[dict[str, Any], l
     at_commit = run.digest()
     losses = run.train(2)
     after = run.digest()
+    assert (run.model.memory_report()["speculation"]["kept"] > 0) == guesses
     end(run)
     return at_commit, losses, after
 
@@ -84,6 +87,17 @@ def test_a_store_is_resumed_by_any_number_of_ranks(where: str, pool_of: PoolOf, 
         for at, found, _, _ in on_ranks(pool_of, size, go_on, where, store, other):
             assert (at, found) == (3, saved[0][0]), "with other budgets and ranks"
     for rank, (at, *found) in enumerate(on_ranks(pool_of, 2, go_on, where, store, None)):
+        assert (at, tuple(found)) == (3, saved[rank])
+
+
+@pytest.mark.slow
+def test_guesses_are_committed_when_their_step_keeps_them(pool_of: PoolOf, tmp_path: Path) -> None:
+    stores = [tmp_path / "guessed", tmp_path / "plain"]
+    for store in stores:
+        store.mkdir()
+    saved = pool_of(2).run(commit_steps, "disk", stores[0], 3, True)
+    assert saved == pool_of(2).run(commit_steps, "disk", stores[1], 3)
+    for rank, (at, *found) in enumerate(pool_of(2).run(go_on, "disk", stores[0], None)):
         assert (at, tuple(found)) == (3, saved[rank])
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ranks.cases import Job, Outcome, alone, run
 from tests.ranks.pool import Pool
@@ -103,3 +104,28 @@ def test_streaming_updates_changes_no_bit(gradients: str, pool_of: Callable[[int
     for outcome in found:
         assert outcome.report["gpu"]["holders"]["staging"] > 0
         assert outcome.report["gpu"]["peak"] <= outcome.report["gpu"]["budget"]
+
+
+def run_with_guesses_on_the_first(job: Job) -> Outcome:
+    """As where the others have no room for them, or have not waited for updates."""
+    return run(replace(job, guesses=dist.get_rank() == 0))
+
+
+@pytest.mark.parametrize(
+    ("where", "precision"),
+    [("ram", "bf16"), *(pytest.param(*own, marks=pytest.mark.slow) for own in (("mixed", "fp32"), ("disk", "fp16")))],
+)
+def test_guessed_updates_change_no_bit(
+    where: str, precision: str, pool_of: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Each rank guesses those of its own shards, in steps of which some clip."""
+    job = Job("unused", precision, where, num_steps=5, clip=0.4, tight=False, path=str(tmp_path), update_threads=1)
+    wanted = pool_of(2).run(run, job)
+    assert min(wanted[0].norms) < 0.4 < max(wanted[0].norms)
+    found = pool_of(2).run(run, replace(job, guesses=True))
+    assert_same_bits(found, wanted, where)
+    for outcome in found:
+        assert all(outcome.report["speculation"].values()), outcome.report["speculation"]
+    found = pool_of(2).run(run_with_guesses_on_the_first, job)
+    assert_same_bits(found, wanted, "on the first rank")
+    assert [any(outcome.report["speculation"].values()) for outcome in found] == [True, False]

@@ -46,6 +46,8 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
     assert open_files(folder) == files
     assert run.digest() == before
     state = run.model.state_dict()
+    run.model.save_pretrained(folder / "masters", dtype=torch.float32)
+    masters = run.model.state_dict(dtype=torch.float32)
     run.train(1)
     if run.rank != 0:
         return {name: value.float().sum().item() for name, value in state.items()}
@@ -57,6 +59,8 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
     assert theirs.keys() == state.keys()
     for name, value in state.items():
         assert same_bits(value, theirs[name]), name
+    exact = type(MODELS[model]()).from_pretrained(folder / "masters").state_dict()
+    assert all(same_bits(value, exact[name]) for name, value in masters.items())
     return {name: value.float().sum().item() for name, value in state.items()}
 
 

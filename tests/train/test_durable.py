@@ -76,9 +76,9 @@ def test_a_commit_that_is_written_at_once_has_what_updates_in_flight_make(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise gemini.BudgetExceeded("no room")
 
-    def slowly(*args: Any) -> Any:
+    def slowly(*args: Any, **how: Any) -> Any:
         time.sleep(0.02)
-        return tiles_of(*args)
+        return tiles_of(*args, **how)
 
     tiles_of = update_worker.tiles_of
     monkeypatch.setattr(saver, "_reserve", refuse)

@@ -76,6 +76,34 @@ def test_saved_models_open_with_plain_transformers(name: str, precision: str, wh
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(DTYPES[precision])[6:]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("make", [lambda: llama(tied=True), mixtral])
+def test_masters_are_saved_with_every_bit(make: Any, precision: str, where: str, tmp_path: Path) -> None:
+    model = trained(make, where, tmp_path, precision=precision)
+    before = snapshot(model)
+    model.save_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert_same_snapshot(before, snapshot(model))
+    plain = type(make()).from_pretrained(tmp_path / "out")  # in the dtype that its config says
+    masters = model.state_dict(dtype=torch.float32)
+    assert {value.dtype for value in masters.values()} == {torch.float32}
+    for name, value in plain.state_dict().items():
+        assert same_bits(value, masters[name]), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    again = wrap(type(make()).from_pretrained(tmp_path / "out"), where, tmp_path, precision=precision)
+    assert all(same_bits(value, masters[name]) for name, value in again.state_dict(dtype=torch.float32).items())
+
+
+def test_dtypes_that_cannot_be_saved(tmp_path: Path) -> None:
+    model = trained(llama, "ram", tmp_path)
+    model.save_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ValueError, match=r"dtype=torch.float16\): weights are there in torch.bfloat16 and"):
+        model.save_pretrained(tmp_path / "half", dtype=torch.float16)
+    with pytest.raises(ValueError, match="takes dtype= or state_dict=, not both"):
+        model.save_pretrained(tmp_path / "half", state_dict=model.state_dict(), dtype=torch.float32)
+    assert not (tmp_path / "half").exists()
+
+
 @pytest.mark.parametrize("make", [lambda: llama(tied=True), mixtral])
 def test_shards(make: Any, where: str, tmp_path: Path) -> None:
     model = trained(make, where, tmp_path)

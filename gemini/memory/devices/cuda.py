@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -218,6 +218,21 @@ class CudaDevice(Device):
                 yield
         finally:
             self._of_thread.is_beside = before
+
+    def launch(self, call: Callable[[], None], stream: str, memory: torch.Tensor, after: Event) -> Event:
+        with self.beside(stream):
+            after.wait_on_device()
+            on = torch.cuda.current_stream(self.torch_device)
+            with self._lock:
+                window = self._windows.get(_storage(memory))
+                if window is not None:
+                    window.let_follow(on)
+            call()  # not under the lock: it may wait for other processes
+            with self._lock:
+                event = CudaEvent(self.torch_device, on, "a collective")
+                if window is not None:
+                    window.touched[stream] = event
+        return event
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)

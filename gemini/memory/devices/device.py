@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -186,6 +186,16 @@ class Device(ABC):
         waited for what reads them there.
         """
         return nullcontext()
+
+    def launch(self, call: Callable[[], None], stream: str, memory: torch.Tensor, after: Event) -> Event:
+        """Let ``call`` give work on ``memory``, a window's, to a stream of that name (:meth:`beside`): the end of it.
+
+        The work begins when ``after`` is complete, and the last use of the window's memory by others is over. From any
+        thread.
+        """
+        after.wait()
+        call()
+        return DONE
 
     def computes_here(self) -> None:  # noqa: B027 - most devices compute on the calling thread
         """The calling thread's stream is one that computes: it is about to read a window."""

@@ -28,6 +28,18 @@ _END_SECONDS = 60.0
 _live: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 
+class _OfThread(threading.local):
+    works = False
+
+
+_of_thread = _OfThread()
+
+
+def on_worker() -> bool:
+    """Whether the calling thread is a worker's, which must not wait for what other workers do."""
+    return _of_thread.works
+
+
 class Job(Event):
     """Work for a worker. ``wait`` returns when it is done, and raises what it raised."""
 
@@ -157,6 +169,7 @@ class JobThread:
         return heapq.heappop(self._waiting)[2] if self._waiting else None
 
     def _run(self) -> None:
+        _of_thread.works = True
         try:
             self._work()
         except BaseException as e:  # an error of ours; nobody must wait for what will not come

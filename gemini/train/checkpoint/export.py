@@ -11,6 +11,7 @@ result, mapped likewise, while they wait and serve.
 from __future__ import annotations
 
 import ctypes
+import json
 import mmap
 import os
 import tempfile
@@ -28,6 +29,7 @@ from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
+from gemini.train.modules.reading import is_a
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
 from gemini.train.sharding.consensus import tell
@@ -39,18 +41,28 @@ class Export:
 
     Args:
         original: ``super()`` of the managed model.
-        dtype: in which weights are written, that of computing.
+        compute: dtype of the weights.
+        dtype: in which they are written: that, if None, or fp32, which are the exact masters.
         params: of the model, which knows those of other stages.
         ranks: None in one process.
     """
 
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, params: ParamSet, ranks: Ranks | None, shards: Shards | None, dtype: torch.dtype,
+        by_names: ByName, params: ParamSet, ranks: Ranks | None, shards: Shards | None, compute: torch.dtype,
+        dtype: torch.dtype | None,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
-        self._by_names, self._ranks, self._shards, self._dtype = by_names, ranks, shards, dtype
+        self._by_names, self._ranks, self._shards = by_names, ranks, shards
+        self._compute, self._dtype = compute, dtype or compute
+        if self._dtype not in (compute, torch.float32):
+            raise ValueError(
+                f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
+                "convert the files afterwards"
+            )
+        if dtype is not None and self._is_given():
+            raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
         self._of_stages = params.of_stages
 
     def run(self) -> Any:
@@ -181,7 +193,13 @@ class Export:
 
     def _write(self) -> Any:
         """Let transformers write."""
-        return self._original.save_pretrained(self._directory, *self._args, **self._kwargs)
+        result = self._original.save_pretrained(self._directory, *self._args, **self._kwargs)
+        config = Path(self._directory, "config.json")
+        if self._dtype != self._compute and config.exists() and not is_a(type(self._model), "PeftModel"):
+            body = json.loads(config.read_text(encoding="utf-8"))  # says the model's dtype, in which it would be read
+            body["dtype"] = str(self._dtype).removeprefix("torch.")
+            config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        return result
 
     def _mapped(self, handle: ParamHandle) -> torch.Tensor:
         """The weights, each param a storage of its own (transformers tells ties by storages)."""
@@ -197,6 +215,9 @@ class Export:
                 buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
                 buffer.owner = view  # type: ignore[attr-defined]
                 return torch.frombuffer(buffer, dtype=view.dtype)
+        if self._dtype != self._compute:
+            masters = self._by_names.read(handle, self._dtype).reshape(-1)
+            return self._file_backed(slot.numel, self._dtype).copy_(masters)
         whole = self._file_backed(slot.numel, plane.dtype)
         self._by_names.read_into(handle, WEIGHTS, whole)
         return whole if plane.dtype == self._dtype else self._file_backed(slot.numel, self._dtype).copy_(whole)

@@ -122,7 +122,7 @@ def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
                 f"{final} exists and is not a checkpoint: it will not be overwritten; give another directory"
             )
         if not final.parent.is_dir():
-            raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory")
+            raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory; create it")
     except OSError as e:
         raise StorageError(f"cannot save a checkpoint as {final}: {e.strerror or e}") from e
 

@@ -236,7 +236,8 @@ class Scaling:
         """Whether a scaled step is skipped is known only when all gradients are there."""
         if not stepping_in_backward:
             return
-        if any((o := optimizer_of(handle.param)) is not None and o.step_in_backward for handle in self._params.handles):
+        optimizers = [optimizer_of(handle.param) for handle in self._params.handles]
+        if any(o is not None and o.step_in_backward and not o.may_guess for o in optimizers):
             raise GeminiError(
                 "GradScaler with HybridAdam(step_in_backward=True): whether a step is skipped is known only when all "
                 "gradients are there. Leave step_in_backward out, or the scaler (only fp16 needs one)"

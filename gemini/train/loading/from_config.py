@@ -107,7 +107,7 @@ class DrawnModel(Skeleton):
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
 
-    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         pager = Pager(homes)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()

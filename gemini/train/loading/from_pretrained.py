@@ -192,7 +192,7 @@ class StoredModel(Skeleton):
                     "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
                 )
 
-    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         model = self._stored
         handles = {id(handle.param): handle for handle in homes.handles}
         for key, value in self._added.items():

@@ -34,10 +34,10 @@ class Skeleton(ABC):
             BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
         """
         config = GeminiConfig() if config is None else config
-        return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self._fill)
+        return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self.fill)
 
     @abstractmethod
-    def _fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini import rules
 from gemini.errors import GeminiError
@@ -51,9 +50,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         speculate: with ``step_in_backward`` and gradients that are kept: updates inside backward are guesses, made as
             if the step clipped nothing and all were finite. A step that asks for just these keeps them; else they are
             undone, and it makes its own. The bits are always those of ``step_in_backward=False``, and so is all
-            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks whose
-            weights and states are all on NVMe in a durable store (``MemoryBudget(durable=True)``), while most of the
-            last steps were not clipped; others are updated by ``step()``. ``model.memory_report()`` counts both.
+            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks that the
+            host updates, while most of the last steps were not clipped: those whose weights and states are in a durable
+            store (``MemoryBudget(durable=True)``), and those for which memory has room to keep what is overwritten.
+            Others are updated by ``step()``. ``model.memory_report()`` counts updates that were kept and undone. None:
+            without ``step_in_backward``, on a durable store, guesses begin by themselves when most of the last eight
+            steps clipped nothing and waited for updates; False: never.
         hypers: hyperparameters of the rule, for groups that do not say others.
 
     Raises:
@@ -69,8 +71,9 @@ class HybridOptimizer(torch.optim.Optimizer):
     """The groups as they were when they were looked at last, without their params."""
 
     def __init__(
-        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool = False, **hypers: Any
-    ):
+        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool | None = None,
+        **hypers: Any,
+    ):  # fmt: skip
         if not isinstance(rule, UpdateRule):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
@@ -81,7 +84,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.check_group(defaults, type(self).__name__)
         if speculate and not step_in_backward:
             raise ValueError("speculate=True is about updates inside backward: it goes with step_in_backward=True")
-        self.step_in_backward, self.speculate = step_in_backward, speculate
+        self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
+        self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
         super().__init__(params, defaults)
         self._end_of_making(self._params())
@@ -96,7 +100,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__setattr__(name, states_of.renewed(self, value) if name == "state" else value)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "step_in_backward": self.step_in_backward, "speculate": self.speculate}
+        own = {"rule": self.rule, "may_guess": self.may_guess}
+        for name in ("step_in_backward", "speculate"):  # a copy begins to guess by itself, or not
+            own[name] = getattr(self, name) and not self.may_guess
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -456,7 +462,7 @@ class HybridAdam(HybridOptimizer):
         *,
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
-        speculate: bool = False,
+        speculate: bool | None = None,
         **unknown: Any,
     ):
         refuse_options(unknown)
@@ -485,21 +491,3 @@ def _is_same(group: Group, checked: Group) -> bool:
     return group.keys() == checked.keys() and all(
         value is checked[key] and isinstance(value, fixed) for key, value in group.items()
     )
-
-
-def _refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """A stock optimizer would find no gradient on managed params and do nothing, silently."""
-    if isinstance(optimizer, HybridOptimizer):
-        return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            handle = handle_of(param)
-            if handle is not None:
-                raise GeminiError(
-                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
-                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_stock_optimizers)

@@ -18,6 +18,8 @@ class Stepper(Protocol):
     step_in_backward: bool
     speculate: bool
     """Whether what it does in backward is a guess, which its step confirms."""
+    may_guess: bool
+    """Whether it may begin to by itself."""
     rule: Any
     """Its :class:`gemini.rules.UpdateRule`."""
     state: Any
@@ -32,6 +34,13 @@ class Stepper(Protocol):
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
 """The optimizers that do; where there is none, nobody looks for them in backward."""
+
+
+def begin_guessing(optimizer: Stepper) -> None:
+    """Recent steps say that it pays."""
+    if not optimizer.speculate:
+        optimizer.step_in_backward = optimizer.speculate = True
+        stepping_in_backward.add(optimizer)
 
 
 _owners = WeakTensorKeyDictionary()

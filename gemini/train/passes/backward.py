@@ -281,10 +281,10 @@ class BackwardPass:
                 'GeminiConfig(gradients="retain")'
             )
         chosen = self._params.handles if handles is None else list(handles)
-        if self._updates.pending:
-            self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         if self._reduction is not None:
             self._reduction.discard(chosen)
+        if self._updates.pending:
+            self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         self.gradients.discard(chosen, leftover=leftover)
         if self.observers.recording is not None:
             self.observers.recording.discard()

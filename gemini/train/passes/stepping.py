@@ -5,6 +5,7 @@ updates themselves.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
 from gemini.train.params.owner import owner_of
-from gemini.train.params.stepper import Stepper, stepping_in_backward
+from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.reduction import Reduction
@@ -71,6 +72,12 @@ class Stepping:
         )
         self._observers, self._reduction, self._slices = observers, reduction, slices
         self._moves = store.moves
+        self._may_guess = (
+            store.durable is not None and updates.runs_beside and gradients != "transient"
+            and scaling.loss_scale is None and (reduction is None or not reduction.has_replicas)
+        )  # fmt: skip
+        """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
+        self._step_began = 0.0
         self._may_stop_there = (
             store.device.tier is Tier.GPU and reduction is None and backward.gradients.norms.knows_only_own
         )
@@ -94,8 +101,13 @@ class Stepping:
                 'GeminiConfig(gradients="transient") keeps no gradients for a step that was guessed wrong, which '
                 'speculate=True needs: use gradients="retain" or "accumulate", or leave speculate out'
             )
+        if speculate and self._reduction is not None and self._reduction.has_replicas:
+            raise GeminiError(
+                "speculate=True with replicas: their gradients are added up behind backward. Leave speculate and "
+                "step_in_backward out, or shard the model over all ranks"
+            )
         scaled = scaled and not speculate
-        if step_in_backward and not transient and (self._reduction is not None or scaled):
+        if step_in_backward and not (transient or speculate) and (self._reduction is not None or scaled):
             why = "in fp16" if scaled else "with several ranks"
             raise GeminiError(
                 f"HybridAdam(step_in_backward=True) with gradients={self._mode!r} {why}: whether gradients are finite "
@@ -235,6 +247,8 @@ class Stepping:
             self._recovery.forget_interrupted()
         if self.state.updated_in_backward:
             self.updates.unseen.look()
+        if self._may_guess and optimizer.may_guess and self.updates.guesses.would_pay and not self.scaling.is_scaled:
+            begin_guessing(optimizer)
         if self._reduction is not None:
             self._reduction.agree_on_step(optimizer)
         if self._slices is not None:
@@ -269,7 +283,7 @@ class Stepping:
         if loss_scale is not None and not math.isfinite(self._gradients.norms.total_sum(handles)):
             loss_scale.skipped()
             self.skip(handles)
-            self.updates.guesses.note_step(is_plain=False)
+            self._note_step(is_plain=False)
             return
         indices = {handle.chunk.spec.index for handle in handles}
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
@@ -288,7 +302,7 @@ class Stepping:
         coefficient = 1.0 if clip is not None else self.state.clip_coefficient
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
-        if stepping_in_backward:
+        if stepping_in_backward or self._may_guess:
             is_plain = clip is None and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
         try:
             note_writes(handles)
@@ -298,13 +312,19 @@ class Stepping:
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
             self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
             if is_plain is not None:
-                self.updates.guesses.note_step(is_plain=is_plain)
+                self._note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
         if loss_scale is not None:
             loss_scale.stepped()
         self.end_step()
+
+    def _note_step(self, *, is_plain: bool) -> None:
+        """What tells whether guesses pay. Waits are those of the step before, which are known."""
+        before, self._step_began = self._step_began, time.perf_counter()
+        waited = self._store.mover.watch.stalls.get("update", 0.0)
+        self.updates.guesses.note_step(is_plain=is_plain, waiting=waited / (self._step_began - before))
 
     def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
         for handle in handles:

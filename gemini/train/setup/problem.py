@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import PlanMismatch, parse_bytes, warn
+from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import store_bytes
@@ -284,7 +284,15 @@ def decide(
     def choose_of(trace: MemoryTrace) -> Decision:
         return with_staging(partial(choose, trace), overlap=config.overlap)
 
-    chosen = with_tiles(choose_of, trace)
+    try:
+        chosen = with_tiles(choose_of, trace)
+    except BudgetExceeded as e:
+        if model.training or not any(param.requires_grad for param in model.parameters()):
+            raise
+        raise BudgetExceeded(
+            f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
+            f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
+        ) from e
     given_tokens = config.tile_tokens
     return chosen._replace(tile_tokens=given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens)
 

@@ -18,7 +18,7 @@ import torch
 
 from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import Window
+from gemini.memory.devices.device import Event, Window
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job
@@ -31,11 +31,11 @@ from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.params.stepper import Stepper
+from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.sharding.alike import refuse_differing
 from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
-from gemini.train.sharding.scripted import ScriptedStep
+from gemini.train.sharding.scripted import Scripted
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
@@ -138,6 +138,8 @@ class Reduction:
             if not self._is_full(following):
                 return
             self._begin(step, following)
+        if stepping_in_backward:
+            self.leave_script()  # sums that are there may be used
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
@@ -178,13 +180,14 @@ class Reduction:
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
         )
 
-    def _begin(self, step: ScriptedStep, index: int) -> None:
+    def _begin(self, step: Scripted, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
+        self._updates.wait(chunk)
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
@@ -196,7 +199,8 @@ class Reduction:
             with self._mover.working(working), self._reducing(index):
                 if self._replicas is not None:
                     self._replicas.begin_landing(chunk, adding=any(adding.values()))
-                for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch_behind):
+                scratch = self._shards.scratch_behind
+                for start, stop, total in self._sums(chunk, whole, senders, scratch, is_launched=True):
                     try:
                         if failure is None:
                             self._land(chunk, handles, adding, start, stop, total)
@@ -208,7 +212,15 @@ class Reduction:
             if self._replicas is not None:
                 self._replicas.landed(index, backward)
 
-        self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up)
+        ready = self._device.mark()
+
+        def launch() -> Event:
+            with self._reducing(index):
+                return self._device.launch(
+                    lambda: self._reduce_natively(chunk, whole), "collectives", whole.flat, ready
+                )
+
+        self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
 
     def _wait_for_first(self) -> None:
         """Until the first reduction behind backward is over, or will not be."""
@@ -226,9 +238,12 @@ class Reduction:
             if not job.is_complete():
                 return
             del self._behind[index]
-            if self._whole[index].is_reduced:
+            is_reduced = self._whole[index].is_reduced
+            if is_reduced:
                 self._close(index)
             job.wait()
+            if is_reduced:
+                self._in_backward.use_landed(self._chunks[index])
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
@@ -258,6 +273,7 @@ class Reduction:
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
+        self._updates.wait(chunk)  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
@@ -300,6 +316,8 @@ class Reduction:
             self._update(chunk, present, whole)
         if whole is not None:
             self._close(index)
+        if arrived.all():
+            self._in_backward.use_landed(chunk)
 
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
@@ -315,19 +333,30 @@ class Reduction:
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
 
     def _sums(
-        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype], scratch: torch.Tensor
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype], scratch: torch.Tensor,
+        *, is_launched: bool = False,
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:  # fmt: skip
+        """``is_launched``: where the library reduces, it has been given this already."""
         shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
-        group = self._ranks.collective
-        if group is None:
+        if self._ranks.collective is None:
             own = whole.flat if whole is not None and self._ranks.rank in senders else None
             yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, scratch, what)
             return
         assert whole is not None
-        section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-        collectives.reduce_scatter(section, whole.flat, group, what)
+        if not is_launched:
+            self._reduce_natively(chunk, whole)
+        yield 0, shard, self._own_section(chunk, whole)
+
+    def _own_section(self, chunk: Chunk, whole: _WholeGradient) -> torch.Tensor:
+        shard = chunk.weights.numel
+        return whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
+
+    def _reduce_natively(self, chunk: Chunk, whole: _WholeGradient) -> None:
+        """The library's reduce-scatter: the sum stands in this rank's section of the whole gradient."""
+        group, section = self._ranks.collective, self._own_section(chunk, whole)
+        assert group is not None
+        collectives.reduce_scatter(section, whole.flat, group, f"the reduce-scatter of {chunk.name}")
         self._shards.native["reduce_scatter"] += section.numel() * section.element_size() * (self._ranks.size - 1)
-        yield 0, shard, section
 
     def _land(
         self,

@@ -1,129 +1,56 @@
 """One forward and backward whose collectives follow a script that ranks agreed on, so that none is negotiated.
 
-Gathers go out ahead of their use and reductions behind backward, each kind in the order of the script on every rank,
-so that messages find each other. A reduction begins with one small number from each rank: what it brings, or that it
-*parts*: then nobody adds up anything, and the gradients stay where they are.
-
-A rank may leave at any place, because its program does something else or fails. It says so by parting from all
-reductions that are left, and serves all gathers that are left (:meth:`ScriptedStep.finish`): it sends its shards, and
-throws away what it receives. The others go on until they meet a reduction from which it has parted; there they leave as
-well. So whoever waits for a collective of the script gets it, and when all have finished all stand at the end of it.
-
-No wait may be for somebody who waits for this rank in turn. What the script has before a collective was begun on every
-rank that follows; so a rank that is about to wait first looks whether it has begun that itself, and else leaves.
+How they are made is another thing for messages of our own (:mod:`gemini.train.sharding.wired`) and for the library's
+collectives among GPUs (:mod:`gemini.train.sharding.launched`).
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 
-import torch
-
-from gemini.errors import GeminiError, RankLost
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import WAIT_SECONDS, Event
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.devices.device import Event
+from gemini.memory.movement.worker import Job
 from gemini.planning.script import Gather, Script
-from gemini.ranks.wire import Pending, Tag, Wire
 
-_PARTS = 0
-
-
-class Arrival(Event):
-    """The end of an all-gather on the wire. Who waits first looks after the messages.
-
-    Args:
-        before: called before a wait.
-        waiting: around it.
-    """
-
-    what = "an all-gather"
-
-    def __init__(
-        self, pending: Pending, before: Callable[[], None], waiting: Callable[[], AbstractContextManager[None]]
-    ):
-        super().__init__()
-        self._pending, self._before, self._waiting, self._turn = pending, before, waiting, threading.Lock()
-
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
-        """Block until the weights are there; how long that may take is the process group's.
-
-        Raises:
-            RankLost: if a rank does not answer.
-        """
-        if not self.is_complete():
-            self._before()
-        with self._turn:
-            if not self.is_complete():
-                try:
-                    with self._waiting():
-                        self._pending.wait()
-                except GeminiError as e:
-                    self.finish(e)
-                    raise
-                self.finish()
-        if self._error is not None:
-            raise self._error
+PARTS = 0
+"""What a rank says that leaves the script, where the others say what they bring."""
 
 
-class ScriptedStep:
+class Scripted(ABC):
     """Where this rank is in a script.
 
     Args:
-        post: puts a chunk's weights on the wire, from its home into its window.
-        throw_away: sends this rank's shard of a chunk and receives what nobody wants.
-        settle: waits until the gathers that were given to a worker are on the wire, or have failed.
-        lane: the worker whose jobs are the reductions.
-        is_worker: whether the calling thread is not the one that computes.
-        waiting: around a wait for weights.
+        settle: waits until the gathers that were given to a worker have begun, or have failed.
     """
 
-    def __init__(
-        self, script: Script, wire: Wire, *, post: Callable[[Chunk], Pending], throw_away: Callable[[int], None],
-        settle: Callable[[], None], lane: Worker, is_worker: Callable[[], bool],
-        waiting: Callable[[], AbstractContextManager[None]],
-    ):  # fmt: skip
+    def __init__(self, script: Script, settle: Callable[[], None]):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
-        self._wire, self._post, self._throw_away, self._settle = wire, post, throw_away, settle
-        self._lane, self._is_worker, self._waiting = lane, is_worker, waiting
-        self._turn = threading.Lock()
-        self._gathered = 0  # of the script's gathers, how many are on the wire or were
-        self._given = 0  # the same with those that a worker is about to put there
+        self._settle = settle
+        self._turn = threading.RLock()
+        self._gathered = 0  # of the script's gathers, how many have begun
+        self._given = 0  # the same with those that a worker is about to begin
         self._jobs: list[Job] = []
-
-    # ---- gathers ------------------------------------------------------------------------------------------------
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """What to gather ahead, (moment, chunk): who asks for another one has begun the one before."""
         self._given = max(self._given, self._gathered)
-        while self._given < len(self.script.gathers):
+        while self._given < len(self.script.gathers) and self.may_come(self._given):
             yield self.script.gathers[self._given]
             self._given += 1
 
+    def may_come(self, number: int) -> bool:
+        """Whether gather ``number`` may be given to a worker now."""
+        return True
+
     def next_gather(self) -> Gather | None:
-        """The first one that is not on the wire."""
+        """The first one that has not begun."""
         gathers = self.script.gathers
         return gathers[self._gathered] if self._gathered < len(gathers) else None
-
-    def gather(self, chunk: Chunk) -> Arrival | None:
-        """Put the weights of a chunk on the wire; None if it is not its turn."""
-        with self._turn:
-            following = self.next_gather()
-            if following is None or following.chunk != chunk.spec.index:
-                return None
-            pending = self._post(chunk)
-            self._gathered += 1
-        return Arrival(pending, lambda: self._before_arrival(following), self._waiting)
-
-    def _before_arrival(self, gather: Gather) -> None:
-        if not self._is_worker() and len(self._jobs) < self.script.reductions_before(gather.moment):
-            self.part()
-
-    # ---- reductions ---------------------------------------------------------------------------------------------
 
     @property
     def next_reduction(self) -> int | None:
@@ -131,54 +58,36 @@ class ScriptedStep:
         reductions, begun = self.script.reductions, len(self._jobs)
         return reductions[begun].chunk if begun < len(reductions) else None
 
-    def reduce(self, brings: int, add_up: Callable[[list[int]], None]) -> Job:
+    @abstractmethod
+    def gather(self, chunk: Chunk, *, again: bool = False) -> Event | None:
+        """Begin to gather the weights of a chunk into its window: the end of that. None if it is not its turn, or
+        nothing comes of it because a rank has parted.
+
+        ``again``: the window holds them already, and others want what this rank has.
+        """
+
+    @abstractmethod
+    def reduce(self, brings: int, add_up: Callable[[list[int]], None], launch: Callable[[], Event]) -> Job:
         """Begin the next reduction.
 
         Args:
             brings: a number for the others that says in which form, above 0.
-            add_up: called on the lane with the numbers of all ranks, if none has parted.
+            add_up: called on a worker with the numbers of all ranks, if none has parted.
+            launch: where the library reduces: lets it begin to, before ``add_up``; the end of that.
         """
 
-        def run() -> None:
-            said = torch.tensor([brings], dtype=torch.int64, device="cpu")
-            heard = self._wire.swap(Tag.HEADER, said, "the beginning of a reduction").view(-1).tolist()
-            if _PARTS in heard:
-                self.is_parted = True
-            else:
-                add_up(heard)
-
-        job = self._lane.submit(run, len(self._jobs))
-        self._jobs.append(job)
-        return job
-
+    @abstractmethod
     def before_waiting_for(self, job: Job) -> None:
         """This rank is about to wait for a reduction."""
-        self._settle()
-        moment = self.script.reductions[self._jobs.index(job)].moment
-        if self._gathered < self.script.gathers_until(moment):
-            self.finish()
 
+    @abstractmethod
     def part(self) -> None:
         """Take no part in the reductions that are left."""
-        while self.next_reduction is not None:
-            self.reduce(_PARTS, lambda heard: None)
 
-    # ---- the end ------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def finish(self) -> bool:
-        """Do what is left of the script, for the others. True if that was nothing, on all ranks as far as is known.
+        """Nothing of the script is under way any more. True if it came to its end, on all ranks as far as is known.
 
         Raises:
             RankLost: if one of them does not answer.
         """
-        self._settle()
-        is_through = self.next_reduction is None and self.next_gather() is None
-        self.part()
-        while (gather := self.next_gather()) is not None:
-            self._throw_away(gather.chunk)
-            self._gathered += 1
-        for job in self._jobs:
-            job.wait_until_over()
-            if isinstance(job.error, RankLost):
-                raise job.error
-        return is_through and not self.is_parted

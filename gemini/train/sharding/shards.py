@@ -21,12 +21,13 @@ import torch
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import DONE, Event
+from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
+from gemini.planning.script import Script
 from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks import collectives
@@ -37,7 +38,9 @@ from gemini.ranks.wire import Pending, Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
-from gemini.train.sharding.scripted import ScriptedStep
+from gemini.train.sharding.launched import LaunchedStep
+from gemini.train.sharding.scripted import Scripted
+from gemini.train.sharding.wired import WiredStep
 from gemini.train.step import StepState
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
@@ -118,11 +121,12 @@ class Shards:
         self._kinds, self._await_update = kinds, await_update
         self._manager = store.manager
         self._reducing: Reducing | None = None
-        self.lane = Worker("reduce") if follows and ranks.size > 1 and ranks.collective is None else None
-        """Where reductions run behind backward."""
+        self.lane = Worker("reduce") if follows and ranks.size > 1 else None
+        """Where reductions run behind backward, or only land where the library makes them."""
+        self._launcher = None if self.lane is None or ranks.collective is None else Worker("collectives")
         self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
         """Where sums over replicas run behind backward."""
-        self.step: ScriptedStep | None = None
+        self.step: Scripted | None = None
         """The script under way."""
         self.num_scripted = 0
         self._num_strange = self._num_left_out = 0
@@ -138,7 +142,7 @@ class Shards:
         """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
-        for lane in (self.lane, self.replica_lane):
+        for lane in (self.lane, self.replica_lane, self._launcher):
             if lane is not None:
                 lane.close()
 
@@ -193,10 +197,25 @@ class Shards:
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
-        self.step = ScriptedStep(
-            script, self.ranks.wire, post=self._post, throw_away=self._throw_away,
-            settle=self._manager.fetches.await_begun, lane=self.lane, is_worker=lambda: self._mover.in_worker,
-            waiting=lambda: self._agreement.waiting(word_for(Point.GATHER)),
+        self.step = self._follow(script, self.lane)
+
+    def _follow(self, script: Script, lane: Worker) -> Scripted:
+        wire, settle = self.ranks.wire, self._manager.fetches.await_begun
+
+        def is_worker() -> bool:
+            return self._mover.in_worker
+
+        def waiting() -> AbstractContextManager[None]:
+            return self._agreement.waiting(word_for(Point.GATHER))
+
+        if self._launcher is None:
+            return WiredStep(
+                script, wire, post=self._post, throw_away=self._throw_away, settle=settle, lane=lane,
+                is_worker=is_worker, waiting=waiting,
+            )  # fmt: skip
+        return LaunchedStep(
+            script, wire, device=self._device, fetch=self._begin_fetch, launch=self._launch, settle=settle,
+            launcher=self._launcher, landing=lane, is_worker=is_worker, waiting=waiting,
         )  # fmt: skip
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
@@ -210,10 +229,11 @@ class Shards:
             chunk = self._chunks[following.chunk]
             if following.moment > place or not chunk.gathered:
                 return
-            arrival = step.gather(chunk)
-            assert arrival is not None
+            arrival = step.gather(chunk, again=True)
+            if arrival is None:
+                return
             with self._gathering(chunk):
-                arrival.wait()
+                arrival.wait_on_device()
 
     def finish(self, *, at_end: bool = False) -> bool:
         """Leave the script, if one is followed.
@@ -259,6 +279,28 @@ class Shards:
         with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
             what = f"the all-gather of {chunk.name}"
             return self.ranks.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, self.message, what)
+
+    def _begin_fetch(self, chunk: Chunk, again: bool) -> Event:
+        """This rank's shard of a chunk into its window, where it is not there already."""
+        if again:
+            return self._device.mark()
+        shard = chunk.weights.numel
+        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
+        fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
+        return AllOf([fetched, self._device.mark()]) if self._mover.computes(chunk) else fetched
+
+    def _launch(self, chunk: Chunk, ready: Event) -> Event:
+        """Give the library's all-gather of a chunk to the device."""
+        with self._gathering(chunk):
+            return self._device.launch(lambda: self._gather_natively(chunk), "collectives", chunk.flat, ready)
+
+    def _gather_natively(self, chunk: Chunk) -> None:
+        group, shard = self.ranks.collective, chunk.weights.numel
+        assert group is not None
+        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
+        with torch.profiler.record_function("gemini::all_gather"):
+            collectives.all_gather(chunk.flat, own, group, f"the all-gather of {chunk.name}")
+        self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
 
     def _throw_away(self, index: int) -> None:
         """Send this rank's shard of a chunk, and receive those of the others for nothing."""
@@ -381,17 +423,14 @@ class Shards:
         shard = chunk.weights.numel
         own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
         chunk.fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
-        if self.ranks.collective is None:
-            chunk.fetched.wait()  # the wire reads it on the host
-        else:
+        if self.ranks.collective is not None:
             chunk.fetched.wait_on_device()
+            with self._gathering(chunk):
+                self._gather_natively(chunk)
+            return
+        chunk.fetched.wait()  # the wire reads it on the host
         with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
-            group = self.ranks.collective
-            if group is None:
-                self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
-            else:
-                collectives.all_gather(chunk.flat, own, group, f"the all-gather of {chunk.name}")
-                self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
+            self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
 
     def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
         """Around weights on the wire."""

@@ -88,13 +88,14 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
     return model
 
 
-def cut_whole(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> SlicedModel | None:
+def cut_whole(
+    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None, *, is_filled: bool = True
+) -> SlicedModel | None:
     """The first half of :func:`slice_tensors`, which can be undone and raises what that does; None without ``tp``."""
     if size_of(mesh, "tp") == 1:
         return None
     _refuse_sliced(model)
-    differing = first_differing(model, mesh, "tp")
-    if differing is not None:
+    if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
         raise RankMismatch(
             f"tensor parallel: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
             "load the same weights, or draw them from the same seed"

@@ -5,8 +5,8 @@ same step count, hyperparameters and factor, bit for bit. Then it is kept, and w
 undone, and the step makes its own from what was there before; so it is if anybody reads the chunk before the step. The
 gradients are kept until then.
 
-To be undone costs nothing where a plane has two slots (:mod:`gemini.memory.durable.slots`). A chunk is guessed only
-where all that its update writes has them.
+To be undone costs nothing where a plane has two slots (:mod:`gemini.memory.durable.slots`). What has none is copied
+into memory, if that has room right now (:mod:`gemini.train.update.undo`); else the chunk is not guessed.
 
     handed over -> begun -> kept: an update like others
                         \\-> dropped: no tile of it begins any more -> undone
@@ -21,18 +21,26 @@ from collections.abc import Sequence
 from gemini.memory.chunks.chunk import Chunk, DurablePlane
 from gemini.memory.durable.slots import SlotPair
 from gemini.planning.planes import GRADS
+from gemini.tiers import Ledger
 from gemini.train.update.tiles import ParamUpdate
+from gemini.train.update.undo import Undo
 
 _STEPS = 8
 """Steps that tell whether guessing pays."""
+
+_LONGEST_PAUSE = 256
+"""Steps after which guesses that were wrong again and again are tried once more."""
+
+_WAITING = 0.1
+"""Of a step's time: so much must be waiting for updates before an optimizer begins to guess by itself."""
 
 
 class Guess:
     """A guess of one chunk's update, between the thread that trains and the one that updates."""
 
-    def __init__(self, params: Sequence[ParamUpdate], pairs: Sequence[SlotPair]):
+    def __init__(self, params: Sequence[ParamUpdate], pairs: Sequence[SlotPair], undo: Undo):
         self._asked = _asked_for(params)
-        self._pairs = pairs
+        self._pairs, self.in_memory = pairs, undo
         self._lock = threading.Lock()
         self.is_kept = False
         """Whether it has become an update like others."""
@@ -40,18 +48,15 @@ class Guess:
         """Whether it is not wanted any more."""
 
     @staticmethod
-    def of(chunk: Chunk, params: Sequence[ParamUpdate]) -> Guess | None:
+    def of(chunk: Chunk, params: Sequence[ParamUpdate], ledger: Ledger) -> Guess | None:
         """None where it could not be undone."""
         if any(param.handle.factors for param in params):
             return None
-        pairs = []
-        for kind, plane in chunk.planes.items():
-            if kind in GRADS:
-                continue
-            if not isinstance(plane, DurablePlane):
-                return None
-            pairs.append(plane.pair)
-        return Guess(params, pairs)
+        undo = Undo.of(chunk, ledger)
+        if undo is None:
+            return None
+        planes = [plane for kind, plane in chunk.planes.items() if kind not in GRADS]
+        return Guess(params, [plane.pair for plane in planes if isinstance(plane, DurablePlane)], undo)
 
     def begin(self) -> bool:
         """On the thread that updates, when nothing of the chunk has changed: whether the update is to be made.
@@ -72,6 +77,8 @@ class Guess:
             self.is_kept = not self.is_dropped
             for pair in self._pairs if self.is_kept else ():
                 pair.keep()
+            if self.is_kept:
+                self.in_memory.keep()
             return self.is_kept
 
     def drop(self) -> bool:
@@ -81,9 +88,14 @@ class Guess:
             return self.is_dropped
 
     def undo(self) -> None:
-        """It was dropped, and nothing of it is under way any more: the chunk is what it was."""
+        """It was dropped, and nothing of it is under way any more: the chunk is what it was.
+
+        Raises:
+            StorageError: if what was in the spill file cannot be written there again.
+        """
         for pair in self._pairs:
             pair.undo()
+        self.in_memory.undo()
 
 
 class GuessRecord:
@@ -94,18 +106,37 @@ class GuessRecord:
         """Updates that began inside backward and were those of the step."""
         self.num_undone = 0
         """Those that were not."""
-        self._undone_before = 0
+        self._kept_before = self._undone_before = 0
         self._steps: deque[bool] = deque(maxlen=_STEPS)
+        self._waits: deque[bool] = deque(maxlen=_STEPS)
+        self._pause, self._num_left_out = 1, 0
 
     @property
     def pays(self) -> bool:
         """Whether most of the last steps were such that guesses of them are right; none so far count as right ones."""
-        return 2 * sum(self._steps) >= len(self._steps)
+        return not self._num_left_out and 2 * sum(self._steps) >= len(self._steps)
 
-    def note_step(self, *, is_plain: bool) -> None:
-        """A step was made, or skipped. ``is_plain``: nothing was clipped, and all was finite."""
-        self._steps.append(is_plain and self.num_undone == self._undone_before)
-        self._undone_before = self.num_undone
+    @property
+    def would_pay(self) -> bool:
+        """The same where nobody has asked for guesses: of steps enough, most of which have waited for updates."""
+        return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
+
+    def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:
+        """A step was made, or skipped.
+
+        Args:
+            is_plain: nothing was clipped, and all was finite.
+            waiting: which part of its time was waiting for updates.
+        """
+        was_kept, was_undone = self.num_kept > self._kept_before, self.num_undone > self._undone_before
+        self._steps.append(is_plain and not was_undone)
+        self._waits.append(waiting > _WAITING)
+        self._kept_before, self._undone_before = self.num_kept, self.num_undone
+        self._num_left_out = max(self._num_left_out - 1, 0)
+        if was_undone and (self._pause > 1 or not self.pays):  # where none is ever right, it is tried ever less
+            self._num_left_out, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
+        elif was_kept:
+            self._pause = 1
 
 
 def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:

@@ -15,7 +15,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, is_in_stages
 from gemini.train.params.stepper import Stepper, optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
@@ -115,6 +115,8 @@ class InBackward:
             return
         if any(optimizer is not ready[0][1] for _, optimizer in ready):
             return  # it takes the steps of both
+        if any(is_in_stages(handle.param) for handle, _ in ready):
+            return  # other stages' gradients are added yet
         self._gradients.drain()
         self._updates.guess(chunk, [self._update(*of) for of in ready])
 

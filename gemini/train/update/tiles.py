@@ -34,6 +34,7 @@ from gemini.planning.timeline import Track
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import ParamHandle
+from gemini.train.update.undo import Undo
 
 _IN_PLACE_TILE = 2**22
 """Elements of a tile where nothing is staged: milliseconds, so that what became more urgent does not wait for long."""
@@ -118,6 +119,8 @@ class Tile:
         """On the device: nothing is updated there if it is not 0 by then."""
         self.factor: torch.Tensor | None = None
         """On the device: what gradients are multiplied by there, in place of the scalars' own."""
+        self.undo: Undo | None = None
+        """Of a guess, which this may have to be undone for."""
         self._mover, self._rule, self._landed = mover, update.rule, update.landed
         self._window = update.window
         self._is_whole = update.rule.spec.whole
@@ -125,6 +128,7 @@ class Tile:
         self._first, self._last = first, last
         self._views: dict[str, torch.Tensor] = {}
         self._staged: list[PlaneKind] = []
+        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._events: list[Event] = []
         self._label = f"update chunk {update.chunk.spec.index}", update.chunk.spec.index  # for those who record
 
@@ -136,6 +140,9 @@ class Tile:
             if view is None:
                 view = self._area(kind, plane)
                 self._events.append(self._begin_bringing(kind, plane, view))
+            elif self.undo is not None and (place := self.undo.place(kind, view)) is not view:
+                self._beside.append((view, place))
+                view = place
             self._views[kind] = view
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(self._spans[0]).dtype
@@ -161,6 +168,9 @@ class Tile:
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
         self._wait()
+        if self.undo is not None:
+            for kind, view in self._views.items():
+                self.undo.save(kind, self._first, self._last, view)
         self._update()
         for kind in self._staged:
             if kind != GRAD:
@@ -217,6 +227,9 @@ class Tile:
     def finish(self) -> None:
         """Wait until everything is home."""
         self._wait()
+        if self.undo is not None:
+            for home, new in self._beside:
+                self.undo.bring_home(home, new)
 
     def is_finished(self) -> bool:
         """Whether :meth:`finish` would return at once."""
@@ -328,25 +341,27 @@ def check_finite(update: ChunkUpdate) -> None:
 
 
 def tiles_of(
-    mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None, factor: torch.Tensor | None = None
-) -> Iterable[Tile]:
+    mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None, undo: Undo | None = None,
+) -> Iterable[Tile]:  # fmt: skip
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
-    are what the device alone knows of them: see :class:`Tile`.
+    are what the device alone knows of them: see :class:`Tile`. ``undo``: of a guess.
     """
-    if update.in_place is not None and stop is None:
+    if update.in_place is not None and stop is None and undo is None:
         return update.in_place.of_step(update.params)
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
-    return _cut_tiles(mover, update, size, stop, factor)
+    return _cut_tiles(mover, update, size, stop, factor, undo)
 
 
 def _cut_tiles(
-    mover: Mover, update: ChunkUpdate, size: int, stop: torch.Tensor | None, factor: torch.Tensor | None
-) -> Iterator[Tile]:
+    mover: Mover, update: ChunkUpdate, size: int, stop: torch.Tensor | None, factor: torch.Tensor | None,
+    undo: Undo | None,
+) -> Iterator[Tile]:  # fmt: skip
     for spans, first, last in cut(update, size):
         made = Tile(mover, update, spans, first, last)
-        made.stop, made.factor = stop, factor
+        made.stop, made.factor, made.undo = stop, factor, undo
         yield made
 
 

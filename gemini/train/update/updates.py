@@ -11,6 +11,7 @@ An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by b
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
@@ -19,6 +20,7 @@ from gemini.errors import BudgetExceeded
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.worker import on_worker
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
@@ -68,6 +70,7 @@ class Updates:
         if slots is not None:
             on_device = store.mover.staging.on_device
             self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
+            store.ledger.on_short = _give_back(self)
 
     def connect(self, exposure: Exposure, relieve_gradients: Callable[[], bool]) -> None:
         """Those who need this and are needed here.
@@ -78,6 +81,11 @@ class Updates:
                 are none.
         """
         self._exposure, self._relieve_gradients = exposure, relieve_gradients
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether updates can run beside training."""
+        return self._worker is not None
 
     def job_of(self, chunk: Chunk) -> UpdateJob | None:
         """What a thread that is about to read the chunk has to wait for."""
@@ -138,6 +146,8 @@ class Updates:
                 if worker.cancel(job) or job.worker is None:
                     self.pending.pop(job.chunk.spec.index, None)
                     job.finish(e)
+                    if self._drop(job):
+                        self._undo(job)
                     self._manager.end_update(job.chunk)
             raise
 
@@ -266,16 +276,19 @@ class Updates:
         """Begin an update that :meth:`submit` may ask for, where it can be undone and made beside computing; the
         gradients stay.
         """
-        worker, guess = self._worker, Guess.of(chunk, params)
-        if worker is None or guess is None:
+        worker = self._worker
+        if worker is None:
             return
         update = self._chunk_update(chunk, params)
-        if not self._can_overlap(worker, update):
+        if update.path is Path.STREAMED or not self._can_overlap(worker, update):
             return
         with WHOLE:
+            self.wait(chunk)
+            guess = Guess.of(chunk, params, self._ledger)
+            if guess is None:
+                return
             if self._observers:
                 self._observers.before_updates()
-            self.wait(chunk)
             chunk.is_guessed = True
             self._begin_inside(worker, self._job(update._replace(window=self._window_of(update)), guess=guess))
 
@@ -352,9 +365,19 @@ class Updates:
             self.unseen.look()
 
     def relieve(self) -> bool:
-        """Wait for an update whose end gives back memory; False if there is none."""
+        """Wait for an update whose end gives back memory, or undo a guess for it; False if there is none."""
         for job in list(self.pending.values()):
             if job.holds_gradients:
+                self._await(job)
+                return True
+        return self._device.tier is Tier.CPU and self.undo_for_memory()
+
+    def undo_for_memory(self) -> bool:
+        """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
+        of what is needed.
+        """
+        for job in list(self.pending.values()):
+            if job.is_undecided and job.guess is not None and job.guess.in_memory.num_bytes:
                 self._await(job)
                 return True
         return False
@@ -365,7 +388,8 @@ class Updates:
             self._drop(job)
             with contextlib.suppress(Exception):
                 job.wait()
-            self._undo(job)
+            with contextlib.suppress(Exception):
+                self._undo(job)
             self._manager.end_update(job.chunk)
         self.pending.clear()
         self._collected.clear()
@@ -401,9 +425,18 @@ class Updates:
         return job.guess is not None and job.guess.drop()
 
     def _undo(self, job: UpdateJob) -> None:
-        """Of a guess that was dropped, and is over."""
+        """Of a guess that was dropped, and is over.
+
+        Raises:
+            StorageError: if the spill file cannot take back what it had.
+        """
         if job.guess is not None and job.guess.is_dropped:
-            job.guess.undo()
+            try:
+                with WHOLE:
+                    job.guess.undo()
+            except Exception as e:
+                self._state.mark_corrupted(e)
+                raise
             job.chunk.is_guessed = False
             self.guesses.num_undone += 1
 
@@ -423,6 +456,17 @@ class Updates:
 
 def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _give_back(updates: Updates) -> Callable[[Tier], bool]:
+    """What the ledger asks where memory is short; the workers have the ledger, and must not keep the model alive."""
+    ref = weakref.ref(updates)
+
+    def give_back(tier: Tier) -> bool:
+        own = None if tier is not Tier.CPU or on_worker() else ref()
+        return own is not None and own.undo_for_memory()
+
+    return give_back
 
 
 def _mark_lost(state: StepState) -> Callable[[BaseException], None]:

@@ -74,6 +74,8 @@ class UpdateJob(Job):
 
     def finish(self, error: BaseException | None = None) -> None:
         self.update = self.update._replace(params=[], in_place=None)
+        if self.guess is not None:
+            self.guess.in_memory.end()
         if self._release is not None:
             self._release()
             self._release = None
@@ -218,7 +220,8 @@ class UpdateWorker(JobThread):
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1))
+            undo = None if job.guess is None else job.guess.in_memory
+            parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), undo=undo)
         for tile in parts:
             if job.guess is not None and job.guess.is_dropped:
                 break

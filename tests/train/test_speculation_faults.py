@@ -1,0 +1,296 @@
+"""Guessed updates and what may go wrong: gradients that are not finite, drives that fail, Ctrl-C."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gemini
+from gemini import kernels
+from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.memory.nvme import SpillFile
+from gemini.train.update.guess import Guess
+from tests.plain import Plain
+from tests.train.guesses import (
+    ALWAYS,
+    NEVER,
+    OwnLoss,
+    counts,
+    guess_always,
+    guessing,
+    let_guesses_end,
+    plainly,
+    train,
+)
+from tests.train.helpers import (
+    Blocks,
+    assert_same_snapshot,
+    assert_same_state,
+    engine_of,
+    noise,
+    snapshot,
+    squares,
+    train_plain,
+)
+from tests.train.test_interrupts import at_call, wait_for_ctrl_c
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------
+
+
+def spoiled(model: Any, number: int, *, layer: int, value: float = float("nan")) -> None:
+    """A backward in which one layer gets bad gradients."""
+    hook = model.layers[layer].register_forward_hook(
+        lambda module, args, output: output.register_hook(lambda grad: grad * value) and None
+    )
+    out = model(noise(2, 5, 32, seed=number, dtype=model.layers[0].weight.dtype))
+    (out if out.dim() == 0 else out.float().square().mean()).backward()
+    hook.remove()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("where", ["store", "memory", "half in memory", "GPU"])
+def test_a_nan_found_late_is_undone(where: str, layer: int, clips: bool, tmp_path: Path) -> None:
+    """As without guesses: an error, nothing changed, and the run goes on."""
+    runs = [guessing(tmp_path, where), plainly(tmp_path)]
+    said = []
+    for model, optimizer in runs:
+        train(model, optimizer, 0, NEVER)
+        before = snapshot(model)
+        spoiled(model, 1, layer=layer)
+        norm = model.clip_grad_norm_(NEVER) if clips else None
+        with pytest.raises(NonFiniteGradient) as refusal:
+            optimizer.step()
+        said.append((str(refusal.value), None if norm is None else torch.isnan(norm).item()))
+        optimizer.zero_grad()
+        assert_same_snapshot(snapshot(model), before)
+        train(model, optimizer, 2, NEVER)
+    assert said[0] == said[1]
+    assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
+    assert counts(runs[0][0])[1] > 0
+
+
+def test_error_if_nonfinite_leaves_nothing_behind(tmp_path: Path) -> None:
+    model, optimizer = guessing(tmp_path)
+    before = snapshot(model)
+    spoiled(model, 1, layer=0)
+    with pytest.raises(NonFiniteGradient):
+        model.clip_grad_norm_(NEVER, error_if_nonfinite=True)
+    optimizer.zero_grad()
+    assert_same_snapshot(snapshot(model), before)
+
+
+@pytest.mark.parametrize("where", ["store", "half in a store", "memory", "half in memory", "GPU"])
+def test_a_step_that_fp16_skips_is_undone(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    how = {"precision": "fp16", "make": OwnLoss}
+    runs = [guessing(tmp_path, where, **how), plainly(tmp_path, **how)]
+    guess_always(runs[0][0], monkeypatch)
+    for number, clip in enumerate([NEVER, NEVER, ALWAYS, NEVER]):
+        for model, optimizer in runs:
+            spoiled(model, number, layer=1, value=float("inf") if number == 1 else 1.0)
+            model.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        scales = [engine_of(model).backward.scaling.loss_scale.scale for model, _ in runs]
+        assert scales[0] == scales[1]
+        assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
+    kept, undone = counts(runs[0][0])
+    assert kept and undone
+
+
+def test_a_skipped_step_counts_as_wrong(tmp_path: Path) -> None:
+    model, optimizer = guessing(tmp_path, precision="fp16", make=OwnLoss)
+    for number, value in enumerate([float("inf"), 1.0]):
+        spoiled(model, number, layer=1, value=value)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counts(model) == (0, 3)
+
+
+# ---- faults and interrupts -------------------------------------------------------------------------------------------
+
+
+def failing(patch: pytest.MonkeyPatch, *, since: int, until: int) -> list[int]:
+    """The drive refuses some of the writes of updates; the list grows with all of them."""
+    real, calls = SpillFile.begin_write, list[int]()
+
+    def begin_write(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+        if threading.current_thread().name == "gemini-update":
+            calls.append(offset)
+            if since <= len(calls) < until:
+                raise StorageError("the drive is full")
+        return real(self, source, offset)
+
+    patch.setattr(SpillFile, "begin_write", begin_write)
+    return calls
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("since", [1, 3, 7, 12])
+def test_a_guess_that_fails_costs_nothing(since: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step makes its own."""
+    (model, optimizer), plain = guessing(tmp_path), Plain(Blocks())
+    train(model, optimizer, 0, NEVER, tmp_path)
+    train_plain(plain, [0], squares, clip=NEVER)
+    with monkeypatch.context() as patch:
+        squares(model, 1).backward()
+        let_guesses_end(model)
+        optimizer.zero_grad()
+        calls = failing(patch, since=since, until=since + 1)
+        squares(model, 1).backward()
+        let_guesses_end(model)
+        assert len(calls) >= since
+    model.clip_grad_norm_(NEVER)
+    optimizer.step()
+    optimizer.zero_grad()
+    train_plain(plain, [1], squares, clip=NEVER)
+    assert_same_state(model, plain)
+    for number in (2, 3):
+        train(model, optimizer, number, NEVER, tmp_path)
+        train_plain(plain, [number], squares, clip=NEVER)
+    assert_same_state(model, plain)
+    engine_of(model).close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("where", ["memory", "half in memory", "GPU"])
+def test_a_guess_whose_kernel_fails_costs_nothing(
+    where: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it has written all of its tile."""
+    (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
+    real, calls = kernels.adam_update, list[int]()
+
+    def fail(*args: Any) -> None:
+        real(*args)
+        calls.append(1)
+        if len(calls) == number:
+            raise MemoryError("no memory for a thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "adam_update", fail)
+        squares(model, 0).backward()
+        let_guesses_end(model)
+    assert len(calls) >= number
+    optimizer.step()
+    optimizer.zero_grad()
+    train_plain(plain, [0], squares, clip=NEVER)
+    train(model, optimizer, 1, NEVER)
+    train_plain(plain, [1], squares, clip=NEVER)
+    assert_same_state(model, plain)
+
+
+def test_a_drive_that_stays_broken_leaves_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = guessing(tmp_path)
+    train(model, optimizer, 0, NEVER)
+    gemini.save_checkpoint(tmp_path, model, optimizer, extra="good")
+    expected = snapshot(model)
+    with monkeypatch.context() as patch:
+        failing(patch, since=5, until=2**31)
+        with pytest.raises(StorageError, match="the drive is full"):
+            train(model, optimizer, 1, NEVER)
+            snapshot(model)
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        train(model, optimizer, 2, NEVER)
+    engine_of(model).close()
+    model, optimizer = guessing(tmp_path)
+    assert gemini.load_checkpoint(tmp_path, model, optimizer) == "good"
+    assert_same_snapshot(snapshot(model), expected)
+    train(model, optimizer, 1, NEVER)
+    engine_of(model).close()
+
+
+def test_a_run_that_ends_with_open_guesses_goes_on_from_its_last_commit(tmp_path: Path) -> None:
+    model, optimizer = guessing(tmp_path)
+    train(model, optimizer, 0, NEVER)
+    gemini.save_checkpoint(tmp_path, model, optimizer, extra="committed")
+    expected = snapshot(model)
+    squares(model, 1).backward()
+    assert any(job.is_undecided for job in engine_of(model).updates.pending.values())
+    engine_of(model).close()
+    model, optimizer = guessing(tmp_path)
+    assert gemini.load_checkpoint(tmp_path, model, optimizer) == "committed"
+    assert_same_snapshot(snapshot(model), expected)
+    engine_of(model).close()
+
+
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_what_is_forgotten_is_undone(where: str, tmp_path: Path) -> None:
+    """As a checkpoint that is about to be loaded does it."""
+    model, _optimizer = guessing(tmp_path, where)
+    before = snapshot(model)
+    squares(model, 0).backward()
+    assert engine_of(model).updates.pending
+    engine_of(model).updates.forget()
+    if where == "store":
+        assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+    assert_same_snapshot(snapshot(model), before)
+
+
+def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
+    model, optimizer = guessing(tmp_path)
+    train(model, optimizer, 0, NEVER)
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    expected = snapshot(model)
+    train(model, optimizer, 1, NEVER)
+    squares(model, 2).backward()
+    gemini.load_checkpoint(tmp_path, model, optimizer)
+    assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+    assert_same_snapshot(snapshot(model), expected)
+    plain = Plain(Blocks())
+    train_plain(plain, [0, 1], squares, clip=NEVER)
+    train(model, optimizer, 1, NEVER)
+    assert_same_state(model, plain)
+    engine_of(model).close()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("moment", ["take_grad", "kernel", "put"])
+@pytest.mark.parametrize("where", ["store", "memory", "half in memory"])
+def test_an_interrupted_backward_leaves_nothing_behind(
+    where: str, moment: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = guessing(tmp_path, where)
+    train(model, optimizer, 0, NEVER, tmp_path if where == "store" else None)
+    before = snapshot(model)
+    loss = squares(model, 1)
+    engine = engine_of(model)
+    owner, name = {
+        "take_grad": (engine.backward, "take_grad"),
+        "kernel": (kernels, "adam_update"),
+        "put": (engine.updates._worker, "put"),
+    }[moment]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        at_call(patch, owner, name, number, once=True)
+        loss.backward()
+        let_guesses_end(model)
+        wait_for_ctrl_c()
+    optimizer.zero_grad()
+    assert_same_snapshot(snapshot(model), before)
+    plain = Plain(Blocks())
+    train_plain(plain, [0, 1], squares, clip=NEVER)
+    train(model, optimizer, 1, NEVER)
+    assert_same_state(model, plain)
+    engine.close()
+
+
+@pytest.mark.parametrize("clip", [NEVER, ALWAYS])
+@pytest.mark.parametrize("where", ["store", "memory", "spill file"])
+def test_an_interrupted_step_is_whole(where: str, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
+    for number, name in enumerate(("keep", "drop", "undo")):
+        squares(model, number).backward()
+        model.clip_grad_norm_(clip)
+        with monkeypatch.context() as patch:
+            calls = at_call(patch, Guess, name, 2, once=True)
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                assert calls
+        optimizer.zero_grad()
+        train_plain(plain, [number], squares, clip=clip)
+        assert_same_state(model, plain)
