@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,12 +22,9 @@ from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
-from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.train.adapters import refuse_unsupported
 from gemini.train.checkpoint.export import Export
-from gemini.train.context.parallel import divide_sequences
-from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.engine import Engine
 from gemini.train.managed_class import managed_class
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
@@ -36,6 +32,7 @@ from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.stock import refuse_stock_optimizers
+from gemini.train.others import join_others
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, StageParam, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
@@ -46,7 +43,6 @@ from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
-from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
@@ -433,24 +429,6 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
-def _join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: str) -> None:
-    """What a forward has to do with ranks that have parts of the same sequences, or slices of the same model."""
-
-    # What transformers knows of attention outlives the model.
-    reference = None if shards is None else weakref.ref(shards)
-
-    def meet() -> None:
-        found = None if reference is None else reference()
-        assert found is not None, "ranks with parts of a sequence share params"
-        found.meet(Point.CONTEXT)
-
-    divided = divide_sequences(model, ranks, kind, meet)
-    if divided is not None:
-        model.__dict__["_gemini_context"] = divided
-    if ranks.same_batch is not None:
-        model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
-
-
 Fill = Callable[[ByName, Ranks | None], nn.Module]
 """Writes the values of params that hold none yet to their homes, and returns the model that has them."""
 
@@ -510,10 +488,7 @@ def manage(
             model.__dict__["_gemini_token_tiles"] = tiles
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
         if engine.ranks is not None:
-            _join_others(model, engine.ranks, engine.shards, engine.config.context_attention)
-        if spread is not None and engine.ranks is not None:
-            model.__dict__["_gemini_spread"] = spread
-            spread.put_on(model, engine.ranks)
+            join_others(model, engine.ranks, engine.shards, engine.config.context_attention, spread)
         model.__class__ = _class_for(type(model))
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):
