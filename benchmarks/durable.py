@@ -40,7 +40,10 @@ def made(folder: Path, durable: bool, layers: int) -> tuple[Any, Any]:
     placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement)
     model = gemini.GeminiDDP(Blocks(layers), config)
-    return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
+    # Guesses begin by themselves on a store, and gain more than it costs.
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-3, speculate=False)
+        model.parameters(), lr=1e-3, speculate=False
+    )  # which else begins by itself, and gains more than a store costs
 
 
 def written() -> int:

@@ -390,7 +390,9 @@ def test_a_lora_trains_its_adapters_only(gemini_command: Gemini, tmp_path: Path)
     assert "of them frozen" in screen
 
 
-@pytest.mark.parametrize("gpu", ["200MiB", "100MiB"], ids=["fits", "fits only in tiles"])
+@pytest.mark.parametrize(
+    "gpu", [pytest.param("200MiB", id="fits"), pytest.param("100MiB", id="fits only in tiles", marks=pytest.mark.slow)]
+)
 def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemini, tmp_path: Path, gpu: str) -> None:
     config = llama_config(tmp_path / "config.json")
     asked = ("plan", config, "--seq-len", "2048", "--machine", "dgx-h100", "--cpu", "1GiB", "--nvme", "1GiB")

@@ -95,6 +95,7 @@ def test_what_is_an_error_is_one_on_all_ranks(kind: str, launched: bool, pool_of
         assert outcome.error == "RankMismatch"
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (3, 1)], ids=str)
 @pytest.mark.parametrize("where", ["roomy", "tight", "nvme", "twice"])
 def test_replicas_add_up_behind_backward(mesh: tuple[int, int], where: str, pool_of: Pools, tmp_path: Path) -> None:
@@ -113,6 +114,7 @@ def test_replicas_add_up_behind_backward(mesh: tuple[int, int], where: str, pool
         assert outcome.norms == pytest.approx(other.norms, rel=2e-2 if play.precision == "bf16" else 1e-5)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("kind", ["skip", "evaluate", "raise in forward", "data ends"])
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 1)], ids=str)
 def test_a_rank_of_a_replica_that_diverges(mesh: tuple[int, int], kind: str, pool_of: Pools) -> None:
