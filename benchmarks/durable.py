@@ -42,8 +42,6 @@ def made(folder: Path, durable: bool, layers: int) -> tuple[Any, Any]:
     model = gemini.GeminiDDP(Blocks(layers), config)
     # Guesses begin by themselves on a store, and gain more than it costs.
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3, speculate=False)
-        model.parameters(), lr=1e-3, speculate=False
-    )  # which else begins by itself, and gains more than a store costs
 
 
 def written() -> int:

@@ -138,8 +138,9 @@ class Pipeline:
         those of its stages, in their home tiers.
 
         Args:
-            path, model_class, attn_implementation, **kwargs: as of :func:`gemini.from_pretrained`.
+            path, model_class, attn_implementation: as of :func:`gemini.from_pretrained`.
             config, mesh, micro_batches, schedule, stages, example, no_sync: as of :class:`Pipeline`.
+            **kwargs: for ``from_pretrained`` of the model class.
 
         Raises:
             ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and if the files lack weights, which

@@ -31,7 +31,7 @@ from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
-from gemini.train.optimizers.stock import refuse_stock_optimizers
+from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.others import join_others
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, StageParam, handle_of

@@ -491,3 +491,20 @@ def _is_same(group: Group, checked: Group) -> bool:
     return group.keys() == checked.keys() and all(
         value is checked[key] and isinstance(value, fixed) for key, value in group.items()
     )
+
+
+def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: one of torch's would find no gradient on managed params and do nothing, silently.
+    ``GeminiDDP`` sees to it, whether or not the program has ever looked at one of ours.
+    """
+    if isinstance(optimizer, HybridOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            handle = handle_of(param)
+            if handle is not None:
+                raise GeminiError(
+                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
+                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
+                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
+                )
