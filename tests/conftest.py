@@ -8,8 +8,8 @@ What is quick and what is slow is decided here too: of a test that runs for ever
 quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs the rest.
 
 Whole files are given to several processes (pytest-xdist, ``--dist loadfile``), and all of ``tests/ranks`` to one of
-them: its pools of processes take longer to start than most tests on them. What takes longest comes first, so that none
-of it is left for the end, when the other processes have nothing more to do.
+them, of the slow ones to two: its pools of processes take longer to start than most tests on them. What takes longest
+comes first, so that none of it is left for the end, when the other processes have nothing more to do.
 """
 
 from __future__ import annotations
@@ -35,14 +35,17 @@ from tests import sweeps  # noqa: E402
 torch.set_num_threads(1)  # collection computes a little, too
 
 LONGEST = """
-test_train_job test_rank_exactness test_rank_behaviour test_sharding test_checkpoints test_exactness test_compiled
-test_memory test_lightning_ranks test_doc_blocks test_program_hunt test_faults test_cuda_bodies test_train
+test_train_job test_pipeline test_rank_exactness test_rank_behaviour test_sharding test_checkpoints test_exactness
+test_compiled test_memory test_lightning_ranks test_doc_blocks test_program_hunt test_faults test_cuda_bodies test_train
 test_hf_saving test_native_process test_behaviour test_streamed test_checkpoint test_plan_runs test_spill_file
 test_peft_training test_activation_overlap test_plan_command test_refusals test_access test_model_zoo test_moves
 test_faults_in_flight test_checkpoint_behind test_loading test_promotion test_docs_pages test_export test_model_kinds
 test_optimizer test_device_kernels test_races test_loading_memory test_export_memory test_pictures test_door
 """.split()
 """Files by the seconds they take, quick or slow, the longest first (ranks before all, being one); the others follow."""
+
+CUT_MODELS = ("test_pipeline", "test_tensor_parallel", "test_expert_parallel", "test_slices", "test_meshes")
+"""Of the ranks' files those that take half of the time of the slow ones."""
 
 _LINES = pytest.StashKey[list[str]]()
 
@@ -58,11 +61,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    class OneForAllRanks(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            return "tests/ranks" if nodeid.startswith("tests/ranks/") else str(super()._split_scope(nodeid))
+    in_two = config.getoption("markexpr") == "slow"
 
-    return OneForAllRanks(config, log)
+    class FewForAllRanks(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if not nodeid.startswith("tests/ranks/"):
+                return str(super()._split_scope(nodeid))
+            is_second = in_two and nodeid.startswith(tuple(f"tests/ranks/{name}.py" for name in CUT_MODELS))
+            return "tests/ranks, cut models" if is_second else "tests/ranks"
+
+    return FewForAllRanks(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the marks to leave out what is slow
