@@ -46,7 +46,8 @@ def told_command(argv: Sequence[str]) -> str:
     words = ["python", f"{parent[1] if parent else 'benchmarks'}/{script}", *argv[1:]]
     options = "|".join(PATHS)
     for number, word in enumerate(words):
-        if words[number - 1].removeprefix("--") in PATHS and not word.startswith("{"):
+        is_path = words[number - 1].removeprefix("--") in PATHS or (number > 1 and word.startswith("/"))
+        if is_path and not word.startswith("{"):
             words[number] = "OUT" if word.endswith(".md") else "DIR"
         else:
             words[number] = re.sub(rf"(--(?:{options})[ =])(?!\{{)\S+", r"\1DIR", word)
