@@ -157,6 +157,8 @@ def test_folders_are_not_told() -> None:
     command += ["--args", "peers=--deepspeed /z --clip 0"]
     told = "python benchmarks/gpu_suite.py --out DIR --parts peers --args 'peers=--deepspeed DIR --clip 0'"
     assert told_command(command) == told
+    command = ["/x/benchmarks/durable.py", "/y", "--rounds", "6"]
+    assert told_command(command) == "python benchmarks/durable.py DIR --rounds 6"
 
 
 def test_a_part_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

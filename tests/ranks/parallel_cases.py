@@ -58,3 +58,15 @@ def planes_of(model: Any) -> dict[str, torch.Tensor]:
                 found[f"{kind}/{handle.whole_name}"] = by_names.joined(handle, value)
         found[f"steps/{handle.whole_name}"] = torch.tensor(handle.num_steps)
     return found
+
+
+def step_refused(optimizer: Any, model: Any, before: dict[str, torch.Tensor]) -> tuple[str, bool]:
+    """What a step with a gradient that is not finite says, and whether the weights are still those ``before`` it."""
+    said = ""
+    try:
+        optimizer.step()
+    except gemini.NonFiniteGradient as e:
+        said = str(e)
+    optimizer.zero_grad()
+    after = model.state_dict()
+    return said, all(torch.equal(after[name], value) for name, value in before.items())

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import gemini
 from gemini.optim import MuonRule
 from tests.ranks.expert_cases import KINDS, Case, Found, ids_of, loss_of, moe, plainly, spread, tiny, worst_grad
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
 
@@ -157,15 +157,8 @@ def nan_on_one(precision: str, cut: bool) -> tuple[str, bool, float]:
     if dist.get_rank() == 1:
         model._gemini_engine.by_names[name].param.register_hook(lambda grad: grad * float("nan"))
     loss.backward()
-    said = ""
-    try:
-        optimizer.step()
-    except gemini.NonFiniteGradient as e:
-        said = str(e)
-    optimizer.zero_grad()
-    after = model.state_dict()
     scale = model._gemini_engine.backward.scaling.loss_scale
-    return said, all(torch.equal(after[n], v) for n, v in before.items()), 0.0 if scale is None else scale.scale
+    return *step_refused(optimizer, model, before), 0.0 if scale is None else scale.scale
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -23,7 +23,7 @@ from gemini.optim import MuonRule
 from gemini.planning.stages import balanced
 from gemini.planning.trace import with_seconds
 from gemini.train.params.by_name import ByName
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches, planes_of, step_refused
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_export import rise_of_saving
 from tests.ranks.test_slices import FAMILIES, small
@@ -429,14 +429,7 @@ def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
         handle.param.register_hook(lambda grad: grad * float("nan"))
     ids = ids_of(0, gemini.data_rank(mesh).rank)
     pipe.step(input_ids=ids, labels=ids)
-    said = ""
-    try:
-        optimizer.step()
-    except gemini.NonFiniteGradient as e:
-        said = str(e)
-    optimizer.zero_grad()
-    after = pipe.model.state_dict()
-    return said, all(torch.equal(after[name], value) for name, value in before.items())
+    return step_refused(optimizer, pipe.model, before)
 
 
 @pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}], ids=str)
