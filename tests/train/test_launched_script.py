@@ -1,0 +1,72 @@
+"""A rank that leaves a script of the library's collectives, with what it has offered and where others do not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gemini.errors import RankLost
+from gemini.memory.devices.device import DONE, CpuDevice
+from gemini.memory.movement.worker import Worker
+from gemini.planning.script import Gather, Reduce, Script
+from gemini.train.sharding.launched import LaunchedStep
+
+SCRIPT = Script((Gather(0, 0), Gather(1, 1)), (Reduce(0, 0),))
+CHUNKS: list[Any] = [SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}") for number in range(2)]
+
+
+class Echo:
+    """All ranks say what this one does; or one of them is lost."""
+
+    is_lost = False
+
+    def swap(self, tag: Any, said: torch.Tensor, what: str) -> torch.Tensor:
+        if self.is_lost:
+            raise RankLost("rank 1 did not answer")
+        return torch.stack([said, said])
+
+
+@pytest.fixture
+def step() -> Iterator[LaunchedStep]:
+    workers = Worker("collectives"), Worker("reduce")
+    yield LaunchedStep(
+        SCRIPT, Echo(), device=CpuDevice(), fetch=lambda chunk, again: DONE, launch=lambda chunk, ready: DONE,  # type: ignore[arg-type]
+        settle=lambda: None, launcher=workers[0], landing=workers[1], is_worker=lambda: False, waiting=nullcontext,
+    )  # fmt: skip
+    for worker in workers:
+        worker.close()
+
+
+def test_one_order_of_both_kinds(step: LaunchedStep) -> None:
+    added: list[list[int]] = []
+    assert SCRIPT.gathers_before == (2,) and step.gather(CHUNKS[0]) is not None
+    job = step.reduce(1, added.append, lambda: DONE)
+    assert not job.is_complete(), "a gather stands before it"
+    assert step.gather(CHUNKS[1]) is not None
+    job.wait(5.0)
+    assert added == [[1, 1]] and step.finish()
+
+
+def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: LaunchedStep) -> None:
+    """Else nobody would ever launch it: this rank leaves, and what it has offered ends."""
+    added: list[list[int]] = []
+    step.gather(CHUNKS[0])
+    job = step.reduce(1, added.append, lambda: DONE)
+    step.before_waiting_for(job)
+    job.wait_until_over(5.0)
+    assert step.is_parted and not added and step.gather(CHUNKS[1]) is None and not step.finish()
+
+
+def test_behind_a_lost_rank_nothing_is_launched(step: LaunchedStep) -> None:
+    step._wire.is_lost = True  # type: ignore[attr-defined]
+    with pytest.raises(RankLost):
+        step.gather(CHUNKS[0])
+    step._wire.is_lost = False  # type: ignore[attr-defined]
+    assert step.is_parted and step.gather(CHUNKS[1]) is None
+    with pytest.raises(RankLost):
+        step.finish()
