@@ -8,7 +8,9 @@ one says what all of them have to say.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
@@ -16,6 +18,7 @@ from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
+from gemini.jobs.options import TILES, options, spelled
 from gemini.ranks import launch
 from gemini.version import __version__
 
@@ -88,3 +91,31 @@ class OnceForAll(TyperCommand):
             if launch.speaks():
                 raise
             raise typer.Exit(REFUSED) from e
+
+
+def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command that takes ``**given`` the options of a record, after its own."""
+
+    def decorate(command: Callable[..., int]) -> Callable[..., int]:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        params = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        hints: dict[str, Any] = {p.name: p.annotation for p in params}
+        for name, (declared, kind) in options(record).items():
+            several, default = "tuple" in str(kind), declared.default
+            if several:
+                kind, default = list[Path] if "Path" in str(kind) else list[str], None
+            kind = str | None if kind == TILES else kind if default is not None else kind | None
+            about = typer.Option(
+                *([spelled(name)] if kind is bool else []),  # or there would be a --no-... too
+                help=declared.metadata["words"],
+                rich_help_panel=declared.metadata["group"],
+            )
+            hints[name] = Annotated[kind, about]
+            params.append(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            )
+        command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+        command.__annotations__ = {**hints, "return": int}
+        return command
+
+    return decorate

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from gemini.cli.app import OnceForAll, app, refusals
-from gemini.jobs.options import from_yaml, options
-from gemini.jobs.plan_settings import as_tiles
+from gemini.cli.app import OnceForAll, app, refusals, with_options
+from gemini.jobs.options import from_yaml, record_of
 from gemini.jobs.settings import TrainSettings
 from gemini.ranks import launch
 
@@ -47,49 +44,6 @@ def doctor(
     return job(Console(), store=store, nvme_path=nvme_path, measure=measure, json=json)
 
 
-def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command that takes ``**given`` the options of a record."""
-
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        params = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        hints: dict[str, Any] = {p.name: inspect.get_annotations(command, eval_str=True)[p.name] for p in params}
-        for name, (declared, kind) in options(record).items():
-            flag = kind is bool
-            several = "tuple" in str(kind)
-            inner = list[Path] if several and "Path" in str(kind) else list[str] if several else kind
-            about = typer.Option(
-                *([f"--{name.replace('_', '-')}"] if flag else []),
-                help=declared.metadata["words"],
-                rich_help_panel=declared.metadata["group"],
-            )
-            if kind == int | str | None:  # a number or a word
-                inner = str | None
-            default = None if several else declared.default
-            hints[name] = Annotated[inner | None if default is None else inner, about]
-            params.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            )
-        command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
-        command.__annotations__ = {**hints, "return": int}
-        return command
-
-    return decorate
-
-
-def settings_of(given: dict[str, Any]) -> TrainSettings:
-    """The record of what was given: a YAML file first, then what else was said.
-
-    Raises:
-        JobError: for a file that is no such thing.
-    """
-    given = dict(given)
-    config = given.pop("config", None)
-    said = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None and v != []}
-    if said.get("tile_tokens") is not None:
-        said["tile_tokens"] = as_tiles(str(said["tile_tokens"]))
-    return TrainSettings(**({} if config is None else from_yaml(config, TrainSettings)) | said)
-
-
 @app.command(cls=OnceForAll)
 @refusals
 @with_options(TrainSettings)
@@ -106,9 +60,8 @@ def train(
     Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
     """
     # By its name: newer versions of typer have a click of their own.
-    source = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in given}
-    said = {name: value for name, value in given.items() if source[name] != "DEFAULT"}
-    settings = settings_of({"config": config, **said})
+    said = {k: v for k, v in given.items() if getattr(ctx.get_parameter_source(k), "name", "") != "DEFAULT"}
+    settings = record_of(TrainSettings, ({} if config is None else from_yaml(config, TrainSettings)) | said)
     settings.check()
     from gemini.jobs.train import train as job
 

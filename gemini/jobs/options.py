@@ -6,12 +6,16 @@ The command line, a YAML file and ``check`` read the same fields, so that an opt
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError, as_job_error
+
+TILES = int | str | None
+"""The kind of an option that is a number of tokens or "auto"."""
 
 
 def opt(
@@ -81,6 +85,29 @@ def check_size(asked: str, value: str) -> None:
         raise JobError(f"{asked} {value}: {value} bytes? Say the unit: {asked} {value}GiB, or {value}B if it is meant.")
 
 
+def record_of(record: type, given: Mapping[str, Any]) -> Any:
+    """The record of the options that were given, None and an empty list standing for one that was not.
+
+    Raises:
+        JobError: for a number of tokens that is none.
+    """
+    kinds = {name: kind for name, (_, kind) in options(record).items()}
+    said = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return record(
+        **{
+            name: _tiles(spelled(name), value) if kinds.get(name) == TILES else value
+            for name, value in said.items()
+            if value is not None and value != ()
+        }
+    )
+
+
+def _tiles(asked: str, given: Any) -> int | str:
+    if given != "auto" and not (str(given).isdecimal() and int(given) >= 2):
+        raise JobError(f"{asked} must be auto or a number of tokens, 2 or more, got {str(given)!r}.")
+    return given if given == "auto" else int(given)
+
+
 def from_yaml(path: Path, record: type) -> dict[str, Any]:
     """The options that a YAML file gives, by name; ``-`` and ``_`` are the same.
 
@@ -112,7 +139,7 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
 def _as(kind: Any, value: Any) -> Any:
     """A value of YAML as a field has it."""
     text = str(kind)
-    if value is None or kind == int | str | None:
+    if value is None or kind == TILES:
         return value
     if kind is bool:
         if not isinstance(value, bool):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -30,32 +29,20 @@ from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
 
 
-def plan(
-    settings: PlanSettings,
-    console: Console,
-    *,
-    as_json: bool,
-    out: Path | None,
-    pictures: tuple[Path, ...],
-    with_alternatives: bool = False,
-) -> int:
+def plan(settings: PlanSettings, console: Console) -> int:
     """Plan, write and say it; returns the exit code, 2 if it does not fit."""
-    check_files(out, pictures)
+    check_files(settings.out, settings.picture)
     if settings.config is not None:
         from gemini.jobs.models import find_config
 
         find_config(settings.config, settings.layers)  # a name that is none is said before anything else
     machine = machine_of(settings)
-    if pictures and machine.hardware is None:
-        raise JobError(f"--picture {pictures[0]} shows a step in time, which needs the speeds of a machine: --machine.")
+    if settings.picture and machine.hardware is None:
+        raise JobError(
+            f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
+        )
     if settings.is_over_mesh:
-        if out is not None:
-            raise JobError(
-                f"--out {out} is for the plan of one model, and a mesh has one for each stage: leave it out."
-            )
-        if with_alternatives:
-            raise JobError("--alternatives are those of one GPU or of GPUs that share params: leave out the mesh.")
-        return plan_over_mesh(settings, machine, console, as_json=as_json, pictures=pictures)
+        return plan_over_mesh(settings, machine, console)
     trace = _trace_of(settings, machine)
     if settings.states == "compact" and trace.precision != "bf16":
         raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
@@ -92,15 +79,15 @@ def plan(
         whole_peak_bytes=whole_peak_bytes,
         changes=_changes(settings, machine, planned, checkpointed, fits=made is not None),
     )
-    if with_alternatives:
+    if settings.alternatives:
         asked = made is not None, None if timeline is None else timeline.tokens_per_second
         report = replace(report, alternatives=tuple(_alternatives(settings, machine, trace, asked)))
-    if as_json:
+    if settings.json:
         print(report.to_json())
     else:
         say(console, screen(report, width=min(console.width, WIDEST)))
     if made is not None:
-        write_all(out, made.to_json(), pictures, timeline, console=None if as_json else console)
+        write_all(settings, made.to_json(), timeline, console)
     return 0 if report.fits else REFUSED
 
 

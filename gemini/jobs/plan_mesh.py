@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -44,9 +43,7 @@ class Candidate(NamedTuple):
     least: float
 
 
-def plan_over_mesh(
-    settings: PlanSettings, machine: Machine, console: Console, *, as_json: bool, pictures: tuple[Path, ...]
-) -> int:
+def plan_over_mesh(settings: PlanSettings, machine: Machine, console: Console) -> int:
     """Plan and say it; returns the exit code, 2 if it does not fit."""
     if machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
@@ -54,12 +51,12 @@ def plan_over_mesh(
     with Console(stderr=True).status("playing steps over meshes"):
         found, refusal = over.best() if settings.parallel else over.as_asked()
     report = over.report(found, refusal)
-    if as_json:
+    if settings.json:
         print(report.to_json())
     else:
         say(console, screen(report, width=min(console.width, WIDEST)))
     if found:
-        write_all(None, "", pictures, found[0].slowest.timeline, console=None if as_json else console)
+        write_all(settings, "", found[0].slowest.timeline, console)
     return 0 if report.fits else REFUSED
 
 
@@ -158,7 +155,7 @@ class _OverMesh:
     def _trace(self, tp: int, cp: int) -> MemoryTrace:
         if (tp, cp) not in self._traces:
             traced = self._settings.traced(target=self._machine.target)
-            self._traces[tp, cp] = take_trace(replace(traced, tensor_parallel=tp, context_parallel=cp))
+            self._traces[tp, cp] = take_trace(replace(traced, tp=tp, cp=cp))
         return self._traces[tp, cp]
 
     def _play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:

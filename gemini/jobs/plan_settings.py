@@ -1,43 +1,90 @@
-"""What ``gemini trace`` and ``gemini plan`` were asked: frozen records, checked before anything is read or built."""
+"""The options of the commands that answer before anything is run: records, checked before a file is read or built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import check_size
+from gemini.jobs.options import check, opt, spelled
 from gemini.optim.names import RULES, rule_named
 from gemini.planning.compact import STATES, spec_for
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
 from gemini.tiers import Tier
 
-TARGETS = ("cpu", "cuda")
-ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2")
-COMPUTES = ("gpu", "cpu")
-OFFLOADS = ("auto", "no", "cpu", "nvme")
-STEP_SCHEDULES = ("overlapped", "serial")
 MOST_POSITIONS = 4096
 """What a sequence has by default at most; less where the model has fewer positions."""
 
+# Help is grouped by the questions that the options answer.
+_WHAT, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
+
+
+def _one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
+    """An option of a few words, which are in its help."""
+    return opt(default, f"{words}: {', '.join(choices)}{more}", group, choices=choices)
+
+
+# The bases of a record are named the last one first: that is the order of their fields, and so that of the help.
+
 
 @dataclass(frozen=True, kw_only=True)
-class TraceSettings:
-    """The step that is traced: the options of ``gemini trace`` under their own names."""
+class _Printed:
+    json: bool = opt(False, "Print JSON, and nothing else, on stdout.", _OUTPUT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Played:
+    """Options of a step that is played on a machine."""
+
+    machine: str | None = opt(
+        None,
+        "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`.",
+        _MACHINE,
+    )
+    schedule: str = _one_of(
+        "overlapped", "What is predicted", _MACHINE, ("overlapped", "serial"), ", which is training with overlap=False."
+    )
+    picture: tuple[Path, ...] = opt(
+        (), "Draw the predicted step: .png, .svg, .html, or .json for a trace viewer. Repeat for more.", _OUTPUT
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """Options of a step that is traced."""
 
     config: str | None = None
-    layers: int | None = None
-    batch_size: int = 1
-    seq_len: int | None = None
-    precision: str = "bf16"
-    gradient_checkpointing: bool = False
-    tile_tokens: int | str | None = None
-    lora: int | None = None
-    attn_implementation: str | None = None
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    target: str = "cuda"
+    layers: int | None = opt(None, "This many layers instead of the config's own.", _WHAT, least=1)
+    seq_len: int | None = opt(
+        None, f"Tokens in a window. (Default: the model's positions, at most {MOST_POSITIONS}.)", _STEP, least=2
+    )
+    gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _STEP)
+    tile_tokens: int | str | None = opt(
+        None,
+        "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
+        "fit otherwise. (Default: a whole micro-batch.)",
+        _STEP,
+        least=2,
+    )
+    lora: int | None = opt(None, "Train a LoRA of this rank on all linear layers; all else is frozen.", _STEP, least=1)
+    attn_implementation: str | None = _one_of(
+        None, "How attention is computed", _STEP, ("auto", "eager", "sdpa", "flash_attention_2"),
+        ". (Default: auto, what transformers chooses.)",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings(_Printed, _Step):
+    """The step that is traced: the options of ``gemini trace``."""
+
+    batch_size: int = opt(1, "Windows in a forward pass.", _STEP, least=1)
+    precision: str = _one_of("bf16", "What is computed in", _STEP, PRECISIONS)
+    tp: int = opt(1, "Slices of layers, of which this is one.", _STEP, least=1)
+    cp: int = opt(1, "Parts of sequences, of which this is one.", _STEP, least=1)
+    target: str = _one_of("cuda", "Whose workspaces count", _STEP, ("cpu", "cuda"))
+    out: Path | None = opt(None, "Write the trace to this JSON file: what --trace of `plan` takes.", _OUTPUT)
 
     def check(self) -> None:
         """Refuse what no model could make right.
@@ -45,15 +92,7 @@ class TraceSettings:
         Raises:
             JobError: naming the option, what was given and what is possible.
         """
-        at_least(1, "--layers", self.layers)
-        at_least(1, "--batch-size", self.batch_size)
-        at_least(2, "--seq-len", self.seq_len)
-        at_least(1, "--lora", self.lora)
-        at_least(1, "--tp", self.tensor_parallel)
-        at_least(1, "--cp", self.context_parallel)
-        one_of(PRECISIONS, "--precision", self.precision)
-        one_of(ATTENTIONS, "--attn-implementation", self.attn_implementation)
-        one_of(TARGETS, "--target", self.target)
+        check(self)
         if self.attn_implementation == "flash_attention_2":
             for asked, value, other in (("--precision", self.precision, "fp32"), ("--target", self.target, "cpu")):
                 if value == other:
@@ -64,39 +103,71 @@ class TraceSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    """The options of ``gemini plan`` under their own names. What describes the step to trace is None if left out."""
+class SimulateSettings(_Printed, _Played):
+    """The options of ``gemini simulate``."""
 
-    # what is trained
-    config: str | None = None
-    trace: Path | None = None
-    layers: int | None = None
-    batch_size: int | None = None
-    seq_len: int | None = None
-    precision: str | None = None
-    gradient_checkpointing: bool = False
-    tile_tokens: int | str | None = None
-    lora: int | None = None
-    attn_implementation: str | None = None
-    accumulate: int = 1
-    micro_batch: str | None = None
-    gradients: str | None = None
-    optimizer: str = "adamw"
-    states: str = "exact"
-    offload_activations: str = "auto"
+    gpus: int | None = opt(
+        None, "Divide a plan of one GPU among this many. (Default: as it was planned.)", _MACHINE, least=1
+    )
+    out: Path | None = opt(None, "Write the timeline to this JSON file.", _OUTPUT)
 
-    # on what
-    gpu: str | None = None
-    cpu: str | None = None
-    nvme: str | None = None
-    machine: str | None = None
-    gpus: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    parallel: str | None = None
-    compute: str | None = None
-    schedule: str = "overlapped"
+    def check(self) -> None:
+        """Raises: JobError: for what no plan could make right."""
+        check(self)
+
+
+def _budget(where: str, of: str) -> Any:
+    return opt(None, f"Budget {where}. (Default: 80 % of {of}.)", _MACHINE, size=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(_Printed, _Played, _Step):
+    """The options of ``gemini plan``. What describes the step to trace is None if left out."""
+
+    trace: Path | None = opt(None, "Take the step from this file of `trace --out`.", _WHAT)
+    batch_size: int | None = opt(None, "Windows in a forward pass of each GPU. (Default: 1.)", _STEP, least=1)
+    precision: str | None = _one_of(None, "What is computed in", _STEP, PRECISIONS, ". (Default: bf16.)")
+    accumulate: int = opt(1, "Batches in an optimizer step.", _STEP, least=1)
+    micro_batch: str | None = opt(
+        None,
+        "auto: keep the windows of a step (--batch-size times --accumulate), and choose how many of them go through a "
+        "forward pass at once.",
+        _STEP,
+    )
+    gradients: str | None = _one_of(
+        None, "What is kept until the update", _STEP, GRADIENTS,
+        ". (Default: retain, or accumulate with --accumulate.)",
+    )  # fmt: skip
+    optimizer: str = _one_of("adamw", "The update rule", _STEP, tuple(RULES))
+    states: str = _one_of(
+        "exact", "How optimizer states and masters are kept", _STEP, STATES, " (8 bits, 5 bytes per param in all)."
+    )
+    offload_activations: str = _one_of(
+        "auto", "Where the inputs of checkpointed blocks wait for backward", _STEP, ("auto", "no", "cpu", "nvme")
+    )
+    gpu: str | None = _budget("on each GPU, such as 24GiB", "what the machine's has")
+    cpu: str | None = _budget("in host memory, for all GPUs of a machine together", "the machine's")
+    nvme: str | None = _budget("on NVMe drives, for all GPUs of a machine together", "the machine's")
+    gpus: int = opt(1, "GPUs (or, on CPUs, processes) that share the model.", _MACHINE, least=1)
+    tp: int = opt(1, "GPUs that share each layer, in slices (tensor parallel).", _MACHINE, least=1)
+    pp: int = opt(1, "Stages of a pipeline; --accumulate says its micro-batches.", _MACHINE, least=1)
+    cp: int = opt(1, "GPUs that share each sequence, in parts (context parallel).", _MACHINE, least=1)
+    parallel: str | None = opt(
+        None,
+        "auto: the best of all meshes of --gpus for the windows of a step, and the runners-up.",
+        _MACHINE,
+        choices=("auto",),
+    )
+    compute: str | None = _one_of(
+        None, "Where forward and backward run", _MACHINE, ("gpu", "cpu"), ". (Default: gpu if there is one.)"
+    )
+    out: Path | None = opt(None, "Write the plan to this JSON file: what `simulate` takes.", _OUTPUT)
+    alternatives: bool = opt(
+        False,
+        "A table of what else the machine could do with the step: checkpointing, tiles, transient gradients, compact "
+        "states, a LoRA, twice the GPUs. Each is planned as the step is.",
+        _OUTPUT,
+    )
 
     def check(self) -> None:
         """Refuse what no model or machine could make right.
@@ -110,28 +181,16 @@ class PlanSettings:
             given = [name for name in _OF_THE_TRACE if getattr(self, name)]
             if given:
                 raise JobError(
-                    f"{option(given[0])} describes a step that is to be traced, and --trace {self.trace} brings one "
+                    f"{spelled(given[0])} describes a step that is to be traced, and --trace {self.trace} brings one "
                     "that has been: drop one of the two."
                 )
-        elif self.micro_batch is None or self.micro_batch == "auto":
-            self.traced().check()
         if self.micro_batch not in (None, "auto"):
             raise JobError(f"--micro-batch must be auto, got {self.micro_batch!r}; --batch-size says how large it is.")
-        at_least(1, "--accumulate", self.accumulate)
-        at_least(1, "--gpus", self.gpus)
-        for dim in _DIMS:
-            at_least(1, f"--{dim}", getattr(self, dim))
-        one_of(("auto",), "--parallel", self.parallel)
+        check(self)
+        if self.trace is None:
+            self.traced().check()
         if self.is_over_mesh:
             self._check_mesh()
-        one_of(GRADIENTS, "--gradients", self.gradients)
-        one_of(tuple(RULES), "--optimizer", self.optimizer)
-        one_of(STATES, "--states", self.states)
-        one_of(OFFLOADS, "--offload-activations", self.offload_activations)
-        one_of(COMPUTES, "--compute", self.compute)
-        one_of(STEP_SCHEDULES, "--schedule", self.schedule)
-        for tier in Tier:
-            self.given_bytes(tier)
         if self.gradients in ("transient", "retain") and self.accumulate > 1:
             raise JobError(
                 f"--gradients {self.gradients} has one backward per update, and --accumulate {self.accumulate} has "
@@ -160,7 +219,13 @@ class PlanSettings:
             )
         for name in ("micro_batch", "tile_tokens", "lora"):
             if getattr(self, name) is not None:
-                raise JobError(f"{asked} with {option(name)}: leave one of the two out.")
+                raise JobError(f"{asked} with {spelled(name)}: leave one of the two out.")
+        if self.out is not None:
+            raise JobError(
+                f"--out {self.out} is for the plan of one model, and a mesh has one for each stage: leave it out."
+            )
+        if self.alternatives:
+            raise JobError("--alternatives are those of one GPU or of GPUs that share params: leave out the mesh.")
         if self.gradients == "transient" and (self.parallel or self.tp > 1 or self.pp > 1):
             raise JobError(f"{asked} with --gradients transient: slices and stages keep gradients until the update.")
         if self.precision == "fp16" and (self.parallel or self.pp > 1):
@@ -192,29 +257,16 @@ class PlanSettings:
         return self.gradients or ("accumulate" if self.accumulate > 1 else "retain")
 
     def given_bytes(self, tier: Tier) -> int | None:
-        """The budget of a tier as given; None where it was left out.
-
-        Raises:
-            JobError: for what cannot be read as a size.
-        """
+        """The budget of a tier as given; None where it was left out."""
         size = getattr(self, tier.value)
-        if size is None:
-            return None
-        check_size(f"--{tier.value}", size)
-        return parse_bytes(size)
+        return None if size is None else parse_bytes(size)
 
     def traced(self, *, batch_size: int | None = None, target: str = "cuda") -> TraceSettings:
         """The step to trace, perhaps with another number of windows in it."""
         return TraceSettings(
-            config=self.config,
-            layers=self.layers,
+            **{f.name: getattr(self, f.name) for f in fields(_Step)},
             batch_size=batch_size or (1 if self.batch_size is None else self.batch_size),
-            seq_len=self.seq_len,
             precision=self.precision or "bf16",
-            gradient_checkpointing=self.gradient_checkpointing,
-            tile_tokens=self.tile_tokens,
-            lora=self.lora,
-            attn_implementation=self.attn_implementation,
             target=target,
         )
 
@@ -225,32 +277,3 @@ _OF_THE_TRACE = (
     "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "lora", "attn_implementation",
     "micro_batch",
 )  # fmt: skip
-
-
-def option(name: str) -> str:
-    """The command line's spelling of a field."""
-    assert name in {field.name for field in fields(PlanSettings)}
-    return "--" + name.replace("_", "-")
-
-
-def at_least(least: int, asked: str, value: int | None) -> None:
-    if value is not None and value < least:
-        raise JobError(f"{asked} must be at least {least}, got {value}.")
-
-
-def as_tiles(given: str | None) -> int | str | None:
-    """What ``--tile-tokens`` says: a number of tokens, "auto", or None.
-
-    Raises:
-        JobError: for anything else.
-    """
-    if given is None or given == "auto":
-        return given
-    if not given.isdecimal() or int(given) < 2:
-        raise JobError(f"--tile-tokens must be auto or a number of tokens, 2 or more, got {given!r}.")
-    return int(given)
-
-
-def one_of(choices: tuple[str, ...], asked: str, value: str | None) -> None:
-    if value is not None and value not in choices:
-        raise JobError(f"{asked} must be one of {', '.join(choices)}, got {value!r}.")

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -31,29 +32,28 @@ def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
             raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
 
 
-def write_all(
-    out: Path | None, value: str, pictures: tuple[Path, ...], timeline: Timeline | None, *, console: Console | None
-) -> None:
-    """Write ``value`` to ``out``, the pictures of ``timeline``, and what was written where to ``console``.
+def write_all(settings: Any, value: str, timeline: Timeline | None, console: Console) -> None:
+    """Write ``value`` to ``--out``, a picture of ``timeline`` to each ``--picture``, and say what was written where,
+    unless what is printed is ``--json``.
 
     Raises:
         JobError: for a file that cannot be written, or without the package that draws.
     """
     written: list[Path] = []
-    if out is not None:
-        write_file(out, value)
-        written.append(out)
-    if pictures and timeline is not None:
+    if settings.out is not None:
+        write_file(settings.out, value)
+        written.append(settings.out)
+    if settings.picture and timeline is not None:
         from gemini.pictures import draw
 
-        for path in pictures:
+        for path in settings.picture:
             try:
                 with as_job_error(asked=f"--picture {path}"):
                     draw(path, timeline)
             except ImportError as e:
                 raise JobError(f"--picture {path}: {e}") from e
             written.append(path)
-    if console is not None and written:
+    if written and not settings.json:
         say(console, [""])
         for path in written:  # never folded: a path is there to be copied
             console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)

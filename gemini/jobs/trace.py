@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,8 +55,8 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
             model_class=model_class if model is config else None,
             tile_tokens=settings.tile_tokens,
-            tensor_parallel=settings.tensor_parallel,
-            context_parallel=settings.context_parallel,
+            tensor_parallel=settings.tp,
+            context_parallel=settings.cp,
         )
     except (GeminiError, JobError, MemoryError):
         raise
@@ -107,13 +106,14 @@ def _seq_len(config: Any, asked: int | None) -> int:
     return asked
 
 
-def trace(settings: TraceSettings, console: Console, *, as_json: bool, out: Path | None) -> int:
+def trace(settings: TraceSettings, console: Console) -> int:
     """Trace, write and say it; returns the exit code."""
+    out = settings.out
     check_files(out)
     found = take_trace(settings)
     if out is not None:
         write_file(out, found.to_json())
-    if as_json:
+    if settings.json:
         print(found.to_json())
         return 0
     lines = [*str(found).splitlines(), "", *phase_lines(found), "", *module_lines(found)]

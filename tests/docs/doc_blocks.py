@@ -191,16 +191,15 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         if whole or type(e).__name__ != "MissingParameter":
             raise
         return
-    if words[0] == "train" and whole and context.params["config"] is None:
-        from gemini.cli.training import settings_of
+    if whole and not (words[0] == "train" and context.params["config"] is not None):
+        from gemini.jobs.options import record_of
+        from gemini.jobs.plan_settings import PlanSettings, SimulateSettings, TraceSettings
+        from gemini.jobs.settings import TrainSettings
 
-        settings_of({**context.params, "config": None}).check()
-    if words[0] in ("trace", "plan") and whole:
-        from gemini.jobs.plan_settings import PlanSettings, TraceSettings
-
-        settings = {"trace": TraceSettings, "plan": PlanSettings}[words[0]]
-        known = {field.name for field in fields(settings)}
-        settings(**{name: value for name, value in context.params.items() if name in known}).check()
+        records = {"trace": TraceSettings, "plan": PlanSettings, "simulate": SimulateSettings, "train": TrainSettings}
+        if record := records.get(words[0]):
+            known = {field.name for field in fields(record)}
+            record_of(record, {name: value for name, value in context.params.items() if name in known}).check()
 
 
 def _check_torchrun(words: list[str], whole: bool, page: Path) -> None:
