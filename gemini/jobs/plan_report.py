@@ -300,7 +300,9 @@ def _needs(question: Question) -> dict[str, int]:
     layout = trace.layout(ranks=question.ranks, rule=rule)
     found: dict[str, int] = {}
     for chunk in layout.chunks:
-        specs = plane_specs(trace.precision, question.gradients, rule.of(chunk.exact), trainable=chunk.trainable)
+        specs = plane_specs(
+            trace.precision, question.gradients, rule.of(chunk.exact), trainable=chunk.trainable, coded=chunk.coded
+        )
         for kind, spec in specs.items():
             found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
     return found

@@ -64,7 +64,7 @@ def cheapest_homes(
     choices: list[Choice] = []
     alike: dict[tuple[object, ...], list[Choice]] = {}  # chunks of repeated blocks differ in nothing but their index
     for i, chunk in enumerate(problem.layout.chunks):
-        form = (chunk.shape, chunk.trainable, chunk.exact, fetches[i])
+        form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
         if form not in alike:
             alike[form] = _choices(problem, i, fetches, speeds, accumulate, streaming)
         choices += [choice._replace(chunk=i) for choice in alike[form]]

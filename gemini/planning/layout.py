@@ -7,6 +7,8 @@ few alignment gaps, and a handful of sizes serves a whole model (a single chunk 
 Sizes are in elements, because a chunk has planes of several element sizes. Every param starts at a multiple of
 ``align`` elements, which is a page of 4 KiB in every plane that may be in a file (2048 where 2-byte planes are the
 smallest), so each param's part of each plane can be read and written by direct I/O, and a plane fills whole pages.
+
+Weights that are codes of a few bits have chunks of their own, whose elements are bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gemini.planning.planes import ALIGN
+from gemini.planning.planes import ALIGN, PAGE
 
 DEFAULT_MAX_CHUNK = 64 * 2**20
 """Elements above which a block is cut into several chunks (128 MiB of bf16). A larger single param is its own chunk."""
@@ -27,7 +29,7 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 @dataclass(frozen=True)
 class ParamSpec:
     """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, whether
-    it keeps exact states where others do not, and whether its chunk holds nothing else.
+    it keeps exact states where others do not, whether its chunk holds nothing else, and whether it is bytes of codes.
     """
 
     name: str
@@ -35,6 +37,7 @@ class ParamSpec:
     trainable: bool = True
     exact: bool = False
     apart: bool = False
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Part:
 class ChunkSpec:
     """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank. Params
     start at multiples of ``align``. ``exact``: its params keep exact states where those of other chunks are compact.
+    ``coded``: its elements are bytes of codes, of several weights each.
     """
 
     index: int
@@ -75,6 +79,7 @@ class ChunkSpec:
     trainable: bool
     align: int = ALIGN
     exact: bool = False
+    coded: bool = False
 
     @property
     def payload(self) -> int:
@@ -142,10 +147,10 @@ def make_layout(
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 
-    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others), at
-    a param that stands apart, or where ``max_chunk`` elements would be passed. Blocks that are larger than
-    ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a multiple of ``ranks``, and each
-    rank's shard of it a whole number of pages in every plane.
+    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others, or
+    codes and numbers), at a param that stands apart, or where ``max_chunk`` elements would be passed. Blocks that are
+    larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a multiple of
+    ``ranks``, and each rank's shard of it a whole number of pages in every plane.
 
     Raises:
         ValueError: without params, with a repeated name, or a negative number of elements.
@@ -156,17 +161,20 @@ def make_layout(
         raise ValueError("the layout was given a param name twice; pass tied params once")
     chunks: list[ChunkSpec] = []
 
+    def align_of(spec: ParamSpec) -> int:
+        return max(align, PAGE) if spec.coded else align  # a byte per element
+
     def room(spec: ParamSpec) -> int:
         """Whole pages, and one for a param without elements too, so that no chunk is empty."""
-        return page_up(max(spec.numel, 1), align)
+        return page_up(max(spec.numel, 1), align_of(spec))
 
     def close(run: list[ParamSpec]) -> None:
-        start, slots = 0, []
+        start, slots, own = 0, [], align_of(run[0])
         for spec in run:
             slots.append(Slot(spec.name, start, spec.numel))
             start += room(spec)
-        numel = page_up(start, ranks * align)
-        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, align, run[0].exact))
+        numel = page_up(start, ranks * own)
+        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, own, run[0].exact, run[0].coded))
 
     for run in _runs(params):
         total = sum(map(room, run))
@@ -190,14 +198,15 @@ def make_layout(
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
     """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns), and
-    so those with exact states (norms stand between matrices), and each that is to stand apart.
+    so those with exact states (norms stand between matrices), those that are codes, and each that is to stand apart.
     """
     runs: list[list[ParamSpec]] = []
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
-        by_kind: dict[tuple[bool, bool, str], list[ParamSpec]] = {}
+        by_kind: dict[tuple[bool, bool, bool, str], list[ParamSpec]] = {}
         for spec in stretch:
             if spec.numel < 0:
                 raise ValueError(f"param {spec.name!r} has {spec.numel} elements")
-            by_kind.setdefault((spec.trainable, spec.exact, spec.name if spec.apart else ""), []).append(spec)
+            kind = (spec.trainable, spec.exact, spec.coded, spec.name if spec.apart else "")
+            by_kind.setdefault(kind, []).append(spec)
         runs += by_kind.values()
     return runs

@@ -160,7 +160,8 @@ class Problem:
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
         chunk = self.layout.chunks[index]
-        return plane_specs(self.precision, self.gradients, self.rule.of(chunk.exact), trainable=chunk.trainable)
+        rule = self.rule.of(chunk.exact)
+        return plane_specs(self.precision, self.gradients, rule, trainable=chunk.trainable, coded=chunk.coded)
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
@@ -168,8 +169,9 @@ class Problem:
         return {kind: spec.page_bytes(numel) for kind, spec in self.plane_specs(index).items()}
 
     def window_bytes(self, index: int) -> int:
-        """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype."""
-        return self.layout.chunks[index].numel * compute_itemsize(self.precision)
+        """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype or as it is coded."""
+        chunk = self.layout.chunks[index]
+        return chunk.numel * compute_itemsize(self.precision, coded=chunk.coded)
 
     def needs_window(self, index: int, home: Tier) -> bool:
         """Whether the weights must be gathered into other memory than their home before a module can read them."""

@@ -262,9 +262,9 @@ def check_gradients(gradients: str, rule: RuleSpec) -> None:
         )
 
 
-def compute_itemsize(precision: str) -> int:
+def compute_itemsize(precision: str, *, coded: bool = False) -> int:
     """Bytes per element of the gathered weights, as forward and backward read them."""
-    return 4 if precision == "fp32" else 2
+    return 1 if coded else 4 if precision == "fp32" else 2
 
 
 def compute_dtype(precision: str) -> str:
@@ -273,11 +273,11 @@ def compute_dtype(precision: str) -> str:
 
 
 def plane_specs(
-    precision: str, gradients: str, rule: RuleSpec = ADAM, *, trainable: bool
+    precision: str, gradients: str, rule: RuleSpec = ADAM, *, trainable: bool, coded: bool = False
 ) -> dict[PlaneKind, PlaneSpec]:
-    """The form of every plane that a chunk has. Frozen chunks have weights alone, in the compute dtype."""
+    """The form of every plane that a chunk has. Frozen chunks have weights alone, in the compute dtype or as bytes."""
     narrow = compute_dtype(precision)
-    weights = "float32" if precision == "fp16" and trainable else narrow
+    weights = "uint8" if coded else "float32" if precision == "fp16" and trainable else narrow
     specs = [PlaneSpec(WEIGHTS, weights)]
     if trainable:
         specs += [PlaneSpec(RESIDUAL, rule.residual)] if precision == "bf16" else []

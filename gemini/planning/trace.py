@@ -41,14 +41,15 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class TracedParam:
-    """A param once: all its names (the first is its name), its shape, whether it is laid out as a trained one, and
-    whether its chunk holds nothing else.
+    """A param once: all its names (the first is its name), its shape, whether it is laid out as a trained one, whether
+    its chunk holds nothing else, and whether its elements are bytes of codes (two 4-bit weights in each).
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     trainable: bool = True
     apart: bool = False
+    coded: bool = False
 
     @property
     def name(self) -> str:
@@ -171,13 +172,15 @@ class MemoryTrace:
     @property
     def fingerprint(self) -> str:
         """Equal for two models exactly if their params have the same names, ties, shapes and are trained alike."""
-        described = [[list(p.names), list(p.shape), p.trainable] for p in self.params]
+        described = [[list(p.names), list(p.shape), p.trainable, *["coded"] * p.coded] for p in self.params]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
-            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart)
+            ParamSpec(
+                p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart, p.coded
+            )
             for p in self.params
         ]
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
@@ -211,7 +214,7 @@ class MemoryTrace:
             "tensor_parallel": self.tensor_parallel,
             "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
-            "params": [[list(p.names), list(p.shape), p.trainable, p.apart] for p in self.params],
+            "params": [[list(p.names), list(p.shape), p.trainable, p.apart, p.coded] for p in self.params],
             "moment_fields": list(_FIELDS),
             "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
         }  # fmt: skip
@@ -296,7 +299,8 @@ def _moment(fields: dict[str, Any]) -> Moment:
 def _said(param: TracedParam | None) -> str:
     if param is None:
         return "absent"
-    return f"{list(param.shape)}{'' if param.trainable else ' frozen'}{' apart' if param.apart else ''}"
+    how = {"frozen": not param.trainable, "apart": param.apart, "coded": param.coded}
+    return " ".join([str(list(param.shape)), *(word for word, is_so in how.items() if is_so)])
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def fetch_traffic(problem: Problem, homes: Homes, index: int) -> Traffic:
     """
     home = homes[WEIGHTS]
     wide = problem.plane_bytes(index)[WEIGHTS]
-    narrow = problem.layout.chunks[index].numel // problem.layout.ranks * compute_itemsize(problem.precision)
+    narrow = problem.window_bytes(index) // problem.layout.ranks
     moved: Traffic = Counter()
     for boundary in path(home, problem.compute):
         moved[boundary] += narrow if boundary.target is Tier.GPU else wide

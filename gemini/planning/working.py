@@ -138,10 +138,11 @@ def waiting_activations(trace: MemoryTrace) -> int:
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
     """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
-    by_param, itemsize = chunks_of_params(trace, layout), compute_itemsize(precision)
+    by_param = chunks_of_params(trace, layout)
+    num_bytes = [chunk.numel * compute_itemsize(precision, coded=chunk.coded) for chunk in layout.chunks]
     read = {*trace.read_together, *(moment.params for moment in trace.moments)}
     needs = {frozenset(by_param[index] for index in indices) for indices in read}
-    return max((sum(layout.chunks[i].numel for i in chunks) * itemsize for chunks in needs), default=0)
+    return max((sum(num_bytes[i] for i in chunks) for chunks in needs), default=0)
 
 
 def activation_bytes(trace: MemoryTrace, *, offloaded: bool) -> int:

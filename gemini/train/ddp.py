@@ -27,6 +27,7 @@ from gemini.train.adapters import refuse_unsupported
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
 from gemini.train.managed_class import managed_class
+from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.modules.reading import is_a
@@ -349,7 +350,8 @@ class GeminiDDP(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         engine = _engine(self)
-        probe = torch.empty(0, dtype=engine.store.chunks[0].flat.dtype, device=engine.store.device.torch_device)
+        dtype = COMPUTE_DTYPES[engine.config.precision]
+        probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
             return self
@@ -482,6 +484,7 @@ def manage(
                     in_compute = is_a(type(module), "BufferDict")
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
+        prepare_layers(model, engine.store.device.torch_device)
         if engine.decision.tile_tokens is not None and (tiles is None or model is not planned):
             tiles = tile_tokens(model, engine.decision.tile_tokens)
         if tiles is not None:
@@ -503,6 +506,7 @@ def manage(
             tiles.take_away()
         for module, named in buffers:
             module._buffers.update(named)
+        release_layers(model)
         engine.adoption.give_back()
         if spread is not None:
             spread.give_back()

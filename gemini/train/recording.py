@@ -49,6 +49,7 @@ class Recording:
                     tuple(handle.param.shape),
                     handle.chunk.spec.trainable,
                     is_in_stages(handle.param),
+                    handle.chunk.spec.coded,
                 )  # fmt: skip
                 for handle in engine.params.handles
             )

@@ -13,6 +13,7 @@ from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
+from gemini.train.modules.coded_layers import release_layers
 from gemini.train.params.handle import ParamHandle, ParamSet
 
 
@@ -70,6 +71,7 @@ def unmanage(model: nn.Module, what: str) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to("cpu")
+    release_layers(model)
     engine.params.forget()
     model.__class__ = model._gemini_original  # type: ignore[assignment]
     del model.__dict__["_gemini_engine"]
@@ -84,7 +86,7 @@ def _give_back(params: ParamSet, read: Callable[[ParamHandle], torch.Tensor], ch
             if handle.hook is not None:
                 handle.hook.remove()
             del param._gemini  # type: ignore[attr-defined]
-            param.__class__ = nn.Parameter
+            param.__class__ = handle.kind
             param.data = value
             handle.view = torch.empty(0, device="cpu")
         chunks[index].clear_planes()  # its home is free for the next one

@@ -22,6 +22,7 @@ import gemini.testing  # makes the stand-in known, also in processes that import
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
+from gemini.train.params.codes import is_coded
 from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import working_set
 from tests import models
@@ -106,7 +107,9 @@ def squares(model: nn.Module, seed: int) -> torch.Tensor:
 def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
     """The working set of gathered weights, and host staging of all workers: what the budgets must leave."""
     named = collect_params(model)
-    layout = make_layout([ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named])
+    layout = make_layout(
+        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad, coded=is_coded(n.param)) for n in named]
+    )
     largest = max(chunk.numel for chunk in layout.chunks)
     sets = staging_sets(Tier.CPU, precision, overlap=True)
     return working_set(model, layout, precision), sets * staging_bytes(tile_numel(largest))

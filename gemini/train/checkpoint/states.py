@@ -26,6 +26,7 @@ from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.optimizers.checks import check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, handle_of
 
 
@@ -261,7 +262,8 @@ def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors, as ``state_dict`` has them."""
+    """Names and tensors, as ``state_dict`` has them, and the scales of codes, which are nothing without them."""
+    yield from scales_in(model).items()
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

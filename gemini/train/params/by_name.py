@@ -84,9 +84,11 @@ class ByName:
         return iter(self._handles)
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master."""
+        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master. Codes are bytes
+        in any case.
+        """
         with without_transforms():
-            return self._read(handle, dtype or self.compute)
+            return self._read(handle, torch.uint8 if handle.chunk.spec.coded else dtype or self.compute)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The same of the whole param where it is a slice of one."""
@@ -145,15 +147,19 @@ class ByName:
             read_range(self._mover, handle.chunk.planes[kind], handle, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Make ``value`` (the param's shape, any float dtype) the master, exactly. A gathered copy is dropped.
+        """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
+        dropped.
 
         Every rank writes its part, so all must be given the same.
 
         Raises:
-            ValueError: if the shape is not the param's.
+            ValueError: if the shape is not the param's, and for numbers in the place of codes.
         """
         if value.shape != handle.own_shape:
             raise ValueError(f"{handle.name!r} has shape {tuple(handle.own_shape)}, was given {tuple(value.shape)}")
+        if (value.dtype is torch.uint8) is not handle.chunk.spec.coded:
+            what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
+            raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         self._await_update(handle.chunk)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value))

@@ -16,7 +16,7 @@ from torch import nn
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.params.guard import ManagedParameter, nan_of
+from gemini.train.params.guard import managed_kind, nan_of
 from gemini.train.params.handle import SET_DATA, ParamHandle, ParamSet, notes_a_write, written_to
 from gemini.train.step import StepState
 
@@ -188,7 +188,7 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
     written = []
     for handle in handles:
         param = handle.param
-        param.__class__ = nn.Parameter
+        param.__class__ = handle.kind
         if param._version != handle.version and notes_a_write(handle):
             written.append(handle)
         if handle.poisoned:
@@ -222,7 +222,7 @@ def hide(handles: list[ParamHandle]) -> Hidden:
                 param.data = handle.view
                 handle.version = param._version
                 written.append(handle)
-        param.__class__ = ManagedParameter
+        param.__class__ = managed_kind(handle.kind)
     return Hidden(written, cast)
 
 
@@ -232,7 +232,7 @@ def poison(handles: list[ParamHandle]) -> None:
         param = handle.param
         param.__class__ = nn.Parameter  # the guard would refuse the next line
         param.data = nan_of(param.dtype, param.device).expand(param.shape)
-        param.__class__ = ManagedParameter
+        param.__class__ = managed_kind(handle.kind)
         handle.poisoned = True
 
 

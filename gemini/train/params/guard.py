@@ -93,6 +93,14 @@ class ManagedParameter(nn.Parameter):
         )
 
 
+@cache
+def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
+    """The class at rest of a param that is a ``kind`` while modules compute: PEFT goes by that one's name."""
+    if kind is nn.Parameter:
+        return ManagedParameter
+    return type(kind.__name__, (ManagedParameter, kind), {"__module__": kind.__module__})
+
+
 class DetachedWeights(torch.Tensor):
     """``param.detach()`` and ``param.data`` of a managed param outside of forward: its values, read at each use.
 
@@ -162,8 +170,10 @@ def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, handles: dict
 
 @cache
 def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one value that stands for weights that are not there."""
+    """The one value that stands for weights that are not there. Bytes have no NaN: all bits are set."""
     with torch.inference_mode(False):
+        if not dtype.is_floating_point:
+            return torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
         return torch.full((), float("nan"), dtype=dtype, device=device)
 
 

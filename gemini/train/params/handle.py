@@ -51,6 +51,8 @@ class ParamHandle:
     """Its place in the planes of this rank: all of the slot in one process."""
     owner: weakref.ref[Any]
     """The model that manages it, as :func:`gemini.train.params.owner.owner_of` knows it."""
+    kind: type[nn.Parameter] = nn.Parameter
+    """What it is while modules compute: an ordinary parameter, or the class that a library has for its codes."""
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
@@ -72,7 +71,7 @@ class Adoption:
         for handle, dtype, original in self._taken:
             param = handle.param
             value = self._by_names.read(handle, torch.float32).to(dtype) if original is None else original
-            param.__class__ = nn.Parameter
+            param.__class__ = handle.kind
             param.data = value
             del param._gemini  # type: ignore[attr-defined]
             if handle.hook is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
@@ -35,6 +36,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
+from gemini.train.params.codes import kind_of
 from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.tensor_slice import TensorSlice
@@ -109,6 +111,7 @@ def build(
             slot,
             part_of(slot, spec.numel, size, rank),
             owner,
+            kind=kind_of(n.param),
             cut=(cuts or {}).get(id(n.param)),
         )
         for n in named
@@ -236,7 +239,7 @@ def _make_chunk(
         for kind, form in problem.plane_specs(spec.index).items()
     }
     weights = planes[WEIGHTS]
-    dtype = COMPUTE_DTYPES[problem.precision]
+    dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[problem.precision]
     if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)

@@ -32,6 +32,7 @@ from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
 from gemini.train.modules.reading import is_read_as_a_whole
 from gemini.train.modules.renormalized import refuse_on_ranks
+from gemini.train.params.codes import WHAT_WORKS, check_coded, is_coded, scales_in
 from gemini.train.params.handle import handle_of
 from gemini.train.params.stepper import optimizer_of
 from gemini.train.setup.structure import structural_trace
@@ -65,10 +66,12 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
             )
         if param.dtype is torch.float64:
             warn(f"param {names[0]!r} is float64: its master will be float32")
+        elif is_coded(param):
+            check_coded(names[0], param)
         elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"param {names[0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
-                "params (integer, quantized and complex ones are not supported): register it as a buffer"
+                "params (integer and complex ones are not supported): register it as a buffer. Or " + WHAT_WORKS
             )
         if param.is_meta:
             raise ValueError(
@@ -165,7 +168,7 @@ def prepare(
         return
     experts = cuts if cuts and ranks.experts is not None else ()
     tensors = {name: param.data for name, param in model.named_parameters() if id(param) not in experts}
-    ranks.take_from_first({**tensors, **dict(model.named_buffers())})
+    ranks.take_from_first({**tensors, **dict(model.named_buffers()), **scales_in(model)})
     if experts:
         own = {name: param.data for name, param in model.named_parameters() if id(param) in experts}
         ranks.take_from_first(own, of_shards=True)

@@ -14,6 +14,7 @@ from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
 from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
+from gemini.train.params.codes import is_coded, scales_in
 from gemini.train.params.handle import is_in_stages
 
 
@@ -29,14 +30,17 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
     """The params of a trace of ``model``, trained or frozen as its layout has them."""
     adapters = adapter_params(model)
     return tuple(
-        TracedParam(names, tuple(param.shape), param.requires_grad or id(param) in adapters, is_in_stages(param))
+        TracedParam(
+            names, tuple(param.shape), param.requires_grad or id(param) in adapters, is_in_stages(param),
+            is_coded(param),
+        )  # fmt: skip
         for param, names in distinct_params(model)
     )
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """Bytes of all buffers, those that share memory once."""
-    dense = [b for b in model.buffers() if b.layout is torch.strided]
+    """Bytes of all buffers and of the scales of codes, those that share memory once."""
+    dense = [b for b in (*model.buffers(), *scales_in(model).values()) if b.layout is torch.strided]
     storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return sum(storages.values())
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemini.train.params.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.params.handle import handle_of
 
 
@@ -74,10 +75,16 @@ def _check_param(name: str, param: torch.Tensor) -> None:
             f"param {name!r} is a DTensor: fully_shard or a parallel style has divided it already, and GeminiDDP "
             "divides params itself. Wrap the bare model (GeminiDDP(model, config, mesh=...) says over which ranks)"
         )
-    if is_traceable_wrapper_subclass(param) or not _is_ordinary(type(param)):
+    if is_of_library(type(param), "Int8Params"):
+        raise TypeError(
+            f"param {name!r} is of 8 bits (bitsandbytes' Linear8bitLt, load_in_8bit=True), whose codes its layers keep "
+            f"in places of their own: {WHAT_WORKS}"
+        )
+    if is_traceable_wrapper_subclass(param) or not (is_coded(param) or _is_ordinary(type(param))):
         raise TypeError(
             f"param {name!r} is a {type(param).__name__}, a tensor with a behaviour of its own, which it would lose: "
-            "GeminiDDP manages ordinary params (nn.Parameter). Turn it into one (dequantize it), or make it a buffer"
+            "GeminiDDP manages ordinary params (nn.Parameter). Turn it into one (dequantize it), or make it a buffer; "
+            + WHAT_WORKS
         )
     if param.is_inference():
         raise ValueError(

@@ -1,0 +1,87 @@
+"""Weights of 4 bits: params whose elements are bytes of codes, and the scales that make numbers of them.
+
+bitsandbytes keeps such a weight as a ``Params4bit``: uint8 codes, two weights in each, and beside them a
+``quant_state`` with one fp32 scale for each block of 64 weights (QLoRA, https://arxiv.org/abs/2305.14314, section 3;
+its double quantization keeps a byte for each, and an fp32 one for 256 of those). Codes are frozen params in chunks of
+bytes; scales stay on the device, as buffers do. Told by names: the library is never imported here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+WHAT_WORKS = (
+    "of quantized weights GeminiDDP manages those of bitsandbytes in 4 bits: "
+    "BitsAndBytesConfig(load_in_4bit=True), frozen, with adapters beside them (QLoRA)"
+)
+
+
+def is_of_library(kind: type, name: str) -> bool:
+    """Whether a class is, or comes from, that of bitsandbytes with this name."""
+    return any(c.__name__ == name and c.__module__.startswith("bitsandbytes.") for c in kind.__mro__)
+
+
+def is_coded(param: torch.Tensor) -> bool:
+    """Whether a param holds 4-bit codes."""
+    return is_of_library(type(param), "Params4bit")
+
+
+def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
+    """The class of a param while modules compute."""
+    return type(param) if is_coded(param) else nn.Parameter
+
+
+def check_coded(name: str, param: Any) -> None:
+    """Refuse codes that are not, or cannot be kept as, bytes in chunks.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    state = getattr(param, "quant_state", None)
+    if not param.bnb_quantized or state is None:
+        raise ValueError(
+            f"param {name!r} is not quantized yet: bitsandbytes does it when the model is brought to a device. Call "
+            'model.to("cpu") or model.to("cuda") before GeminiDDP(model)'
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            f"param {name!r} was packed for inference on this processor by an evaluation before: wrap the model before "
+            "it is evaluated, or load it again"
+        )
+    if param.dtype is not torch.uint8:
+        raise ValueError(
+            f"param {name!r} keeps its codes as {param.dtype} (bnb_4bit_quant_storage), which is for FSDP: GeminiDDP "
+            "divides bytes. Leave bnb_4bit_quant_storage out (torch.uint8)"
+        )
+
+
+def scales_in(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that belong to codes, by names under those of the params: they are the model's own, to be written in
+    place.
+    """
+    return {
+        f"{name}.{key}": tensor
+        for name, param in model.named_parameters()
+        if is_coded(param)
+        for key, tensor in _tensors_of(param.quant_state, "")  # type: ignore[attr-defined]
+    }
+
+
+def _tensors_of(state: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
+    found: list[tuple[str, torch.Tensor]] = []
+    for key, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            found.append((prefix + key, value))
+        elif key == "state2" and value is not None:
+            found += _tensors_of(value, f"{prefix}{key}.")
+    return found
+
+
+def move_scales(model: nn.Module, device: torch.device | str) -> None:
+    """Bring the scales of all codes to where they are read."""
+    for param in model.parameters():
+        if is_coded(param):
+            param.quant_state.to(device)  # type: ignore[attr-defined]
