@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gemini.errors import human_bytes
-from gemini.jobs.plan_report import held_by
 from gemini.planning.plan import Plan
 from gemini.planning.traffic import by_name
 
@@ -29,8 +28,8 @@ def plan_lines(plan: Plan | None) -> list[str]:
     if plan is None:
         return []
     tiers = [
-        f"  {tier}: {', '.join(f'{what} {human_bytes(n)}' for what, n in held.items())}"
-        for tier, held in held_by(plan).items()
+        f"  {tier.value}: {', '.join(f'{what} {human_bytes(n)}' for what, n in held.items())}"
+        for tier, held in plan.held.items()
         if held
     ]
     moved = ", ".join(f"{name} {human_bytes(n)}" for name, n in by_name(plan.traffic).items() if n)

@@ -16,7 +16,7 @@ from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_alternatives import Alternative, alternatives
 from gemini.jobs.plan_machine import Machine, machine_of
 from gemini.jobs.plan_mesh import plan_over_mesh
-from gemini.jobs.plan_report import Question, report_of
+from gemini.jobs.plan_report import report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
 from gemini.jobs.step_files import WIDEST, check_files, say, stdout_closed_to_others, write_all
@@ -57,20 +57,10 @@ def plan(settings: PlanSettings, console: Console) -> int:
         timeline = play(made)
         tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
     checkpointed = _checkpointed(settings, machine)
-    question = Question(
-        trace=planned,
-        accumulate=settings.accumulate,
-        gradients=settings.kept_gradients,
-        rule=settings.rule_in(trace.precision),
-        ranks=machine.ranks,
-        compute=machine.compute,
-        machine=None if machine.hardware is None else machine.hardware.name,
-        budgets=machine.budgets_of_rank,
-        origins=machine.origins,
-        schedule=settings.schedule,
-    )
     report = report_of(
-        question,
+        settings,
+        machine,
+        planned,
         made,
         timeline,
         tokens_when_free=tokens_when_free,

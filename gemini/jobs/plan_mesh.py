@@ -12,7 +12,7 @@ import gemini
 from gemini.errors import BudgetExceeded, GeminiError
 from gemini.jobs.errors import REFUSED, JobError
 from gemini.jobs.plan_machine import Machine
-from gemini.jobs.plan_report import MeshReport, PlanReport, Question, RunnerUp, StageReport, held_by, report_of
+from gemini.jobs.plan_report import MeshReport, PlanReport, RunnerUp, StageReport, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
 from gemini.jobs.step_files import WIDEST, say, stdout_closed_to_others, write_all
@@ -184,24 +184,12 @@ class _OverMesh:
     # ---- what is said --------------------------------------------------------------------------------------------
 
     def report(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> PlanReport:
-        settings, machine = self._settings, self._machine
+        settings = self._settings
         best = found[0] if found else None
         plan = None if best is None else best.slowest.plan
         trace = next(iter(self._traces.values())) if plan is None else plan.trace
-        question = Question(
-            trace=trace,
-            accumulate=settings.accumulate if plan is None else plan.accumulate,
-            gradients=settings.kept_gradients if plan is None else plan.problem.gradients,
-            rule=settings.rule_in(trace.precision),
-            ranks=settings.gpus if best is None else best.sizes.shards,
-            compute=machine.compute,
-            machine=self._hardware.name,
-            budgets=machine.budgets_of_rank,
-            origins=machine.origins,
-            schedule=settings.schedule,
-        )
         timeline = None if best is None else best.slowest.timeline
-        report = report_of(question, plan, timeline, refusal=refusal)
+        report = report_of(settings, self._machine, trace, plan, timeline, refusal=refusal)
         step = report.step
         if best is not None and step is not None:
             waited = {**step.waited, "other stages": best.bubble} if best.bubble else step.waited
@@ -227,7 +215,7 @@ class _OverMesh:
         stages = tuple(
             StageReport(
                 *stage.blocks, stage.plan.trace.num_params,
-                {tier: sum(held.values()) for tier, held in held_by(stage.plan).items()},
+                {tier.value: n for tier, n in stage.plan.bytes_per_tier.items()},
                 stage.timeline.step_seconds,
             )
             for stage in best.stages

@@ -1,16 +1,22 @@
-"""What ``gemini plan`` answers, as plain values: the screen prints them and ``--json`` writes them."""
+"""What ``gemini plan`` answers, as plain values: the screen prints them and ``--json`` writes them.
+
+What each field is, the reference of the command line says (docs/reference/cli.md).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from gemini.errors import BudgetExceeded
 from gemini.jobs.plan_alternatives import Alternative
+from gemini.jobs.plan_machine import Machine
+from gemini.jobs.plan_settings import PlanSettings
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
-from gemini.planning.planes import ADAM, GRADS, RuleSpec, plane_specs
+from gemini.planning.planes import GRADS, RuleSpec, plane_specs
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.traffic import by_name
@@ -20,54 +26,8 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class Question:
-    """What was asked: a step, on what.
-
-    Attributes:
-        trace: of one micro-batch on one rank.
-        accumulate: micro-batches of an optimizer step.
-        gradients: what is kept between backward and update.
-        ranks: GPUs (or, without, processes) that share the model.
-        compute: where forward and backward run.
-        machine: its name; None where only sizes were given.
-        budgets: bytes per tier of one rank.
-        origins: where each budget comes from, in words.
-        schedule: "overlapped" or "serial".
-        rule: the planes of the update rule, as its states are kept.
-    """
-
-    trace: MemoryTrace
-    accumulate: int
-    gradients: str
-    ranks: int
-    compute: Tier
-    machine: str | None
-    budgets: Mapping[Tier, int]
-    origins: Mapping[Tier, str]
-    schedule: str = "overlapped"
-    rule: RuleSpec = ADAM
-
-    @property
-    def tokens(self) -> int:
-        """Positions that one optimizer step works on, on all ranks."""
-        return self.trace.tokens * self.accumulate * self.ranks
-
-
-@dataclass(frozen=True)
 class Activations:
-    """Bytes beside params and states, of one micro-batch on one rank.
-
-    Attributes:
-        peak_bytes: the most at once.
-        peak_module: the module that computes then, "" for the model itself.
-        peak_phase: what the model does then.
-        checkpoint_bytes: inputs of checkpointed blocks that wait for backward, the most at once.
-        buffer_bytes: the model's buffers.
-        checkpointed_peak_bytes: what ``peak_bytes`` would be with gradient checkpointing; None if that was not asked.
-        whole_peak_bytes: what ``peak_bytes`` would be without tiles of tokens, which the planner chose to have; None if
-            it did not choose them.
-        offloaded_to: where the inputs of checkpointed blocks wait for backward; None for where they are.
-    """
+    """Bytes beside params and states, of one micro-batch on one rank."""
 
     peak_bytes: int
     peak_module: str
@@ -81,17 +41,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class StepReport:
-    """How long a step takes, as predicted.
-
-    Attributes:
-        seconds: of a step.
-        tokens_per_second: on all ranks.
-        flops_per_second: of one rank.
-        busy: seconds that each track works, the longest first: what bounds the step comes first.
-        waited: seconds that computing waits, by cause.
-        break_even: tokens per step from which on offload is free, with a larger micro-batch; None if there is none.
-        break_even_accumulating: the same with more micro-batches of this size; None also where it was not asked.
-    """
+    """How long a step takes, as predicted."""
 
     schedule: str
     seconds: float
@@ -105,14 +55,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """One rank of a stage of a pipeline.
-
-    Attributes:
-        first_block, stop_block: its blocks, and the one after the last.
-        num_params: of this rank, in slices.
-        held: bytes of each tier.
-        seconds: of its step, without waiting for other stages.
-    """
+    """One rank of a stage of a pipeline: its blocks up to ``stop_block``, which is none of them."""
 
     first_block: int
     stop_block: int
@@ -134,18 +77,7 @@ class RunnerUp:
 
 @dataclass(frozen=True)
 class MeshReport:
-    """A step over a mesh.
-
-    Attributes:
-        mesh: the sizes of its dims, in words; of one that does not fit, the first that was tried.
-        num_params: of the whole model.
-        order: in which stages take micro-batches: "1f1b", "bfs" (breadth first), or "" without stages.
-        stages: one rank of each; empty without stages.
-        bubble: seconds in which the slowest stage has nothing to compute.
-        sent: bytes that a rank sends in a step, by what for: inside its machine, and to others.
-        runners_up: of ``--parallel auto``, the quickest first.
-        chosen: whether the mesh was found by ``--parallel auto``.
-    """
+    """A step over a mesh; of one that does not fit, ``mesh`` is the first that was tried."""
 
     mesh: str
     ranks: int
@@ -161,21 +93,7 @@ class MeshReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The answer.
-
-    Attributes:
-        optimizer: the name of the update rule, and of how its states are kept.
-        needs: bytes per kind of content, of one rank, wherever they live.
-        refusal: why it does not fit; None if it does.
-        held: bytes that each tier holds at most, by kind of plane and of working memory; empty where it does not fit.
-        update: params whose update runs on a tier.
-        streamed: those of them on the GPU whose states come from host memory and go back there.
-        moved: bytes over each boundary in a step of one rank.
-        changes: what to change, the cheapest first.
-        alternatives: what else the machine could do with this step; empty where that was not asked.
-        mesh: of a step over one: then all else but the batch, the tokens and the time of the step is of a rank of its
-            slowest stage.
-    """
+    """The answer. Over a mesh, all but the batch, the tokens and the time is of a rank of the slowest stage."""
 
     model: str
     num_params: int
@@ -211,12 +129,14 @@ class PlanReport:
         return self.refusal is None
 
     def to_json(self) -> str:
-        """One JSON object; its fields are described in the reference of the command line."""
+        """One JSON object."""
         return json.dumps({"gemini": "plan report", "version": VERSION, "fits": self.fits, **asdict(self)}, indent=1)
 
 
 def report_of(
-    question: Question,
+    settings: PlanSettings,
+    machine: Machine,
+    trace: MemoryTrace,
     plan: Plan | None,
     timeline: Timeline | None = None,
     *,
@@ -226,35 +146,37 @@ def report_of(
     whole_peak_bytes: int | None = None,
     changes: tuple[str, ...] = (),
 ) -> PlanReport:
-    """The answer to ``question``: a plan, with its time if the speeds of the machine are known, or a refusal.
+    """The answer to what was asked: a plan, with its time if the speeds of the machine are known, or a refusal.
 
-    ``checkpointed`` is the same step with gradient checkpointing, ``tokens_when_free`` a break-even that was played.
+    ``trace`` is one micro-batch on one rank, ``checkpointed`` the same step with gradient checkpointing,
+    ``tokens_when_free`` a break-even that was played.
     """
-    trace = question.trace
-    needs = _needs(question)
-    trained = sum(p.numel for p in trace.params if p.trainable)
-    states = sum(n for kind, n in needs.items() if kind not in GRADS) * question.ranks
-    held, update = ({}, {}) if plan is None else (held_by(plan), _updates(plan))
+    rule = settings.rule_in(trace.precision)
+    ranks, accumulate, gradients = machine.ranks, settings.accumulate, settings.kept_gradients
+    if plan is not None:
+        ranks, accumulate, gradients = plan.layout.ranks, plan.accumulate, plan.problem.gradients
+    needs = _needs(trace, rule, gradients, ranks)
+    states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
     return PlanReport(
         model=trace.model,
         num_params=trace.num_params,
-        num_trained=trained,
+        num_trained=sum(p.numel for p in trace.params if p.trainable),
         precision=trace.precision,
-        gradients=question.gradients,
+        gradients=gradients,
         checkpointing=trace.checkpointing,
         tile_tokens=trace.tile_tokens,
         batch=dict(trace.batch),
-        tokens=question.tokens,
-        accumulate=question.accumulate,
-        ranks=question.ranks,
-        compute=question.compute.value,
-        machine=question.machine,
-        optimizer=question.rule.name,
+        tokens=trace.tokens * accumulate * ranks,
+        accumulate=accumulate,
+        ranks=ranks,
+        compute=machine.compute.value,
+        machine=None if machine.hardware is None else machine.hardware.name,
+        optimizer=rule.name,
         bytes_per_param=plan.bytes_per_param if plan is not None else states / max(1, trace.num_params),
         needs=needs,
-        budgets={tier.value: n for tier, n in question.budgets.items()},
-        origins={tier.value: words for tier, words in question.origins.items()},
+        budgets=_by_name(machine.budgets_of_rank),
+        origins=_by_name(machine.origins),
         activations=Activations(
             trace.peak_bytes,
             top.module if top else "",
@@ -266,13 +188,17 @@ def report_of(
             whole_peak_bytes,
         ),
         refusal=None if refusal is None else str(refusal),
-        held=held,
-        update=update,
+        held={} if plan is None else _by_name(plan.held),
+        update={} if plan is None else _updates(plan),
         streamed=0 if plan is None else sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
         moved={} if plan is None else by_name(plan.traffic),
-        step=None if timeline is None else _step(timeline, question.schedule, tokens_when_free),
+        step=None if timeline is None else _step(timeline, settings.schedule, tokens_when_free),
         changes=changes,
     )
+
+
+def _by_name(of: Mapping[Tier, Any]) -> dict[str, Any]:
+    return {tier.value: value for tier, value in of.items()}
 
 
 def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> StepReport:
@@ -294,54 +220,17 @@ def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> St
 COMPUTE = Track.COMPUTE.value
 
 
-def _needs(question: Question) -> dict[str, int]:
+def _needs(trace: MemoryTrace, rule: RuleSpec, gradients: str, ranks: int) -> dict[str, int]:
     """Bytes of each kind of plane on one rank, all chunks together."""
-    trace, rule = question.trace, question.rule
-    layout = trace.layout(ranks=question.ranks, rule=rule)
+    layout = trace.layout(ranks=ranks, rule=rule)
     found: dict[str, int] = {}
     for chunk in layout.chunks:
         specs = plane_specs(
-            trace.precision, question.gradients, rule.of(chunk.exact), trainable=chunk.trainable, coded=chunk.coded
+            trace.precision, gradients, rule.of(chunk.exact), trainable=chunk.trainable, coded=chunk.coded
         )
         for kind, spec in specs.items():
             found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
     return found
-
-
-def held_by(plan: Plan) -> dict[str, dict[str, int]]:
-    """What each tier holds at most: planes, then what is spoken for besides."""
-    problem = plan.problem
-    held: dict[str, dict[str, int]] = {tier.value: {} for tier in Tier if tier in problem.budgets}
-    for index, homes in enumerate(plan.placement.homes):
-        for kind, num_bytes in problem.plane_bytes(index).items():
-            at = held[homes[kind].value]
-            at[kind] = at.get(kind, 0) + num_bytes
-    spoken_for = problem.demands(plan.placement)
-    compute, host = held[problem.compute.value], held[Tier.CPU.value]
-    rest = dict(spoken_for)
-    named: tuple[tuple[Tier, dict[str, int], str, int], ...] = (
-        (problem.compute, compute, "context", problem.beside),
-        (problem.compute, compute, "activations", problem.activations),
-        (problem.compute, compute, "gathered weights", problem.working_set),
-        (problem.compute, compute, "whole gradients", problem.in_flight),
-        (problem.compute, compute, "staging", problem.device_staging if plan.placement.streamed else 0),
-        (Tier.CPU, host, "staging", problem.staging),
-        (Tier.CPU, host, "exchange", problem.exchange),
-        (Tier.CPU, host, "factors", problem.factors),
-        (Tier.CPU, host, "temporaries", problem.temporaries),
-    )
-    if problem.offload_to is not None:
-        named += ((problem.offload_to, held[problem.offload_to.value], "saved activations", problem.offloaded),)
-    for tier, at, what, num_bytes in named:
-        if num_bytes and rest.get(tier, 0) >= num_bytes:
-            at[what] = num_bytes
-            rest[tier] -= num_bytes
-    if problem.durable:
-        held[Tier.NVME.value]["spare slots"] = problem.spare_slots(plan.placement)
-    for tier, num_bytes in rest.items():
-        if num_bytes:
-            held[tier.value]["other"] = num_bytes
-    return held
 
 
 def _updates(plan: Plan) -> dict[str, int]:

@@ -10,6 +10,7 @@ from gemini.errors import human_bytes
 from gemini.jobs.plan_report import COMPUTE, PlanReport, StepReport
 from gemini.planning.break_even import TOLERANCE
 from gemini.planning.planes import ADAM
+from gemini.planning.timeline import human_seconds
 
 _LABEL = 17
 """Columns of what a line is about."""
@@ -270,16 +271,6 @@ def _about(tokens: int) -> str:
 
 def _percent(part: float, whole: float) -> str:
     return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}" if whole else "0%"
-
-
-def human_seconds(seconds: float) -> str:
-    """Seconds in the unit a person would choose."""
-    if seconds >= 99.5:
-        return f"{seconds:,.0f} s"
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def human_rate(rate: float) -> str:

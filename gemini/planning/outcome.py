@@ -140,12 +140,7 @@ def _nonzero(holders: dict[str, int]) -> dict[str, int]:
 def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     """What is there all the time: planes, staging, buffers, scratch between ranks."""
     plan = graph.work.plan
-    problem = plan.problem
-    held: dict[Tier, dict[str, int]] = {tier: {} for tier in problem.budgets}
-    for index, homes in enumerate(plan.placement.homes):
-        for kind, num_bytes in problem.plane_bytes(index).items():
-            holders = held.setdefault(homes[kind], {})
-            holders[kind] = holders.get(kind, 0) + num_bytes
+    problem, held = plan.problem, plan.planes_held
     if problem.compute is Tier.GPU:
         held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
     held[problem.compute]["gradients in flight"] = problem.in_flight

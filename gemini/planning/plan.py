@@ -73,6 +73,44 @@ class Plan:
         return bytes_per_tier(self.problem, self.placement)
 
     @property
+    def planes_held(self) -> dict[Tier, dict[str, int]]:
+        """By tier, the bytes of each kind of plane."""
+        held: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier if tier in self.problem.budgets}
+        for index, homes in enumerate(self.placement.homes):
+            for kind, num_bytes in self.problem.plane_bytes(index).items():
+                at = held.setdefault(homes[kind], {})
+                at[kind] = at.get(kind, 0) + num_bytes
+        return held
+
+    @property
+    def held(self) -> dict[Tier, dict[str, int]]:
+        """By tier, what ``bytes_per_tier`` is made of: planes, then what is spoken for besides."""
+        problem, held = self.problem, self.planes_held
+        rest = dict(problem.demands(self.placement))
+        beside: list[tuple[Tier | None, str, int]] = [
+            (problem.compute, "context", problem.beside),
+            (problem.compute, "activations", problem.activations),
+            (problem.compute, "gathered weights", problem.working_set),
+            (problem.compute, "whole gradients", problem.in_flight),
+            (problem.compute, "staging", problem.device_staging if self.placement.streamed else 0),
+            (Tier.CPU, "staging", problem.staging),
+            (Tier.CPU, "exchange", problem.exchange),
+            (Tier.CPU, "factors", problem.factors),
+            (Tier.CPU, "temporaries", problem.temporaries),
+            (problem.offload_to, "saved activations", problem.offloaded),
+        ]
+        for tier, what, num_bytes in beside:
+            if tier is not None and num_bytes and rest.get(tier, 0) >= num_bytes:
+                held[tier][what] = num_bytes
+                rest[tier] -= num_bytes
+        if problem.durable:
+            held[Tier.NVME]["spare slots"] = problem.spare_slots(self.placement)
+        for tier, num_bytes in rest.items():
+            if num_bytes:
+                held[tier]["other"] = num_bytes
+        return held
+
+    @property
     def bytes_per_param(self) -> float:
         """Persistent bytes (weights, residual, moments) per trained param."""
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
@@ -183,19 +221,11 @@ class Plan:
                 )
 
     def __str__(self) -> str:
-        """Who lives where: bytes of each kind of plane in each tier, against the budgets."""
-        kinds: dict[Tier, dict[str, int]] = {tier: {} for tier in self.problem.budgets}
-        for index, homes in enumerate(self.placement.homes):
-            for kind, num_bytes in self.problem.plane_bytes(index).items():
-                at = kinds[homes[kind]]
-                at[kind] = at.get(kind, 0) + num_bytes
+        """Who lives where: what each tier holds, against the budgets."""
+        held = self.held
         lines = [f"{self.trace.model}, {self.trace.num_params:,} params: {self.bytes_per_param:.2f} bytes each"]
         for tier, used in self.bytes_per_tier.items():
-            listed = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in kinds.get(tier, {}).items())
-            spare = self.problem.spare_slots(self.placement) if tier is Tier.NVME else 0
-            listed += f"{', ' if listed and spare else ''}{'spare slots ' + human_bytes(spare) if spare else ''}"
-            rest = used - sum(kinds.get(tier, {}).values()) - spare
-            listed += f"{', ' if listed and rest else ''}{'working memory ' + human_bytes(rest) if rest else ''}"
+            listed = ", ".join(f"{what} {human_bytes(n)}" for what, n in held.get(tier, {}).items())
             lines.append(
                 f"{tier.value:<5}{human_bytes(used):>11} of {human_bytes(self.problem.budgets[tier]):>10}  "
                 f"{listed or 'nothing'}"

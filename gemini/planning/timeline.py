@@ -173,7 +173,9 @@ class Timeline:
 
 def human_seconds(seconds: float) -> str:
     """Seconds in the unit a person would choose: ``human_seconds(0.0125) == "12.5 ms"``."""
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+    if seconds >= 99.5:
+        return f"{seconds:,.0f} s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
         if seconds >= factor:
             return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
