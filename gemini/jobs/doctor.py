@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -25,7 +27,6 @@ from gemini.memory.system import memory_limit
 from gemini.ranks import launch
 
 _PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
-_ISA_FLAGS = ("avx2", "avx512f", "avx512bw", "avx512_bf16", "amx_bf16")
 
 
 def doctor(
@@ -100,11 +101,8 @@ def _version(name: str) -> str | None:
 
 
 def _cpu() -> Iterator[str]:
-    name, flags = _cpu_info()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield f"{name or platform.processor() or 'unknown'}, {usable} of {os.cpu_count()} cores may be used"
-    if flags:
-        yield f"instruction sets: {', '.join(flag for flag in _ISA_FLAGS if flag in flags) or 'none beyond the base'}"
+    yield f"{_cpu_name()}, {usable} of {os.cpu_count()} cores may be used"
     yield f"torch uses {torch.backends.cpu.get_cpu_capability()} and {torch.get_num_threads()} threads"
 
 
@@ -112,21 +110,19 @@ def _name() -> str:
     """Of the machine, as its description is called: its GPUs and processor."""
     from gemini import kernels
 
-    cpu = _cpu_info()[0] or platform.processor() or platform.machine()
+    cpu = _cpu_name()
     if not torch.cuda.is_available():
         return f"{cpu}, {kernels.get_num_threads()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {cpu}"
 
 
-def _cpu_info() -> tuple[str, set[str]]:
-    """Model name and flags as Linux lists them; empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "", set()
-    fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    return fields.get("model name", ""), set(fields.get("flags", "").split())
+def _cpu_name() -> str:
+    """As Linux has it, or what Python knows."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _kernels() -> Iterator[str]:
@@ -148,24 +144,16 @@ def _gpus() -> Iterator[str]:
         yield f"torch {torch.__version__} is built without CUDA: training runs on the CPU"
     elif not torch.cuda.is_available():
         yield f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no usable GPU"
+    query = "--query-gpu=index,name,memory.free,memory.total,driver_version"
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception as e:  # no package, no driver, no permission: each is an answer
+        asked = ["nvidia-smi", query, "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError) as e:  # no driver, no permission: each is an answer
         yield f"none found ({e})"
         return
-    try:
-        yield f"driver {_text(pynvml.nvmlSystemGetDriverVersion())}"
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-            name = _text(pynvml.nvmlDeviceGetName(handle))
-            yield f"{index}: {name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}"
-    except pynvml.NVMLError as e:
-        yield f"the driver does not say more: {e}"
-    finally:
-        pynvml.nvmlShutdown()
+    for line in said.splitlines():
+        index, name, free, total, driver = line.split(", ")
+        yield f"{index}: {name}, {free} free of {total}, driver {driver}"
 
 
 def _processes() -> Iterator[str]:
@@ -177,11 +165,6 @@ def _processes() -> Iterator[str]:
     several = "`torchrun --nproc-per-node N -m gemini train ...` starts several"
     num_here, num = launch.local_size(), launch.num_processes()
     yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
-
-
-def _text(value: str | bytes) -> str:
-    """Older NVML bindings answer in bytes."""
-    return value.decode() if isinstance(value, bytes) else value
 
 
 def _nvme(path: Path) -> tuple[bool, list[str]]:

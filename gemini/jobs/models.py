@@ -6,7 +6,6 @@ at hand are read, and no code that comes with a model is run (pickled weights ar
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
 from collections.abc import Callable
@@ -232,23 +231,12 @@ def _config_file(path: Path, asked: str) -> Path:
 
 def _read_config(path: Path, asked: str) -> Any:
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as e:
-        raise JobError(f"{asked}: the config cannot be read: {e.strerror or e}.") from e
-    except ValueError as e:
-        raise JobError(f"{asked}: this is not a JSON file ({e}). Give a Hugging Face config.json.") from e
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
-        raise JobError(f'{asked}: this is JSON, but no Hugging Face config: it has no "model_type" to go by.')
-    model_type = values["model_type"]
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise JobError(
-            f"{asked}: transformers {transformers.__version__} does not know the model type {model_type!r}. "
-            "Models that bring their own code are not supported."
-        )
-    try:
-        return transformers.CONFIG_MAPPING[model_type].from_dict(values)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as e:
-        raise JobError(f"{asked}: transformers refuses this {model_type} config: {first_line(e)}") from e
+        raise JobError(
+            f"{asked}: transformers {transformers.__version__} refuses this config (code that comes with a model is "
+            f"not run): {first_line(e)}"
+        ) from e
 
 
 def _set_layers(config: Any, layers: int) -> None:
@@ -265,5 +253,5 @@ def _set_layers(config: Any, layers: int) -> None:
 
 def first_line(error: Exception) -> str:
     """What an error says, without the pages some libraries add."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in str(error).strip().partition("\n\n")[0].splitlines()]
     return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__

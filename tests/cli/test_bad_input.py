@@ -76,13 +76,13 @@ def test_unknown_preset_and_device(gemini_command: Gemini, tmp_path: Path, text:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("not json {", "this is not a JSON file"),
-        ("\xff\xfe", "this is not a JSON file"),
-        ("[1, 2]", 'no Hugging Face config: it has no "model_type"'),
-        ('{"hidden_size": 4}', 'no Hugging Face config: it has no "model_type"'),
-        ('{"model_type": "abacus"}', "does not know the model type 'abacus'"),
+        ("not json {", "is not a valid JSON file"),
+        ("\xff\xfe", "is not a valid JSON file"),
+        ("[1, 2]", "Should have a `model_type` key"),
+        ('{"hidden_size": 4}', "Should have a `model_type` key"),
+        ('{"model_type": "abacus"}', "model type `abacus` but Transformers does not recognize"),
         ('{"model_type": "t5"}', "transformers has no causal language model for"),
-        ('{"model_type": "gpt2", "n_layer": "two"}', "transformers refuses this gpt2 config: Strict"),
+        ('{"model_type": "gpt2", "n_layer": "two"}', "(code that comes with a model is not run): StrictDataclass"),
     ],
 )
 def test_a_config_file_that_is_not_one(
