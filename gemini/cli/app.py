@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
@@ -119,3 +120,8 @@ def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., i
         return command
 
     return decorate
+
+
+def console() -> Console:
+    """What jobs print on: text as it is, colours on a terminal alone."""
+    return Console(markup=False, highlight=False, soft_wrap=True)

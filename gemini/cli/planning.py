@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from gemini.cli.app import OnceForAll, app, refusals, with_options
+from gemini.cli.app import OnceForAll, app, console, refusals, with_options
 from gemini.jobs.options import record_of
 from gemini.jobs.plan_settings import PlanSettings, SimulateSettings, TraceSettings
 
@@ -24,7 +23,7 @@ def trace(config: Annotated[str, typer.Argument(help=_NAMES, show_default=False)
     settings.check()
     from gemini.jobs.trace import trace as job
 
-    return job(settings, Console())
+    return job(settings, console())
 
 
 @app.command(cls=OnceForAll)
@@ -44,7 +43,7 @@ def plan(
     settings.check()
     from gemini.jobs.plan import plan as job
 
-    return job(settings, Console())
+    return job(settings, console())
 
 
 @app.command()
@@ -74,4 +73,4 @@ def simulate(
     settings.check()
     from gemini.jobs.simulate import simulate as job
 
-    return job(plan, settings, Console())
+    return job(plan, settings, console())

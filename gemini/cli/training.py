@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from gemini.cli.app import OnceForAll, app, refusals, with_options
+from gemini.cli.app import OnceForAll, app, console, refusals, with_options
 from gemini.jobs.options import from_yaml, record_of
 from gemini.jobs.settings import TrainSettings
 from gemini.ranks import launch
@@ -41,7 +40,7 @@ def doctor(
         return 0
     from gemini.jobs.doctor import doctor as job
 
-    return job(Console(), store=store, nvme_path=nvme_path, measure=measure, json=json)
+    return job(console(), store=store, nvme_path=nvme_path, measure=measure, json=json)
 
 
 @app.command(cls=OnceForAll)
@@ -65,7 +64,7 @@ def train(
     settings.check()
     from gemini.jobs.train import train as job
 
-    return job(settings, Console(), command=_again())
+    return job(settings, console(), command=_again())
 
 
 @app.command()
@@ -85,7 +84,7 @@ def demo(
     """Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result."""
     from gemini.jobs.demo import demo as job
 
-    return job(Console(), full=full, steps=steps, cpu_memory=cpu_memory, nvme_path=nvme_path, out=out, seed=seed)
+    return job(console(), full=full, steps=steps, cpu_memory=cpu_memory, nvme_path=nvme_path, out=out, seed=seed)
 
 
 def _again() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Shown(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "eval_loss" in logs:
             logs["eval_perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
-            self._say(
+            self._console.print(
                 f"evaluation after step {state.global_step}: loss {logs['eval_loss']:.4f}, perplexity "
                 f"{logs['eval_perplexity']:.2f}"
             )
@@ -105,10 +106,10 @@ class Shown(TrainerCallback):
             self._bar.update(self._task, completed=state.global_step, description=words)
         else:
             rate = logs.get("learning_rate", 0.0)
-            self._say(f"step {state.global_step}/{state.max_steps}  {words}  lr {rate:.3g}")
+            self._console.print(f"step {state.global_step}/{state.max_steps}  {words}  lr {rate:.3g}")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._say(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
+        self._console.print(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
 
     def _line(self, logs: dict[str, Any], rate: float, seconds: float, left: int) -> str:
         norm = f"  grad norm {logs['grad_norm']:.3g}" if logs.get("grad_norm") is not None else ""
@@ -117,7 +118,8 @@ class Shown(TrainerCallback):
         stalls = self._engine.store.mover.watch.stalls
         cause, waited = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
         bound = f"  waits {min(1, waited / seconds):.0%} for {cause}" if waited > 0.05 * seconds else ""
-        return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {human_time(seconds * left)} left"
+        rest = timedelta(seconds=round(seconds * left))
+        return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {rest} left"
 
     def _refuse_hopeless(self, step: int, loss: float) -> None:
         if math.isfinite(loss):
@@ -133,9 +135,6 @@ class Shown(TrainerCallback):
             row = {"step": step, "time": round(time.time(), 3)} | {key: logs[key] for key in _WRITTEN if key in logs}
             with open(self._metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Samples(TrainerCallback):
@@ -167,14 +166,4 @@ class Samples(TrainerCallback):
             )
         model.train()
         words = self._tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
-        self._console.print(
-            f"sample after step {state.global_step}: {self._prompt}|{words!r}",
-            highlight=False, markup=False, soft_wrap=True,
-        )  # fmt: skip
-
-
-def human_time(seconds: float) -> str:
-    """Whole seconds as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        self._console.print(f"sample after step {state.global_step}: {self._prompt}|{words!r}")

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 
 from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.file_kinds import describe, only_text
+from gemini.jobs.file_kinds import only_text
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.text_files import TextFile, find_text_files, fingerprint
 from gemini.jobs.windows import Windows
@@ -87,7 +87,7 @@ def _open(
     if not settings.bytes:
         files, left_out = only_text(files, roots)
         if left_out:
-            words.append(f"left out as no text: {describe(left_out)} (--bytes takes everything)")
+            words.append(f"left out as no text: {left_out} (--bytes takes everything)")
     windows = Windows(files, tokenizer, settings.seq_len, scratch=settings.out)
     words.insert(
         0,

@@ -74,10 +74,7 @@ def demo(
     with as_job_error(asked=f"--cpu-memory {cpu_memory}"):
         cpu_bytes = int(_CPU_PART * state_bytes) if cpu_memory is None else parse_bytes(cpu_memory)
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    say(
+    console.print(
         f"GPT-2 small has {num_params / 1e6:.1f}M params; their weights and optimizer state take "
         f"{human_bytes(state_bytes)}. The host may hold {human_bytes(cpu_bytes)} of that, the rest lives in a file."
     )
@@ -114,7 +111,7 @@ def demo(
         seconds = time.perf_counter() - began
         peak = resident.peak
         if not run.finished:
-            say("Stopped before the end: nothing is checked.")
+            console.print("Stopped before the end: nothing is checked.")
             return 130
         last_loss = _mean_loss(run.model, held_out.to(run.device), size.batch_size)
         memory = run.model.memory_report()
@@ -123,22 +120,21 @@ def demo(
         gc.collect()
         reloaded_loss = _plain_loss(out, held_out, size.batch_size)
 
-    say(f"\n{settings.steps} steps took {seconds:.0f} s ({seconds / settings.steps:.2f} s each).")
+    console.print(f"\n{settings.steps} steps took {seconds:.0f} s ({seconds / settings.steps:.2f} s each).")
     if peak is not None and before_model is not None:
-        say(
+        console.print(
             f"The whole process held at most {human_bytes(peak)} of memory while it trained; that is "
             f"{human_bytes(before_model)} from before the model, the cpu tier, activations and temporaries."
         )
     fell = last_loss < first_loss and losses[-1] < losses[0]
     same = reloaded_loss == last_loss
     lines, within = budget_lines(memory)
-    say(
+    console.print(
         f"loss: {losses[0]:.4f} in the first step, {losses[-1]:.4f} at the end; on held-out text "
         f"{first_loss:.4f} before, {last_loss:.4f} after: {'it fell' if fell else 'IT DID NOT FALL'}"
     )
-    for line in lines:
-        say(line)
-    say(
+    console.print(*lines, sep="\n")
+    console.print(
         f"saved to {out}, reloaded with plain transformers: held-out loss {reloaded_loss!r} there, {last_loss!r} here: "
         + ("the same bits" if same else "NOT THE SAME")
     )

@@ -77,7 +77,7 @@ def _report(console: Console, store: Path) -> int:
 def _section(console: Console, title: str, lines: Iterable[str]) -> None:
     console.print(title, style="bold")
     for line in lines:
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {line}")
 
 
 def _versions() -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from gemini.jobs.errors import JobError
 from gemini.jobs.text_files import TextFile
@@ -19,11 +18,7 @@ _LOOKED_AT = 1 << 20
 _MOST_CONTROLS = 0.02
 _CONTROLS = bytes(set(range(32)) - {*b"\t\n\v\f\r\b\x1a\x1b"}) + b"\x7f"
 
-_BY_SUFFIX = {
-    ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".parquet": "Parquet", ".arrow": "Arrow",
-    ".gz": "compressed (gzip)", ".zip": "compressed (zip)", ".bz2": "compressed (bzip2)", ".xz": "compressed (xz)",
-    ".zst": "compressed (zstd)", ".tar": "an archive (tar)", ".7z": "compressed (7z)",
-}  # fmt: skip
+_BY_SUFFIX = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
 _BY_BEGINNING = {
     b"\x1f\x8b": "compressed (gzip)", b"PK\x03\x04": "compressed (zip)", b"BZh": "compressed (bzip2)",
     b"\xfd7zXZ\x00": "compressed (xz)", b"\x28\xb5\x2f\xfd": "compressed (zstd)", b"7z\xbc\xaf": "compressed (7z)",
@@ -33,22 +28,13 @@ _BY_BEGINNING = {
 }  # fmt: skip
 
 
-class LeftOut(NamedTuple):
-    """A file below a folder that is no text, and what it is."""
-
-    file: TextFile
-    kind: str
-
-
-def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[TextFile], list[LeftOut]]:
-    """The files that are text, and those below folders that are not.
+def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[TextFile], str]:
+    """The files that are text, and in words those below folders that are not: the first one, and how many more.
 
     Raises:
         JobError: if one of ``roots`` itself is a file that is no text, or nothing is left.
     """
-    given = {Path(root) for root in roots}
-    kept: list[TextFile] = []
-    left_out: list[LeftOut] = []
+    given, kept, others = {*map(Path, roots)}, [], []
     for file in files:
         kind = not_text(file.path)
         if kind is None:
@@ -56,22 +42,17 @@ def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[Te
         elif file.path in given:
             raise JobError(f"--data {file.path}: this is {kind}, and would be trained on as if it were text. {_REMEDY}")
         else:
-            left_out.append(LeftOut(file, kind))
+            others.append(f"{file.name} is {kind}")
+    words = others[0] + (f", and {len(others) - 1} more" if others[1:] else "") if others else ""
     if not kept:
-        raise JobError(f"--data: none of the {len(files)} files found is text ({describe(left_out)}). {_REMEDY}")
-    return kept, left_out
+        raise JobError(f"--data: none of the {len(files)} files found is text ({words}). {_REMEDY}")
+    return kept, words
 
 
 _REMEDY = (
     "Rows are read from files named .jsonl or .parquet; of anything else, write the text that is meant into text files "
     "first (unpack, decode), or say --bytes to train on the bytes as they are."
 )
-
-
-def describe(left_out: Sequence[LeftOut]) -> str:
-    """The first one by name, and how many more there are."""
-    first = f"{left_out[0].file.name} is {left_out[0].kind}"
-    return first if len(left_out) == 1 else f"{first}, and {len(left_out) - 1} more"
 
 
 def not_text(path: Path) -> str | None:

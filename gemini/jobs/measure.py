@@ -40,13 +40,13 @@ def measured(console: Console, name: str, *, nvme_path: Path | None, file: Path 
             figures[key] = figure
             progress.update(task, description=f"measuring: {len(figures)} figures so far, {key} last")
     hardware = Hardware(name, {key: figures[key] for key in FIGURES if key in figures})
-    console.print(_table(hardware))
+    console.print(_table(hardware), soft_wrap=False)
     for line in _remarks(nvme_path, load, kernels.get_num_threads()):
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  {line}")
     if file is not None:
         with as_job_error(asked=f"--json {file}"):
             file.write_text(hardware.to_json() + "\n", encoding="utf-8")
-        console.print(f"  written to {file}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"  written to {file}")
 
 
 def _table(hardware: Hardware) -> Table:

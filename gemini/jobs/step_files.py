@@ -56,7 +56,7 @@ def write_all(settings: Any, value: str, timeline: Timeline | None, console: Con
     if written and not settings.json:
         say(console, [""])
         for path in written:  # never folded: a path is there to be copied
-            console.print(f"written to {path}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"written to {path}")
 
 
 _STYLES = {
@@ -78,7 +78,7 @@ def say(console: Console, lines: list[str]) -> None:
     width = min(console.width, WIDEST)
     for line in (part for whole in lines for part in _folded(whole, width)):
         style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
-        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, style=style)
 
 
 def _folded(line: str, width: int) -> list[str]:

@@ -93,19 +93,18 @@ class TrainRun:
         trained = sum(p.numel() for p in params if p.requires_grad)
         if settings.save_every and self.team.is_first:
             checkpoints.check_room(settings.out, checkpoints.num_bytes(self.num_params, trained), settings.keep)
-        self._say(
+        self._console.print(
             f"model: {source.label}, {self.num_params:,} params"
             f"{'' if trained == self.num_params else f', {trained:,} of them trained'}, {settings.precision}, "
             f"{model.config._attn_implementation} attention{', compiled blocks' if settings.compile else ''}"
         )
         if self.team.size > 1:
-            self._say(
+            self._console.print(
                 f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
                 f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
             )
-        self._say(use_line(self.model.memory_report(), self.team.size))
-        for line in plan_lines(model._gemini_engine.decision.plan):
-            self._say(line)
+        lines = plan_lines(model._gemini_engine.decision.plan)
+        self._console.print(use_line(self.model.memory_report(), self.team.size), *lines, sep="\n")
         self._wish = StopWish(_STOPPING if self.team.is_first else "")
         self._stop = Stop(self._wish, self.team, console)
         self._shown = Shown(
@@ -152,9 +151,7 @@ class TrainRun:
                 f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {words} needs "
                 f"{vocabulary}. Give a config with a vocab_size of at least {vocabulary}."
             )
-        self._say(f"{data.words[0]}; {words}")
-        for more in data.words[1:]:
-            self._say(more)
+        self._console.print(f"{data.words[0]}; {words}", *data.words[1:], sep="\n")
         return data
 
     def _num_steps(self, sequences: int) -> int:
@@ -205,7 +202,7 @@ class TrainRun:
         self.step = 0
         if checkpoint is None:
             if self.settings.resume == "auto":
-                self._say(f"no checkpoint in {self.settings.out}: starting anew")
+                self._console.print(f"no checkpoint in {self.settings.out}: starting anew")
             return None
         saved = _position_in(checkpoint)
         for name, what in _IDENTITY.items():
@@ -217,16 +214,18 @@ class TrainRun:
                 )
         self.step = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
         store = store_behind(checkpoint)
-        self._say(f"resuming from {checkpoint if store is None else f'the store in {store}'} after step {self.step}")
+        self._console.print(
+            f"resuming from {checkpoint if store is None else f'the store in {store}'} after step {self.step}"
+        )
         if saved["sequences_per_step"] != self._sequences:
-            self._say(
+            self._console.print(
                 f"a step was {saved['sequences_per_step']} sequences before, it is {self._sequences} from now on: the "
                 "data goes on where so many steps of the new size would stand"
             )
         if self.step < self.steps:
             return checkpoint
         if self.settings.resume == "auto" and self.step > self.steps:
-            self._say(f"that is past --steps {self.steps}: nothing is left to do (more --steps go on)")
+            self._console.print(f"that is past --steps {self.steps}: nothing is left to do (more --steps go on)")
             return checkpoint
         if self.settings.resume != "auto":
             raise JobError(
@@ -234,7 +233,7 @@ class TrainRun:
                 "go on."
             )
         # A run that died while it wrote the model, and is started again with the same command, has only that to do.
-        self._say(f"these are all of --steps {self.steps}: only the model is written (more --steps go on)")
+        self._console.print(f"these are all of --steps {self.steps}: only the model is written (more --steps go on)")
         return checkpoint
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
@@ -276,9 +275,6 @@ class TrainRun:
         if self.team.is_first:
             (self.settings.out / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
 
-    def _say(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
-
 
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
 _IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
@@ -316,7 +312,7 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
             run.save()
         memory = run.model.memory_report()
         lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
-        console.print(str(memory), *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+        console.print(str(memory), *lines, sep="\n")
         if past:
             said = f"Nothing was trained and nothing written: step {run.step} is past --steps {run.steps}."
         elif run.finished:
@@ -327,7 +323,7 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
                 )
         else:
             said = f"Stopped after step {run.step} of {run.steps}. To go on: {command}"
-        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        console.print(said)
         return 130 if not run.finished else 0 if all_within else 1
 
 

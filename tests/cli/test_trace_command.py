@@ -99,7 +99,7 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: 
         (["tiny.json", "--target", "tpu"], "--target must be one of cpu, cuda"),
         (["tiny.json", "--out", "absent/trace.json"], "--out absent/trace.json cannot be written"),
         (["odd.json"], "config odd.json cannot be traced"),
-        (["text.txt"], "text.txt: this is not a JSON file"),
+        (["text.txt"], "is not a valid JSON file"),
     ],
 )
 def test_what_cannot_be_traced(

@@ -67,7 +67,11 @@ def train_here(options: dict[str, Any], of_rank: dict[int, dict[str, Any]] | Non
     rank = dist.get_rank() if dist.is_initialized() else 0
     output = io.StringIO()
     with join(60, cuda=False) as team, team.speaking():
-        run = TrainRun(TrainSettings(**options | (of_rank or {}).get(rank, {})), Console(file=output), team)
+        run = TrainRun(
+            TrainSettings(**options | (of_rank or {}).get(rank, {})),
+            Console(file=output, markup=False, highlight=False, soft_wrap=True),
+            team,
+        )
         losses = run.run()
         names = [name for name, _ in run.model.named_parameters()]
         weights = {name: run.model.full_param(name) for name in names}
