@@ -47,11 +47,11 @@ def open_data(settings: TrainSettings, tokenizer: Any) -> JobData:
     Raises:
         JobError: if there is none, it is of no kind that can be trained on, or too little.
     """
-    train, rows, files, words = _open("--data", settings.data, settings, tokenizer)
+    train, rows, files, words = _open(settings.data, settings, tokenizer)
     evaluation = None
     if settings.eval_data:
         try:
-            evaluation, other, _, more = _open("--eval-data", settings.eval_data, settings, tokenizer)
+            evaluation, other, _, more = _open(settings.eval_data, settings, tokenizer)
         except JobError as e:
             raise JobError(f"{str(e).replace('--data', '--eval-data')}") from e
         words.append(f"to evaluate on: {more[0]}")
@@ -66,19 +66,19 @@ def open_data(settings: TrainSettings, tokenizer: Any) -> JobData:
 
 
 def _open(
-    option: str, roots: Sequence[Path], settings: TrainSettings, tokenizer: Any
+    roots: Sequence[Path], settings: TrainSettings, tokenizer: Any
 ) -> tuple[Any, tuple[str, ...], str, list[str]]:
-    rows = [] if settings.bytes else _row_files(option, settings, roots)
+    rows = [] if settings.bytes else _row_files(settings, roots)
     if rows:
-        dataset = _load(option, rows)
+        dataset = _load(rows)
         columns = next((c for c in _ROWS if {*c} <= {*dataset.column_names}), None)
         if columns is None:
             raise JobError(
-                f"{option} {roots[0]}: its columns are {', '.join(dataset.column_names) or 'none'}. Rows have a text, "
+                f"--data {roots[0]}: its columns are {', '.join(dataset.column_names) or 'none'}. Rows have a text, "
                 "a prompt and a completion, or messages (a list of role and content); rename them, or write text files."
             )
         if not len(dataset):
-            raise JobError(f"{option} {roots[0]}: there are no rows in it.")
+            raise JobError(f"--data {roots[0]}: there are no rows in it.")
         line = f"data: {len(dataset):,} rows of {' and '.join(columns)} in {len(rows)} files"
         sized = [TextFile(path, path.name, _size(path)) for path in rows]
         return dataset.select_columns(list(columns)), columns, fingerprint(sized), [line]
@@ -100,7 +100,7 @@ def _open(
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _row_files(option: str, settings: TrainSettings, roots: Sequence[Path]) -> list[Path]:
+def _row_files(settings: TrainSettings, roots: Sequence[Path]) -> list[Path]:
     """The files of rows among what was given. A folder counts if datasets saved it, or if it has such files and no
     text.
     """
@@ -115,18 +115,18 @@ def _row_files(option: str, settings: TrainSettings, roots: Sequence[Path]) -> l
         found += inside
         rest += [] if inside else [root]
     if found and rest:
-        raise JobError(f"{option}: {found[0]} holds rows, and {rest[0]} does not: give data of one kind.")
+        raise JobError(f"--data: {found[0]} holds rows, and {rest[0]} does not: give data of one kind.")
     return found
 
 
-def _load(option: str, files: Sequence[Path]) -> Any:
+def _load(files: Sequence[Path]) -> Any:
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     kinds = {_KINDS.get(path.suffix.lower(), "folder") for path in files}
     if len(kinds) > 1:
-        raise JobError(f"{option}: files of {' and '.join(sorted(kinds))} together: give files of one kind.")
+        raise JobError(f"--data: files of {' and '.join(sorted(kinds))} together: give files of one kind.")
     kind = kinds.pop()
     try:
         if kind == "folder":
@@ -139,7 +139,7 @@ def _load(option: str, files: Sequence[Path]) -> Any:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         what = _NAMES.get(kind, "a folder of datasets")
-        raise JobError(f"{option} {files[0]} cannot be read as {what}: {' '.join(str(cause).split())[:300]}") from e
+        raise JobError(f"--data {files[0]} cannot be read as {what}: {' '.join(str(cause).split())[:300]}") from e
 
 
 def _one_split(loaded: Any) -> Any:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import transformers
 
 from gemini.config import GeminiConfig
-from gemini.errors import StorageError
+from gemini.errors import GeminiError
 from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
 from gemini.ranks import launch
@@ -123,7 +124,7 @@ def outline_model(
     Raises:
         JobError: if transformers cannot make it of these files.
     """
-    try:
+    with only_refusing(source, "built"):
         if source.weights is None:
             return skeleton_from_config(
                 source.config,
@@ -141,13 +142,22 @@ def outline_model(
             local_files_only=True,
         )
         return skeleton
-    except MemoryError:
+
+
+@contextmanager
+def only_refusing(source: ModelSource, what: str) -> Iterator[None]:
+    """Whatever transformers trips over in the block comes from the files and options it was given.
+
+    Raises:
+        JobError: saying that the model cannot be ``what``.
+    """
+    try:
+        yield
+    except (JobError, MemoryError):
         raise
-    except StorageError as e:
-        raise JobError(f"{source.label} cannot be built: {e}") from e
     except Exception as e:
-        # Whatever transformers trips over here comes from the files it was given.
-        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
+        said = str(e) if isinstance(e, GeminiError) else first_line(e)
+        raise JobError(f"{source.label} cannot be {what}: {said}") from e
 
 
 def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int, mesh: Any = None) -> Any:

@@ -19,7 +19,7 @@ from gemini.jobs.plan_mesh import plan_over_mesh
 from gemini.jobs.plan_report import report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import WIDEST, check_files, say, stdout_closed_to_others, write_all
+from gemini.jobs.step_files import check_files, say, stdout_closed_to_others, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
@@ -75,7 +75,7 @@ def plan(settings: PlanSettings, console: Console) -> int:
     if settings.json:
         print(report.to_json())
     else:
-        say(console, screen(report, width=min(console.width, WIDEST)))
+        say(console, screen(report))
     if made is not None:
         write_all(settings, made.to_json(), timeline, console)
     return 0 if report.fits else REFUSED

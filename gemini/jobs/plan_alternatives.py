@@ -16,15 +16,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Alternative:
-    """A way to run the step.
-
-    Attributes:
-        options: what is asked for it.
-        beside: options that it takes as well, so that the step fits.
-        fits: None where it cannot be; then ``result`` says why.
-        tokens_per_second: as predicted; None where it does not fit, and without the speeds of a machine.
-        result: what it does to what is computed; "" for nothing.
-    """
+    """A way to run the step; ``fits`` is None where it cannot be, and ``result`` says why."""
 
     options: str
     beside: str

@@ -15,7 +15,7 @@ from gemini.jobs.plan_machine import Machine
 from gemini.jobs.plan_report import MeshReport, PlanReport, RunnerUp, StageReport, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import WIDEST, say, stdout_closed_to_others, write_all
+from gemini.jobs.step_files import say, stdout_closed_to_others, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import MeshSizes
@@ -54,7 +54,7 @@ def plan_over_mesh(settings: PlanSettings, machine: Machine, console: Console) -
     if settings.json:
         print(report.to_json())
     else:
-        say(console, screen(report, width=min(console.width, WIDEST)))
+        say(console, screen(report))
     if found:
         write_all(settings, "", found[0].slowest.timeline, console)
     return 0 if report.fits else REFUSED

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Iterator
 
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import COMPUTE, PlanReport, StepReport
+from gemini.jobs.step_files import LABEL
 from gemini.planning.break_even import TOLERANCE
 from gemini.planning.planes import ADAM
 from gemini.planning.timeline import human_seconds
-
-_LABEL = 17
-"""Columns of what a line is about."""
 
 _IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 """How an error says in Python's words what is an option here."""
@@ -32,31 +29,20 @@ _TRACKS = {
 """What keeps a step as long as it is, in words."""
 
 
-def screen(report: PlanReport, *, width: int = 80) -> list[str]:
-    """The lines, none of them longer than ``width``."""
+def screen(report: PlanReport) -> list[str]:
+    """The lines, as ``say`` takes them."""
     found: list[str] = []
     for part in (
         _head(report), _verdict(report), _mesh(report), _homes(report), _facts(report), _runners_up(report),
         _changes(report), _alternatives(report),
     ):  # fmt: skip
-        lines = [line for text in part for line in _fold(text, width)]
+        lines = [*part]
         found += ["", *lines] if lines and found else lines
     return found
 
 
-def _fold(text: str, width: int) -> list[str]:
-    """A line of prose is folded under its text; a line of the table fits as it is."""
-    if len(text) <= width:
-        return [text]
-    indent = _LABEL if text[:_LABEL].strip() != text[:_LABEL].rstrip() or text[_LABEL - 1 : _LABEL] == " " else 0
-    return textwrap.wrap(
-        text, width, subsequent_indent=" " * indent, drop_whitespace=True, break_long_words=False,
-        break_on_hyphens=False,
-    )  # fmt: skip
-
-
 def _line(label: str, text: str) -> str:
-    return f"{label:<{_LABEL}}{text}"
+    return f"{label:<{LABEL}}{text}"
 
 
 def _head(report: PlanReport) -> Iterator[str]:

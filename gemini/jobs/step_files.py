@@ -72,6 +72,9 @@ _STYLES = {
 WIDEST = 100
 """Columns that are used at most."""
 
+LABEL = 17
+"""Columns of what a line is about, where it begins with that."""
+
 
 def say(console: Console, lines: list[str]) -> None:
     """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
@@ -82,9 +85,11 @@ def say(console: Console, lines: list[str]) -> None:
 
 
 def _folded(line: str, width: int) -> list[str]:
+    """A line with a label is folded under its text."""
     if len(line) <= width:
         return [line]
-    return textwrap.wrap(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    indent = LABEL if line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL]) else 2
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from gemini.errors import GeminiError, human_bytes
+from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
 from gemini.jobs.step_files import check_files, say, write_file
@@ -28,7 +28,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
     import gemini
-    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.jobs.models import find_config, hush, only_refusing
     from gemini.tracing.batches import batch_for, model_class_for
     from gemini.train.loading.attention import FLASH, supports_flash
 
@@ -37,7 +37,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     seq_len = _seq_len(config, settings.seq_len)
     hush()
     config.use_cache = False
-    try:
+    with only_refusing(source, "traced"):
         model_class = model_class_for(config)
         if settings.attn_implementation not in (None, "auto"):
             config._attn_implementation = settings.attn_implementation
@@ -58,11 +58,6 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,
         )
-    except (GeminiError, JobError, MemoryError):
-        raise
-    except Exception as e:
-        # Whatever transformers trips over here comes from the config and the options it was given.
-        raise JobError(f"{source.label} cannot be traced: {first_line(e)}") from e
 
 
 def _with_lora(config: Any, model_class: Any, rank: int) -> Any:
@@ -79,7 +74,7 @@ def _with_lora(config: Any, model_class: Any, rank: int) -> Any:
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     """The model of a config as a trace without work: its params, to compare with."""
-    from gemini.jobs.models import find_config, first_line, hush
+    from gemini.jobs.models import find_config, hush, only_refusing
     from gemini.memory.chunks.chunk import COMPUTE_DTYPES
     from gemini.tracing.batches import model_class_for
     from gemini.train.loading.from_config import skeleton_from_config
@@ -87,14 +82,10 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
 
     source = find_config(name, layers)
     hush()
-    try:
+    with only_refusing(source, "built"):
         model_class = model_class_for(source.config)
         model = skeleton_from_config(source.config, model_class=model_class, dtype=COMPUTE_DTYPES[precision]).model
-    except MemoryError:
-        raise
-    except Exception as e:
-        raise JobError(f"{source.label} cannot be built: {first_line(e)}") from e
-    return structural_trace(model, precision)
+        return structural_trace(model, precision)
 
 
 def _seq_len(config: Any, asked: int | None) -> int:
