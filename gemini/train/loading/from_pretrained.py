@@ -34,6 +34,7 @@ from gemini.train.loading.skeleton import (
     replace_by_stand_ins,
     replaced,
 )
+from gemini.train.loading.slice_reading import Made, SliceReading, noting_how, reading_of, reading_slices
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
@@ -57,8 +58,9 @@ def from_pretrained(
     """A managed transformers model whose weights are streamed into their home tiers.
 
     Host memory takes a param at a time (all experts of a layer at a time, where transformers fuses them), whatever the
-    size of the model. As in transformers: the dtype is the checkpoint's unless ``dtype=`` says otherwise, missing and
-    unexpected keys are reported, params that the checkpoint lacks are initialized, and the model is in ``eval()`` mode.
+    size of the model; over ``tp`` and ``ep`` the slice of it that is here. As in transformers: the dtype is the
+    checkpoint's unless ``dtype=`` says otherwise, missing and unexpected keys are reported, params that the checkpoint
+    lacks are initialized, and the model is in ``eval()`` mode.
 
     Args:
         path: a directory of transformers (or a name it resolves) with safetensors, in one file or with an index.
@@ -68,7 +70,8 @@ def from_pretrained(
             ``lambda model: peft.get_peft_model(model, lora_config)``. The weights of the files cannot be read yet; what
             it adds is kept as it is.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
-        process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part.
+        process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part; over
+            ``tp`` and ``ep`` it reads only its slices.
         output_loading_info: also return the dict of missing, unexpected and mismatched keys.
         **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``key_mapping=``, ...
 
@@ -123,6 +126,7 @@ class _Source:
     files: list[str]
     settings: Any
     missing: frozenset[str]
+    made: dict[str, Made | None]
 
 
 class _Loading:
@@ -150,10 +154,11 @@ class _Loading:
                     "quantized models cannot be trained in chunks: load a checkpoint in float32, bfloat16 or float16"
                 )
             on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
-            with _without_progress():
-                shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
+            shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
+            made: dict[str, Made | None] = {}
+            with _without_progress(), noting_how(made, shapes):
                 found, _ = convert(model, shapes, on_meta)
-            self.source = _Source(files, settings, frozenset(found.missing_and_mismatched()))
+            self.source = _Source(files, settings, frozenset(found.missing_and_mismatched()), made)
             _tie_equal(model, files, found)
             return found, None
 
@@ -219,10 +224,13 @@ class StoredModel(Skeleton):
 
         _internal(core_model_loading, "set_param_for_module")
         buffers = dict(self._stored.named_buffers())
+        readings = self._readings(places)
 
         def place(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
             found.missing_keys.discard(name)
-            if name in places:
+            if name in readings:
+                homes.write(places[name], value)
+            elif name in places:
                 if value.shape == places[name].whole_shape:  # else transformers has reported it
                     homes.write_whole(places[name], value)
             elif name in buffers:
@@ -233,9 +241,20 @@ class StoredModel(Skeleton):
             _LOCK,
             replaced(core_model_loading, "set_param_for_module", place),
             replaced(self._stored, "state_dict", lambda: self._metas),
+            reading_slices(self._metas, readings),
             _environment("HF_DEACTIVATE_ASYNC_LOAD", "1"),  # else threads read far ahead of what was placed
         ):
             type(self._stored)._load_pretrained_model(self._stored, None, self._source.files, self._source.settings)
+
+    def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
+        """What of the files is read for params of which slices are here."""
+        found = {}
+        for name, handle in places.items():
+            if handle.cut is not None and name not in self._source.missing:
+                made = self._source.made.get(name, Made((), handle.cut.shape, ()))
+                if (reading := reading_of(handle.cut, made)) is not None:
+                    found[name] = reading
+        return found
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
@@ -341,7 +360,8 @@ def _apart(model: Any) -> Iterator[None]:
         params = model.get_submodule(owner)._parameters
         if leaf in params:
             taken.append((params, leaf, params[leaf]))
-            params[leaf] = nn.Parameter(params[leaf].data.detach(), requires_grad=False)
+            placeholder = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
+            params[leaf] = nn.Parameter(placeholder, requires_grad=False)
             params[leaf]._is_hf_initialized = True
     try:
         yield

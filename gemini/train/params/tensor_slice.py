@@ -38,8 +38,11 @@ class TensorSlice(NamedTuple):
         """This slice of a whole value: a copy, or of one value for all elements that value again."""
         if whole.numel() and not any(whole.stride()):
             return whole[(0,) * whole.dim()].expand(self.own_shape)
-        parts = [part.chunk(self.size, self.dim)[self.rank] for part in whole.chunk(self.groups, self.dim)]
-        return torch.cat(parts, self.dim)
+        return torch.cat(self.views_of(whole), self.dim)
+
+    def views_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """What of each group of a whole value is this slice's."""
+        return [part.chunk(self.size, self.dim)[self.rank] for part in whole.chunk(self.groups, self.dim)]
 
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
         """The whole value of all slices, in their order and each in its own shape."""

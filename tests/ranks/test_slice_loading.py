@@ -1,0 +1,127 @@
+"""``from_pretrained`` over ``tp`` and ``ep`` reads of each file what is here, and gets the bits of the whole model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import gemini
+from gemini.train.loading.slice_reading import SliceReading
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle
+from tests.ranks.expert_cases import KINDS, Case, moe, tiny
+from tests.ranks.parallel_cases import mesh_of
+from tests.ranks.pool import Pool
+from tests.ranks.test_expert_parallel import FAMILIES as EXPERTS
+from tests.ranks.test_slices import FAMILIES, small
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+
+
+class Read:
+    """Elements that transformers reads inside: of whole tensors, and of slices."""
+
+    def __init__(self) -> None:
+        from transformers import core_model_loading
+
+        self.whole = self.of_slices = 0
+        self._module: Any = core_model_loading
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Read:
+        copy, read, read_whole = self._module._materialize_copy, SliceReading.read, ByName.read_whole
+
+        def whole(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            found = copy(tensor, *args, **kwargs)
+            self.whole += 0 if found.is_meta else found.numel()
+            return found
+
+        def of_slice(reading: SliceReading, *args: Any) -> Any:
+            found = read(reading, *args)
+            self.of_slices += 0 if found is None else found.numel()
+            return found
+
+        def read_back(homes: ByName, handle: ParamHandle, *args: Any) -> Any:
+            assert handle.cut is None, "a slice that has gone home is read again"
+            return read_whole(homes, handle, *args)
+
+        self._patches.enter_context(patch.object(self._module, "_materialize_copy", whole))
+        self._patches.enter_context(patch.object(SliceReading, "read", of_slice))
+        self._patches.enter_context(patch.object(ByName, "read_whole", read_back))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
+
+
+def loaded(sizes: dict[str, int], path: str, folder: str) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The whole state; and elements that were read and should be: of whole params, and of slices."""
+    import transformers
+    from transformers import AutoConfig
+
+    kind = AutoConfig.from_pretrained(path).architectures[0]
+    memory = gemini.MemoryBudget(cpu="256MiB", nvme="256MiB", nvme_path=folder)
+    placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+    config = gemini.GeminiConfig(device="cpu", precision="bf16", memory=memory, placement=placement)
+    with Read() as read:
+        model: Any = gemini.from_pretrained(
+            path, config, mesh=mesh_of(sizes), dtype=torch.bfloat16, model_class=getattr(transformers, kind)
+        )
+    handles, state = model._gemini_engine.params.handles, model.state_dict(dtype=torch.float32)
+    wanted = [sum(h.slot.numel for h in handles if (h.cut is not None) is sliced) for sliced in (False, True)]
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    wanted[0] += sum(value.numel() for name, value in state.items() if name not in params)
+    return state, [read.whole, read.of_slices, *wanted]
+
+
+def made(kind: str) -> Any:
+    if kind in EXPERTS:
+        return moe(Case(kind))
+    return small(kind) if kind in FAMILIES else tiny(kind)
+
+
+QUICK = (("tp", "mixtral"), ("tp", "phi3"), ("tp", "t5"), ("ep", "mixtral"), ("ep", "deepseek_v3"))
+SLOW = [case for case in [*(("tp", kind) for kind in FAMILIES), *(("ep", kind) for kind in KINDS)] if case not in QUICK]
+
+
+@pytest.mark.parametrize(("dim", "kind"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
+def test_only_slices_are_read(dim: str, kind: str, pool_of: Pools, tmp_path: Path) -> None:
+    model = made(kind)
+    path, folder = str(tmp_path / "model"), str(tmp_path)
+    model.save_pretrained(path)
+    wanted = type(model).from_pretrained(path, dtype=torch.bfloat16).state_dict()
+    for state, (whole, of_slices, wanted_whole, wanted_slices) in pool_of(2).run(loaded, {dim: 2}, path, folder):
+        assert state.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert helpers.same_bits(state[name], value.to(state[name].dtype)), name
+        assert (whole, of_slices) == (wanted_whole, wanted_slices)
+
+
+def loaded_with_more_words(path: str) -> tuple[dict[str, torch.Tensor], set[str]]:
+    config: Any = gemini.GeminiConfig(device="cpu", precision="fp32")
+    torch.manual_seed(0)
+    model, info = gemini.from_pretrained(
+        path, config, mesh=mesh_of({"tp": 2}), vocab_size=256, ignore_mismatched_sizes=True, output_loading_info=True
+    )
+    return model.state_dict(), {name for name, *_ in info["mismatched_keys"]}
+
+
+def test_params_of_another_size_are_drawn(pool_of: Pools, tmp_path: Path) -> None:
+    """A slice of the embedding has as many rows as the whole one in the file."""
+    model = small("llama")
+    model.save_pretrained(tmp_path)
+    (first, names), (second, _) = pool_of(2).run(loaded_with_more_words, str(tmp_path))
+    assert names == {"model.embed_tokens.weight", "lm_head.weight"}
+    for name, value in model.state_dict().items():
+        if name in names:
+            assert first[name].shape == (256, 64) and not torch.equal(first[name][:128], value)
+        else:
+            assert torch.equal(first[name], value), name
+        assert torch.equal(first[name], second[name]), name
