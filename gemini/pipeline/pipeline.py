@@ -37,6 +37,7 @@ from gemini.train.gradients.tied import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
+from gemini.train.params.codes import first_coded
 from gemini.train.slices.slicing import cut_whole, sliced_in
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
@@ -94,6 +95,11 @@ class Pipeline:
             raise ValueError(
                 f"Pipeline of a {type(model).__name__} that is in slices: give it the whole model, which it cuts over "
                 "the tp of its mesh by itself"
+            )
+        if (coded := first_coded(model)) is not None:
+            raise ValueError(
+                f"Pipeline of a model with 4-bit codes ({coded!r}): stages are of params in floating point. Use dp, "
+                "which divides codes among ranks: GeminiDDP(model, config)"
             )
         if example is None:
             example = _example_for(model)

@@ -143,7 +143,8 @@ class MemoryTrace:
 
     @property
     def num_params(self) -> int:
-        return sum(param.numel for param in self.params)
+        """Weights of the model; of those in 4 bits a byte has two."""
+        return sum(param.numel * (2 if param.coded else 1) for param in self.params)
 
     @property
     def flops(self) -> int:

@@ -187,6 +187,8 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     for param, _ in distinct_params(model):
         memo[id(param)] = nn.Parameter(_empty_as(param.data, mode), requires_grad=param.requires_grad)
         memo[id(param)].__dict__.update(param.__dict__)
+        if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
+            memo[id(scales)] = scales
     for buffer in model.buffers():
         memo[id(buffer)] = _empty_as(buffer, mode)
     try:

@@ -18,6 +18,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations of one call of ``func``; 0 for what is no product, convolution or attention."""
     packet: Any = getattr(func, "_overloadpacket", None)
     ours = _OURS.get(packet)
+    if is_coded_product(packet):
+        return _coded(args, out)
     if ours is not None:
         return ours(args, out)
     formula = flop_registry.get(packet)
@@ -42,6 +44,20 @@ def _grouped(args: Any, out: Any) -> int:
     if first.dim() == 2:
         return 2 * first.shape[0] * first.shape[1] * second.shape[1]
     return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
+
+
+def _coded(args: Any, out: Any) -> int:
+    """A product with a weight of 4-bit codes (bitsandbytes), whose own shape is the third argument."""
+    rows, columns = args[2]
+    return 2 * args[0].numel() // columns * rows * columns
+
+
+_CODED = "bitsandbytes::gemm_4bit"
+
+
+def is_coded_product(packet: Any) -> bool:
+    """Whether an operation is one. By name: the library need not be installed."""
+    return getattr(packet, "_qualified_op_name", "") == _CODED
 
 
 _OURS: dict[Any, Any] = {

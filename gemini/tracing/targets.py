@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gemini.tracing.formulas import is_coded_product
 from gemini.train.loading.skeleton import replaced
 
 _aten = torch.ops.aten
@@ -53,7 +54,15 @@ class Target:
         return num_bytes
 
     def temporary_bytes(self, func: Any, args: Any, results: list[torch.Tensor]) -> int:
-        """What the kernel of one operation allocates and frees again before it returns."""
+        """What the kernel of one operation allocates and frees again before it returns.
+
+        A product with 4-bit codes makes the weight in the dtype of its input first (bitsandbytes 0.50,
+        ``backends/default/ops.py``; on CUDA from some hundred rows on, ``backends/cuda/ops.py``), and their fp32 scales
+        where these are quantized again.
+        """
+        if is_coded_product(getattr(func, "_overloadpacket", None)):
+            numel = args[2][0] * args[2][1]
+            return numel * args[0].itemsize + 4 * -(-numel // args[4])
         return 0
 
     def standing_bytes(self, *, in_backward: bool) -> int:
@@ -80,7 +89,7 @@ class Cuda(Target):
             return _flash_backward_bytes(args[1], args[2])
         if packet is _aten._scaled_dot_product_efficient_attention_backward:
             return _efficient_backward_bytes(args[1], args[2])
-        return 0
+        return super().temporary_bytes(func, args, results)
 
     def standing_bytes(self, *, in_backward: bool) -> int:
         return CUBLAS_WORKSPACE

@@ -17,6 +17,7 @@ from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
+from gemini.train.params.codes import first_coded
 from gemini.train.params.handle import handle_of
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
@@ -108,12 +109,14 @@ class ManagedAdapters:
         The sum is rounded to the dtype of the base weights, as PEFT does with a base of that dtype.
         """
         _check_merge_allowed(self.base_model)
+        _refuse_coded(self, "merge_adapter()")  # type: ignore[arg-type]
         for layer in _tuner_layers(self):  # type: ignore[arg-type]
             with _written(self, layer):
                 layer.merge(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def unmerge_adapter(self) -> None:
         """As in PEFT: subtract what :meth:`merge_adapter` added, with the same rounding as there."""
+        _refuse_coded(self, "unmerge_adapter()")  # type: ignore[arg-type]
         for layer in _tuner_layers(self):  # type: ignore[arg-type]
             with _written(self, layer):
                 layer.unmerge()
@@ -195,6 +198,15 @@ def _check_merge_allowed(tuner: Any) -> None:
     if not hasattr(tuner, "merge_adapter"):
         raise GeminiError(f"{type(tuner).__name__} has nothing to merge: its prompts are not part of any weight")
     tuner._check_merge_allowed()
+
+
+def _refuse_coded(model: nn.Module, what: str) -> None:
+    if (coded := first_coded(model)) is not None:
+        raise GeminiError(
+            f"{what} on a base of 4-bit codes ({coded!r}): PEFT would put new params in their place, which nobody "
+            "manages. merge_and_unload() gives an ordinary model, its sum rounded to 4 bits; or save the adapter and "
+            "merge it into the base in bf16"
+        )
 
 
 def _tuner_layers(model: nn.Module) -> Iterator[Any]:

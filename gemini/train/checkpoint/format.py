@@ -48,14 +48,15 @@ Raises:
 
 
 class SavedParam(NamedTuple):
-    """A param: its whole shape, its updates, whether there are states of it, and how it was cut into slices: dim,
-    groups and size of :class:`TensorSlice`, or None.
+    """A param: its whole shape, its updates, whether there are states of it, how it was cut into slices (dim, groups
+    and size of :class:`TensorSlice`, or None), and whether it is bytes of codes.
     """
 
     shape: tuple[int, ...]
     step: int
     trained: bool
     cut: tuple[int, ...] | None = None
+    coded: bool = False
 
     def slice_of(self, rank: int) -> TensorSlice | None:
         """What a rank had; None for all of it."""
@@ -254,11 +255,12 @@ def _manifest_of(data: Any) -> Manifest:
         params=_mapping(
             _record(
                 SavedParam,
-                ("cut",),
+                ("cut", "coded"),
                 shape=_sequence(_integer(0, 2**48)),
                 step=_COUNT,
                 trained=_flag,
                 cut=_sequence(_integer(0, 2**32)),
+                coded=_flag,
             )
         ),  # fmt: skip
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
@@ -303,7 +305,8 @@ def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None
     for name, param in manifest.params.items():
         shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
         rule = manifest.rule.of(name in exact)
-        for kind, plane in plane_specs(manifest.precision, "transient", rule, trainable=param.trained).items():
+        specs = plane_specs(manifest.precision, "transient", rule, trainable=param.trained, coded=param.coded)
+        for kind, plane in specs.items():
             items = plane.num_items(math.prod(shape))
             needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, plane.dtype), size
     found: dict[tuple[str, int], list[tuple[int, int]]] = {

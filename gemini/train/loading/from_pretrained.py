@@ -36,6 +36,7 @@ from gemini.train.loading.skeleton import (
 )
 from gemini.train.loading.slice_reading import Made, SliceReading, noting_how, reading_of, reading_slices
 from gemini.train.params.by_name import ByName
+from gemini.train.params.codes import WHAT_WORKS
 from gemini.train.params.handle import ParamHandle
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
 
@@ -151,7 +152,8 @@ class _Loading:
         def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
             if settings.hf_quantizer is not None:
                 raise ValueError(
-                    "quantized models cannot be trained in chunks: load a checkpoint in float32, bfloat16 or float16"
+                    "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
+                    "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
                 )
             on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
             shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
@@ -258,7 +260,14 @@ class StoredModel(Skeleton):
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
-    for name in ("device_map", "state_dict", "quantization_config", "tp_plan", "distributed_config", "gguf_file"):
+    if kwargs.get("quantization_config") is not None:
+        raise ValueError(
+            "gemini.from_pretrained(quantization_config=) is not possible. transformers quantizes one param after the "
+            "other while it loads, so that host memory takes the codes alone: model = AutoModelForCausalLM."
+            'from_pretrained(path, quantization_config=..., device_map="cpu"), then GeminiDDP(get_peft_model(model, '
+            "...), config); " + WHAT_WORKS
+        )
+    for name in ("device_map", "state_dict", "tp_plan", "distributed_config", "gguf_file"):
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"gemini.from_pretrained({name}=) is not possible: weights go from the files to their homes. Leave "

@@ -25,8 +25,8 @@ def is_of_library(kind: type, name: str) -> bool:
 
 
 def is_coded(param: torch.Tensor) -> bool:
-    """Whether a param holds 4-bit codes."""
-    return is_of_library(type(param), "Params4bit")
+    """Whether a param holds 4-bit codes. The fake one of a trace has what bitsandbytes notes of it, not its class."""
+    return is_of_library(type(param), "Params4bit") or "bnb_quantized" in param.__dict__
 
 
 def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
@@ -56,6 +56,11 @@ def check_coded(name: str, param: Any) -> None:
             f"param {name!r} keeps its codes as {param.dtype} (bnb_4bit_quant_storage), which is for FSDP: GeminiDDP "
             "divides bytes. Leave bnb_4bit_quant_storage out (torch.uint8)"
         )
+
+
+def first_coded(model: nn.Module) -> str | None:
+    """The name of a param of 4-bit codes, where there is one."""
+    return next((name for name, param in model.named_parameters() if is_coded(param)), None)
 
 
 def scales_in(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -71,7 +71,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
         elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"param {names[0]!r} is {param.dtype}: GeminiDDP manages float32, bfloat16 and float16 "
-                "params (integer and complex ones are not supported): register it as a buffer. Or " + WHAT_WORKS
+                "params (integer and complex ones are not supported): register it as a buffer; " + WHAT_WORKS
             )
         if param.is_meta:
             raise ValueError(

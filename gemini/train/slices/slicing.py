@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch, warn
 from gemini.ranks.mesh import names_of, size_of
 from gemini.train.modules.reading import is_tuner_layer
+from gemini.train.params.codes import first_coded
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.differing import first_differing, sizes_that_divide
 from gemini.train.slices.plans import PLANS, Plan, of_end
@@ -125,6 +126,11 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
         raise ValueError(
             f"tensor parallel of a model with adapters ({adapted[0]!r}): of a layer in slices an adapter would have "
             "to be cut as well. Use dp in place of tp"
+        )
+    if (coded := first_coded(model)) is not None:
+        raise ValueError(
+            f"tensor parallel of a model with 4-bit codes ({coded!r}): their scales are of blocks that slices would cut "
+            "through. Use dp in place of tp, which divides codes among ranks"
         )
     styles = expanded(model, plan_of(model) if plan is None else plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
