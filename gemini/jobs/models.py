@@ -17,16 +17,21 @@ from typing import Any
 import numpy
 import torch
 import transformers
+from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks import launch
+from gemini.ranks.group import Ranks
+from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
+from gemini.train.params.by_name import ByName
 
 PRESETS = ("gpt2-small",)
 
@@ -158,6 +163,51 @@ def only_refusing(source: ModelSource, what: str) -> Iterator[None]:
     except Exception as e:
         said = str(e) if isinstance(e, GeminiError) else first_line(e)
         raise JobError(f"{source.label} cannot be {what}: {said}") from e
+
+
+def quantize_model(
+    source: ModelSource, precision: str, attention: Attention, adapt: Callable[[Any], Any] | None
+) -> Skeleton:
+    """The transformers model with its linear layers in 4 bits, as QLoRA has them: transformers quantizes one param
+    after the other while it reads, so that host memory takes the codes alone.
+
+    Raises:
+        JobError: without bitsandbytes, or if transformers cannot make it of these files.
+    """
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as e:
+        raise JobError(
+            f"--load-in-4bit needs bitsandbytes, an optional package ({e}): pip install 'bitsandbytes>=0.50'"
+        ) from e
+    dtype = COMPUTE_DTYPES[precision]
+    config = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+    kwargs = attention.keyword(source.config, transformers.AutoModelForCausalLM)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.weights, config=source.config, quantization_config=config, dtype=dtype, device_map="cpu",
+            local_files_only=True, **kwargs,
+        )  # fmt: skip
+        return _Filled(model if adapt is None else adapt(model))
+    except MemoryError:
+        raise
+    except Exception as e:
+        raise JobError(f"{source.label} cannot be built in 4 bits: {first_line(e)}") from e
+
+
+class _Filled(Skeleton):
+    """A model that has its values already."""
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def manage(self, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> Any:
+        return GeminiDDP(self.model, config, process_group=process_group, mesh=mesh)
+
+    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+        raise AssertionError("a model with values is filled by nobody")
 
 
 def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int, mesh: Any = None) -> Any:

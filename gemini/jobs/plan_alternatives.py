@@ -71,5 +71,9 @@ def _others(settings: PlanSettings, precision: str) -> Iterator[tuple[str, PlanS
         yield "--states compact", replace(settings, states="compact"), "8-bit moments"
     if settings.trace is None and settings.lora is None:
         yield f"--lora {LORA_RANK}", replace(settings, lora=LORA_RANK), "adapters only"
+    if settings.trace is None and not settings.load_in_4bit:
+        lora = settings.lora or LORA_RANK
+        option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
+        yield option, replace(settings, lora=lora, load_in_4bit=True), "4-bit base"
     gpus = 2 * settings.gpus
     yield f"--gpus {gpus}", replace(settings, gpus=gpus), "rounding"

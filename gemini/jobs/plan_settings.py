@@ -69,6 +69,7 @@ class _Step:
         least=2,
     )
     lora: int | None = opt(None, "Train a LoRA of this rank on all linear layers; all else is frozen.", _STEP, least=1)
+    load_in_4bit: bool = opt(False, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", _STEP)
     attn_implementation: str | None = _one_of(
         None, "How attention is computed", _STEP, ("auto", "eager", "sdpa", "flash_attention_2"),
         ". (Default: auto, what transformers chooses.)",
@@ -93,6 +94,8 @@ class TraceSettings(_Printed, _Step):
             JobError: naming the option, what was given and what is possible.
         """
         check(self)
+        if self.load_in_4bit and self.lora is None:
+            raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.attn_implementation == "flash_attention_2":
             for asked, value, other in (("--precision", self.precision, "fp32"), ("--target", self.target, "cpu")):
                 if value == other:
@@ -274,6 +277,6 @@ class PlanSettings(_Printed, _Played, _Step):
 _DIMS = ("tp", "pp", "cp")
 
 _OF_THE_TRACE = (
-    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "lora", "attn_implementation",
-    "micro_batch",
+    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "lora", "load_in_4bit",
+    "attn_implementation", "micro_batch",
 )  # fmt: skip

@@ -65,6 +65,9 @@ class TrainSettings:
     lora: int | None = opt(
         None, "Train a LoRA of this rank on all linear layers instead of the weights of --model.", _WHAT, least=1
     )
+    load_in_4bit: bool = opt(
+        False, "Keep the layers under --lora in 4 bits (QLoRA); needs bitsandbytes: pip install '.[quantized]'.", _WHAT
+    )
 
     seq_len: int = opt(512, "Tokens in a sequence, the most there are.", _HOW, least=2)
     batch_size: int = opt(1, "Sequences in a forward pass of each process.", _HOW, least=1)
@@ -191,6 +194,8 @@ class TrainSettings:
             raise JobError("--durable-every needs --nvme-path: a folder on the drive that is to hold the store.")
         if self.lora is not None and self.preset is not None:
             raise JobError(f"--lora {self.lora} adapts trained weights, and a preset has none: give a model folder.")
+        if self.load_in_4bit and self.lora is None:
+            raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
         if self.epochs is not None and self.epochs == 0:
             raise JobError("--epochs must be more than 0.")
         if self.eval_data and self.validation:

@@ -11,6 +11,7 @@ from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
 from gemini.jobs.step_files import check_files, say, write_file
+from gemini.planning.quantized import with_4bit_base
 from gemini.planning.trace import MemoryTrace, Phase
 
 _TOP = 8
@@ -47,7 +48,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
                     "too wide for it. Leave it out."
                 )
         model = config if settings.lora is None else _with_lora(config, model_class, settings.lora)
-        return gemini.trace(
+        found = gemini.trace(
             model,
             batch_for(config, settings.batch_size, seq_len, model_class=model_class),
             precision=settings.precision,
@@ -58,6 +59,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,
         )
+    return with_4bit_base(found) if settings.load_in_4bit else found
 
 
 def _with_lora(config: Any, model_class: Any, rank: int) -> Any:

@@ -36,6 +36,7 @@ from gemini.jobs.models import (
     hush,
     lora_of,
     outline_model,
+    quantize_model,
 )
 from gemini.jobs.options import to_yaml
 from gemini.jobs.settings import TrainSettings
@@ -48,6 +49,7 @@ from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
 from gemini.train.modules.compiled import compile_blocks
+from gemini.train.params.codes import num_weights
 
 
 class TrainRun:
@@ -75,8 +77,13 @@ class TrainRun:
                 )  # fmt: skip
             self.data = self._open_data(source)
             self.device = _device(settings.device)
+            draw_from(settings.seed)  # adapters
             adapt = None if settings.lora is None else lora_of(settings.lora, source)
-            skeleton = outline_model(source, _attention(settings, source, self.device), adapt)
+            attention = _attention(settings, source, self.device)
+            if settings.load_in_4bit:
+                skeleton = quantize_model(source, settings.precision, attention, adapt)
+            else:
+                skeleton = outline_model(source, attention, adapt)
             if settings.compile:
                 _compile_blocks(skeleton.model)
         checkpoint = self._compare(found)
@@ -89,7 +96,7 @@ class TrainRun:
             with as_job_error(asked="--gradient-checkpointing"):
                 checkpoint_activations(model)
         params = list(model.parameters())
-        self.num_params = sum(p.numel() for p in params)
+        self.num_params = sum(map(num_weights, params))
         trained = sum(p.numel() for p in params if p.requires_grad)
         if settings.save_every and self.team.is_first:
             checkpoints.check_room(settings.out, checkpoints.num_bytes(self.num_params, trained), settings.keep)

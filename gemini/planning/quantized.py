@@ -1,9 +1,9 @@
 """A step with adapters as it would be on a base of 4-bit weights: the same step, other bytes. A pure function.
 
-The form is that of bitsandbytes (QLoRA, https://arxiv.org/abs/2305.14314, section 3): two codes in a byte, one fp32 scale
-for each block of 64 weights, and with double quantization a byte for each of those, with an fp32 one for each block of
-256. Per weight that is 0.5 bytes of codes, which live in chunks, and 0.0625 or 0.0159 of scales, which stay where they
-are read. A product makes the weight in the compute dtype first, in forward and again in backward.
+The form is that of bitsandbytes (QLoRA, https://arxiv.org/abs/2305.14314, section 3): two codes in a byte, one fp32
+scale for each block of 64 weights, and with double quantization a byte for each of those, with an fp32 one for each
+block of 256. Per weight that is 0.5 bytes of codes, which live in chunks, and 0.0625 or 0.0159 of scales, which stay
+where they are read. A product makes the weight in the compute dtype first, in forward and again in backward.
 """
 
 from __future__ import annotations

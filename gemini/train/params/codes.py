@@ -29,6 +29,11 @@ def is_coded(param: torch.Tensor) -> bool:
     return is_of_library(type(param), "Params4bit") or "bnb_quantized" in param.__dict__
 
 
+def num_weights(param: torch.Tensor) -> int:
+    """How many weights a param has: two in each byte of codes."""
+    return param.numel() * (2 if is_coded(param) else 1)
+
+
 def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
     """The class of a param while modules compute."""
     return type(param) if is_coded(param) else nn.Parameter

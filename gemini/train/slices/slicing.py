@@ -129,8 +129,8 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
         )
     if (coded := first_coded(model)) is not None:
         raise ValueError(
-            f"tensor parallel of a model with 4-bit codes ({coded!r}): their scales are of blocks that slices would cut "
-            "through. Use dp in place of tp, which divides codes among ranks"
+            f"tensor parallel of a model with 4-bit codes ({coded!r}): their scales are of blocks, which slices would "
+            "cut through. Use dp in place of tp, which divides codes among ranks"
         )
     styles = expanded(model, plan_of(model) if plan is None else plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
