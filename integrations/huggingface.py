@@ -9,6 +9,8 @@ model is managed when training, evaluation or prediction begins, so that whateve
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
+from gemini.train.loading.skeleton import replaced
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.sharding.consensus import agree
 
@@ -53,6 +56,18 @@ from .huggingface_save import (
 )
 from .rules import BY_NAME, rule_of_name
 from .settings import check_config, config_of
+
+
+@contextmanager
+def _not_cast(model: Any) -> Iterator[None]:
+    """TRL casts the adapters of a 4-bit model to bf16, by ``param.data``: those of a managed one compute in its
+    precision already, and keep their masters.
+    """
+    with ExitStack() as stack:
+        for part in model.modules() if isinstance(model, GeminiDDP) else ():
+            if "is_loaded_in_4bit" in vars(part):
+                stack.enter_context(replaced(part, "is_loaded_in_4bit", False))
+        yield
 
 
 class GeminiTrainerMixin:
@@ -89,7 +104,8 @@ class GeminiTrainerMixin:
         self._gemini_run_dir: str | None = None
         self._gemini_random: dict[str, Any] | None = None
         self._gemini_evaluates = False
-        super().__init__(*args, **kwargs)
+        with _not_cast(kwargs.get("model", args[0] if args else None)):
+            super().__init__(*args, **kwargs)
 
     # ---- the accelerator ----------------------------------------------------------------------------------------
 

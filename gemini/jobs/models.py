@@ -185,16 +185,12 @@ def quantize_model(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
     kwargs = attention.keyword(source.config, transformers.AutoModelForCausalLM)
-    try:
+    with only_refusing(source, "built in 4 bits"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source.weights, config=source.config, quantization_config=config, dtype=dtype, device_map="cpu",
             local_files_only=True, **kwargs,
         )  # fmt: skip
         return _Filled(model if adapt is None else adapt(model))
-    except MemoryError:
-        raise
-    except Exception as e:
-        raise JobError(f"{source.label} cannot be built in 4 bits: {first_line(e)}") from e
 
 
 class _Filled(Skeleton):

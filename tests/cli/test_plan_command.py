@@ -257,6 +257,8 @@ def test_offload_is_free_at_the_tokens_it_names(
         (["c.json", "--cpu", "1GiB", "--picture", "x.png"], "needs the speeds of a machine: --machine"),
         (["--trace", "t.json", "--cpu", "1GiB"], "--trace t.json cannot be read: No such file"),
         (["c.json", "--cpu", "1GiB", "--lora", "0"], "--lora must be at least 1"),
+        (["c.json", "--cpu", "1GiB", "--load-in-4bit"], "--load-in-4bit freezes the weights in 4 bits: give --lora as"),
+        (["--trace", "t.json", "--cpu", "1GiB", "--load-in-4bit"], "--load-in-4bit describes a step that is to be"),
         (["c.json", "--lora", "4", "--tp", "2"], "--tp with --lora: leave one of the two out"),
         (["c.json", "--machine", "dgx-h100", "--gpus", "2", "--tp", "2", "--alternatives"], "--alternatives are those"),
         (["--trace", "t.json", "--cpu", "1GiB", "--lora", "8"], "--lora describes a step that is to be traced"),
@@ -390,6 +392,15 @@ def test_a_lora_trains_its_adapters_only(gemini_command: Gemini, tmp_path: Path)
     assert "of them frozen" in screen
 
 
+def test_the_base_of_a_lora_may_be_in_4_bits(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json", hidden_size=128, intermediate_size=256)
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "64MiB", "--gpu", "64MiB", "--lora", "4", "--json")
+    plain, quantized = (json.loads(gemini_command(*asked, *how).stdout) for how in ((), ("--load-in-4bit",)))
+    assert all(quantized[name] == plain[name] for name in ("num_params", "num_trained", "model"))
+    in_layers = 2 * (4 * 128 * 128 + 3 * 128 * 256)  # the head and the embedding stay in bf16
+    assert plain["needs"]["weights"] - quantized["needs"]["weights"] == (2 - 0.5) * in_layers
+
+
 @pytest.mark.parametrize(
     "gpu", [pytest.param("200MiB", id="fits"), pytest.param("100MiB", id="fits only in tiles", marks=pytest.mark.slow)]
 )
@@ -402,7 +413,7 @@ def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemi
     checkpointing, tiles = "--gradient-checkpointing", "--gradient-checkpointing --tile-tokens auto"
     base = "" if gpu == "200MiB" else tiles
     first = ["as asked", checkpointing] if gpu == "200MiB" else ["as asked", checkpointing, tiles]
-    others = ["--gradients transient", "--states compact", "--lora 16", "--gpus 2"]
+    others = ["--gradients transient", "--states compact", "--lora 16", "--lora 16 --load-in-4bit", "--gpus 2"]
     assert list(rows) == [*first, *others] and {rows[name]["beside"] for name in others} == {base}
     assert [rows[name]["fits"] for name in first] == ([True, True] if gpu == "200MiB" else [False, False, True])
     for name, row in rows.items():

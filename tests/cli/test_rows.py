@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,33 @@ def test_a_run_on_chats_and_its_repetition_from_yaml(train: Gemini, gemini_comma
     lora = gemini_command("train", "--config", out / "gemini.yaml", "--model", out, "--lora", 2, "--out", adapter)
     assert lora.exit_code == 0, (lora.output, lora.exception)
     assert "of them trained" in lora.stdout and (adapter / "adapter_model.safetensors").is_file()
+    drawn = tmp_path / "drawn"  # the same adapter from the same seed
+    gemini_command("train", "--config", out / "gemini.yaml", "--model", out, "--lora", 2, "--out", drawn)
+    assert losses_of(drawn) == losses_of(adapter)
+
+
+def test_a_base_in_4_bits_goes_on_from_a_checkpoint(train: Gemini, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
+    base, out, again = tmp_path / "base", tmp_path / "out", tmp_path / "again"
+    assert train("--out", base, "--steps", 1).exit_code == 0
+    how = ["--model", base, "--lora", 2, "--load-in-4bit", "--schedule", "constant"]
+    result = train("--out", out, "--steps", 4, "--save-every", 2, *how)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert (out / "adapter_model.safetensors").is_file()
+    result = train("--out", again, "--steps", 4, "--resume", out / "checkpoint-2", *how)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert losses_of(again) == losses_of(out)[2:] and len(losses_of(again)) == 2
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in (out, again))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
+def test_4_bits_without_the_library_say_what_to_install(train: Gemini, tmp_path: Path, monkeypatch: Any) -> None:
+    base = tmp_path / "base"
+    assert train("--out", base, "--steps", 1).exit_code == 0
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    result = train("--out", tmp_path / "out", "--steps", 1, "--model", base, "--lora", 2, "--load-in-4bit")
+    assert result.exit_code == 2 and "--load-in-4bit needs bitsandbytes" in result.stderr
+    assert "pip install" in result.stderr
 
 
 def test_only_the_answers_are_learned(train: Gemini, tmp_path: Path) -> None:

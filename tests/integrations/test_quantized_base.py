@@ -15,19 +15,21 @@ import torch
 import transformers
 
 import gemini
+from gemini.errors import GeminiError, PlanMismatch
+from gemini.planning.quantized import scale_bytes, with_4bit_base
 from tests.train import helpers
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
 
-BF16 = torch.bfloat16
-STEPS = 3
+from tests.integrations.quantized_cases import adam_of, base_of, losses_of, quantized, save_base  # noqa: E402
+
+NAME = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a small Llama in bf16."""
     folder = tmp_path_factory.mktemp("base")
-    helpers.llama(layers=4).to(BF16).save_pretrained(folder)
+    save_base(folder)
     return folder
 
 
@@ -40,40 +42,9 @@ def library() -> Iterator[None]:
     yield
 
 
-def quantized(base: Path, *, double: bool = True, checkpointing: bool = False, kind: str = "nf4", **how: Any) -> Any:
-    config = transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_compute_dtype=BF16, bnb_4bit_use_double_quant=double,
-        **how,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=config, dtype=BF16, device_map="cpu"
-    )
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-        model.enable_input_require_grads()
-    torch.manual_seed(1)
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
-    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False).train()
-
-
-def trained(model: Any) -> list[Any]:
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def losses_of(model: Any, optimizer: Any, steps: Any = range(STEPS)) -> list[float]:
-    losses = []
-    for seed in steps:
-        loss = model(**helpers.batch(seed)).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def plain_run(make: Callable[[], Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = make()
-    return losses_of(model, gemini.HybridAdam(trained(model), lr=1e-2)), model.state_dict()
+    return losses_of(model, adam_of(model)), model.state_dict()
 
 
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -81,14 +52,231 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert not [name for name, value in wanted.items() if not helpers.same_bits(found[name], value)]
 
 
+def assert_trains_as_plain(make: Callable[[], Any], where: str, path: Path, **how: Any) -> Any:
+    losses, state = plain_run(make)
+    model = helpers.wrap(make(), where, path, **how)
+    assert losses_of(model, adam_of(model)) == losses
+    assert_same(model.state_dict(), state)
+    helpers.engine_of(model).check_invariants()
+    return model
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("where", helpers.ALL_PLACEMENTS)
 def test_same_bits_wherever_codes_live(where: str, checkpointing: bool, base: Path, tmp_path: Path) -> None:
-    def make() -> Any:
-        return quantized(base, checkpointing=checkpointing)
+    assert_trains_as_plain(lambda: quantized(base, checkpointing=checkpointing), where, tmp_path)
 
+
+@pytest.mark.parametrize("how", [{"double": False}, {"kind": "fp4"}], ids=["one scale", "fp4"])
+def test_other_forms_of_codes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    assert_trains_as_plain(lambda: quantized(base, **how), "disk", tmp_path)
+
+
+def test_with_all_else_in_fp32(base: Path, tmp_path: Path) -> None:
+    def make() -> Any:  # as the authors of QLoRA and PEFT's guide have it
+        model = peft.prepare_model_for_kbit_training(base_of(base))
+        torch.manual_seed(1)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
+        return peft.get_peft_model(model, lora).train()
+
+    assert_trains_as_plain(make, "disk", tmp_path, precision="fp32")
+
+
+def test_codes_come_and_go_between_forward_and_backward(base: Path, tmp_path: Path) -> None:
+    """Were they kept on ``ctx``, windows would have room for one module alone and nothing could leave them."""
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    optimizer = adam_of(model)
+    losses_of(model, optimizer, range(2))
+    coded = [c for c in helpers.engine_of(model).store.chunks if c.spec.coded]
+    at_home = sum(chunk.weights.num_bytes for chunk in coded)
+    model(**helpers.batch(0)).loss.backward()
+    assert model.memory_report()["moved"]["nvme->cpu"] >= 2 * at_home
+
+
+def test_half_a_byte_per_weight(base: Path) -> None:
+    model = quantized(base)
+    sizes = [p.quant_state.shape.numel() for p in model.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
+    model = gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu"))
+    coded = [c for c in helpers.engine_of(model).store.chunks if c.spec.coded]
+    assert sum(chunk.spec.payload for chunk in coded) == sum(sizes) // 2
+    assert all(chunk.weights.num_bytes == chunk.spec.numel for chunk in coded)
+    problem = helpers.engine_of(model).decision.problem
+    planned = sum(problem.plane_bytes(i)["weights"] for i in range(len(problem.layout.chunks)))
+    assert model.memory_report()["cpu"]["holders"]["weights"] == planned
+
+
+def test_a_checkpoint_has_codes_and_scales(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    optimizer = adam_of(model)
+    losses_of(model, optimizer, range(2))
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    state, wanted = model.state_dict(), losses_of(model, optimizer, range(2, 4))
+
+    other = quantized(base)
+    for param in other.parameters():
+        if isinstance(param, bitsandbytes.nn.Params4bit):
+            param.data.bitwise_not_()
+            param.quant_state.absmax.zero_()
+            param.quant_state.offset.zero_()
+    other = helpers.wrap(other, "ram", tmp_path)
+    again = adam_of(other)
+    gemini.load_checkpoint(tmp_path / "saved", other, again)
+    assert_same(other.state_dict(), state)
+    assert losses_of(other, again, range(2, 4)) == wanted
+
+
+def test_a_checkpoint_of_codes_is_not_one_of_numbers(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(quantized(base), "ram", tmp_path)
+    gemini.save_checkpoint(tmp_path / "saved", model, adam_of(model))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    other = helpers.wrap(peft.get_peft_model(plain, lora), "ram", tmp_path)
+    with pytest.raises(PlanMismatch, match="base_layer"):
+        gemini.load_checkpoint(tmp_path / "saved", other, adam_of(other))
+
+
+def test_the_adapter_opens_with_plain_peft(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    losses_of(model, adam_of(model))
+    model.save_pretrained(tmp_path / "adapter")
+    opened = peft.PeftModel.from_pretrained(base_of(base), tmp_path / "adapter", autocast_adapter_dtype=False).train()
+    batch = helpers.batch(9)
+    assert helpers.same_bits(model(**batch).logits, opened(**batch).logits)
+
+
+def test_the_base_is_exported_with_its_scales(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(base_of(base).requires_grad_(False).train(), "disk", tmp_path)
+    model.save_pretrained(tmp_path / "out")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", device_map="cpu").train()
+    assert opened.config.quantization_config.load_in_4bit
+    batch = helpers.batch(9)
+    assert helpers.same_bits(model(**batch).logits, opened(**batch).logits)
+
+
+def test_evaluation_leaves_codes_as_they_are(base: Path, tmp_path: Path) -> None:
+    """On processors with AVX512-BF16 the library packs them anew for another kernel."""
+    make = lambda: quantized(base)  # noqa: E731
     losses, state = plain_run(make)
-    model = helpers.wrap(make(), where, tmp_path)
-    assert losses_of(model, gemini.HybridAdam(trained(model), lr=1e-2)) == losses
+    model = helpers.wrap(make(), "disk", tmp_path)
+    ids = helpers.batch(0)["input_ids"]
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(input_ids=ids).logits
+        model.generate(ids, max_new_tokens=3, do_sample=False)
+    model.train()
+    assert helpers.same_bits(model(input_ids=ids).logits, evaluated)
+    assert losses_of(model, adam_of(model)) == losses
     assert_same(model.state_dict(), state)
-    helpers.engine_of(model).check_invariants()
+
+
+def test_released_it_is_an_ordinary_model(base: Path, tmp_path: Path) -> None:
+    plain = quantized(base)
+    layer = plain.get_submodule(NAME.removesuffix(".weight"))
+    packs = layer.support_avx512bf16_for_cpu
+    model = gemini.release(helpers.wrap(quantized(base), "disk", tmp_path))
+    layer = model.get_submodule(NAME.removesuffix(".weight"))
+    assert type(layer.weight) is bitsandbytes.nn.Params4bit
+    assert layer.support_avx512bf16_for_cpu == packs
+    assert_same(model.state_dict(), plain.state_dict())
+    assert losses_of(helpers.wrap(model, "disk", tmp_path), adam_of(model)) == losses_of(plain, adam_of(plain))
+
+
+def test_merging_gives_an_ordinary_model_or_is_refused(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    for merge in (model.merge_adapter, model.unmerge_adapter):
+        with pytest.raises(GeminiError, match="on a base of 4-bit codes.*merge_and_unload"):
+            merge()
+    assert_same(model.merge_and_unload().state_dict(), quantized(base).merge_and_unload().state_dict())
+
+
+def test_peft_counts_weights_and_not_bytes(base: Path, tmp_path: Path) -> None:
+    wanted = quantized(base).get_nb_trainable_parameters()
+    assert helpers.wrap(quantized(base), "disk", tmp_path).get_nb_trainable_parameters() == wanted
+
+
+def test_a_step_is_traced_ahead_of_time(base: Path, tmp_path: Path) -> None:
+    batch = helpers.batch(0)
+    found = gemini.trace(quantized(base), batch, target="cuda")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    imagined = with_4bit_base(gemini.trace(peft.get_peft_model(plain, lora), batch, target="cuda"))
+    assert found.params == imagined.params and found.fingerprint == imagined.fingerprint
+    assert (found.flops, found.buffer_bytes, found.num_params) == (
+        imagined.flops, imagined.buffer_bytes, imagined.num_params
+    )  # fmt: skip
+    assert found.num_params == sum(p.numel() for p in peft.get_peft_model(plain, lora).parameters())
+    peaks = [
+        {(m.phase, m.module): m.peak_bytes for m in trace.moments if m.module.endswith("up_proj.base_layer")}
+        for trace in (found, imagined)
+    ]
+    assert peaks[0].keys() == peaks[1].keys() and len(peaks[0]) == 8
+    assert all(abs(peaks[1][key] - peak) <= 4096 for key, peak in peaks[0].items())
+    trace = gemini.trace(quantized(base), batch, target="cpu")
+    config = gemini.GeminiConfig(trace=trace, memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu")
+    model = gemini.GeminiDDP(quantized(base), config)
+    assert losses_of(model, adam_of(model)) == plain_run(lambda: quantized(base))[0]
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_bytes_of_scales(double: bool, base: Path) -> None:
+    param = dict(base_of(base, double=double).named_parameters())[NAME.removeprefix("base_model.model.").replace(
+        ".base_layer", ""
+    )]  # fmt: skip
+    state = param.quant_state
+    tensors = [state.absmax, state.code]
+    tensors += [state.offset, state.state2.absmax, state.state2.code] if double else []
+    assert sum(t.nbytes for t in tensors) == scale_bytes(state.shape.numel(), double=double)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_are_refused(base: Path) -> None:
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
+    with pytest.raises(TypeError, match="is of 8 bits.*load_in_4bit=True"):
+        gemini.GeminiDDP(model)
+
+
+def test_codes_kept_as_other_numbers_are_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match="bnb_4bit_quant_storage.*Leave"):
+        gemini.GeminiDDP(base_of(base, bnb_4bit_quant_storage=torch.bfloat16))
+
+
+def test_weights_not_quantized_yet_are_refused() -> None:
+    with pytest.raises(ValueError, match="'0.weight' is not quantized yet.*Call model.to"):
+        gemini.GeminiDDP(torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64)))
+
+
+def test_codes_packed_for_inference_are_refused(base: Path) -> None:
+    model = base_of(base)
+    model.model.layers[0].mlp.up_proj.weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match="packed for inference.*wrap the model before"):
+        gemini.GeminiDDP(model)
+
+
+def test_codes_are_not_trained_and_take_no_numbers(base: Path, tmp_path: Path) -> None:
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    param = model.get_parameter(NAME)
+    with pytest.raises(RuntimeError, match="floating point"):
+        param.requires_grad_(True)
+    with pytest.raises(ValueError, match="is quantized, its values are codes"), torch.no_grad():
+        param.copy_(torch.randn(param.shape))
+    assert model.full_param(NAME, torch.float32).dtype is torch.uint8
+
+
+def test_files_are_not_streamed_in_4_bits(base: Path) -> None:
+    config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    with pytest.raises(ValueError, match=r"quantization_config=\) is not possible.*device_map=\"cpu\""):
+        gemini.from_pretrained(base, quantization_config=config)
+
+
+def test_stages_and_slices_are_refused(base: Path) -> None:
+    model = base_of(base)
+    with pytest.raises(ValueError, match="Pipeline of a model with 4-bit codes.*Use dp"):
+        gemini.Pipeline(model, micro_batches=2, schedule="bfs")
+    from gemini.train.slices.slicing import _cut_params
+    from gemini.train.slices.sums import Slices
+
+    with pytest.raises(ValueError, match="tensor parallel of a model with 4-bit codes.*Use dp"):
+        _cut_params(model, Slices.__new__(Slices))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gemini
 from tests.ranks.pool import Pool
@@ -29,7 +30,14 @@ def adapt(folder: Path, on: str) -> tuple[list[float], dict[str, torch.Tensor], 
     share = 1.0 if on == "nvme" else 0.0
     placement = gemini.StaticPlacement(weights_on_nvme=share, optimizer_on_nvme=share)
     config = gemini.GeminiConfig(memory=memory, placement=placement, device="cpu")
-    model: Any = gemini.GeminiDDP(quantized(folder / "base"), config)
+    model: Any = quantized(folder / "base")
+    if dist.is_initialized() and dist.get_rank():  # every rank starts from what the first one has
+        for param in model.parameters():
+            if hasattr(param, "quant_state"):
+                param.data.bitwise_not_()
+                param.quant_state.absmax.zero_()
+                param.quant_state.state2.absmax.zero_()
+    model = gemini.GeminiDDP(model, config)
     losses = losses_of(model, adam_of(model))
     engine = helpers.engine_of(model)
     engine.check_invariants()
