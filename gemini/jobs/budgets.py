@@ -1,39 +1,15 @@
-"""What a job says about the tiers: what is used of each budget, and whether it was kept, on every rank."""
+"""What a job says about the tiers at its end: whether each budget was kept, on every rank."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gemini.errors import human_bytes
-from gemini.planning.plan import Plan
-from gemini.planning.traffic import by_name
 
 
 def tiers_of(memory: Any) -> list[str]:
     """The tiers a memory report has, fastest first."""
     return [tier for tier in ("gpu", "cpu", "nvme") if tier in memory]
-
-
-def use_line(memory: Any, num_ranks: int = 1) -> str:
-    """What of each budget is taken."""
-    tiers = ", ".join(
-        f"{tier} {human_bytes(memory[tier]['used'])} of {human_bytes(memory[tier]['budget'])}"
-        for tier in tiers_of(memory)
-    )
-    return f"memory: {tiers}" if num_ranks == 1 else f"memory of rank 0, about that of each: {tiers}"
-
-
-def plan_lines(plan: Plan | None) -> list[str]:
-    """What each tier will hold at most, and what moves in a step, before the first one."""
-    if plan is None:
-        return []
-    tiers = [
-        f"  {tier.value}: {', '.join(f'{what} {human_bytes(n)}' for what, n in held.items())}"
-        for tier, held in plan.held.items()
-        if held
-    ]
-    moved = ", ".join(f"{name} {human_bytes(n)}" for name, n in by_name(plan.traffic).items() if n)
-    return [*tiers, f"  moved in a step: {moved or 'nothing'}"]
 
 
 def budget_lines(*reports: Any) -> tuple[list[str], bool]:

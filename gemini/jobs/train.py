@@ -22,7 +22,7 @@ from rich.console import Console
 import gemini
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, plan_lines, shares, use_line
+from gemini.jobs.budgets import budget_lines, shares
 from gemini.jobs.callbacks import Samples, Shown, Stop
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
@@ -110,8 +110,7 @@ class TrainRun:
                 f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
                 f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
             )
-        lines = plan_lines(model._gemini_engine.decision.plan)
-        self._console.print(use_line(self.model.memory_report(), self.team.size), *lines, sep="\n")
+        self._console.print(f"plan{' of rank 0' if self.team.size > 1 else ''}: {model._gemini_engine.decision.plan}")
         self._wish = StopWish(_STOPPING if self.team.is_first else "")
         self._stop = Stop(self._wish, self.team, console)
         self._shown = Shown(
