@@ -90,11 +90,5 @@ def demo(
 def _again() -> str:
     """The command line that continues this run: the same one, resuming."""
     words = sys.argv[1:]
-    for index, word in enumerate(words):
-        if word == "--resume" and index + 1 < len(words):
-            words = words[:index] + words[index + 2 :]
-            break
-        if word.startswith("--resume="):
-            words = words[:index] + words[index + 1 :]
-            break
-    return launch.again(shlex.join([*words, "--resume", "auto"]))
+    last = ["--resume", "auto"]  # of an option that is given twice, the last one counts
+    return launch.again(shlex.join(words if words[-2:] == last else [*words, *last]))

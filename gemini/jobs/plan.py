@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 from rich.console import Console
 
@@ -117,34 +116,31 @@ def _plan_of(
     """The plan, or why there is none."""
     try:
         with stdout_closed_to_others():
-            return _make(settings, machine, trace), None
+            made = gemini.plan(
+                trace,
+                machine.hardware,
+                machine.budgets,
+                gradients=settings.kept_gradients,
+                optimizer=settings.rule_in(trace.precision),
+                compute=machine.compute,
+                offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
+                accumulate=settings.accumulate,
+                ranks=machine.ranks,
+                local_ranks=machine.sharing,
+                schedule=settings.schedule,
+            )
+        return made, None
     except BudgetExceeded as e:
         return None, e
     except ValueError as e:
         raise JobError(f"--optimizer {settings.optimizer} with --gpus {settings.gpus}: {e}.") from e
 
 
-def _make(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> gemini.Plan:
-    return gemini.plan(
-        trace,
-        machine.hardware,
-        machine.budgets,
-        gradients=settings.kept_gradients,
-        optimizer=settings.rule_in(trace.precision),
-        compute=machine.compute,
-        offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
-        accumulate=settings.accumulate,
-        ranks=machine.ranks,
-        local_ranks=machine.sharing,
-        schedule=settings.schedule,
-    )
+def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> bool:
+    return _refusal(settings, machine, trace) is None
 
 
-def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> bool:
-    return _refusal(settings, machine, trace, **changes) is None
-
-
-def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **changes: Any) -> BudgetExceeded | None:
+def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> BudgetExceeded | None:
     """Why there is no placement at all, if so: quicker than looking for the best one."""
     offload, found = settings.offload_activations, None
     places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
@@ -155,11 +151,11 @@ def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **cha
                     step,
                     machine.budgets_of_rank,
                     precision=trace.precision,
-                    gradients=changes.get("gradients", settings.kept_gradients),
+                    gradients=settings.kept_gradients,
                     compute=machine.compute,
                     offload_activations=where,
                     ranks=machine.ranks,
-                    rule=settings.rule_in(trace.precision, changes.get("states")),
+                    rule=settings.rule_in(trace.precision),
                 )
             )
             return None
@@ -241,12 +237,12 @@ def _changes(
         if _fits(replace(settings, offload_activations="cpu"), machine, trace):
             found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")
     can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
-    if can_be_transient and _fits(settings, machine, trace, gradients="transient"):
+    if can_be_transient and _fits(replace(settings, gradients="transient"), machine, trace):
         found.append("--gradients transient (updates inside backward, no clipping): then it fits")
     if settings.config is not None and settings.tile_tokens is None and machine.compute is Tier.GPU:
         found += _with_tiles(settings, machine, trace)
     can_be_compact = settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
-    if can_be_compact and _fits(settings, machine, trace, states="compact"):
+    if can_be_compact and _fits(replace(settings, states="compact"), machine, trace):
         found.append("--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits")
     return tuple(found)
 

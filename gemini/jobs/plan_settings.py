@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +234,14 @@ class PlanSettings(_Printed, _Played, _Step):
         if self.precision == "fp16" and (self.parallel or self.pp > 1):
             raise JobError(f"{asked} with --precision fp16: stages have no common loss scale. Use bf16.")
 
-    def rule_in(self, precision: str, states: str | None = None) -> RuleSpec:
-        """The planes of the update rule, with its states kept as was asked or as said.
+    def rule_in(self, precision: str) -> RuleSpec:
+        """The planes of the update rule, with its states kept as was asked.
 
         Raises:
             JobError: if it has no compact form.
         """
         try:
-            return spec_for(rule_named(self.optimizer).spec, states or self.states, precision)
+            return spec_for(rule_named(self.optimizer).spec, self.states, precision)
         except ValueError as e:
             raise JobError(f"--optimizer {self.optimizer}: {e}.") from None
 
@@ -249,7 +249,7 @@ class PlanSettings(_Printed, _Played, _Step):
     def has_compact_form(self) -> bool:
         """Whether the update rule can have compact states."""
         try:
-            self.rule_in("bf16", "compact")
+            replace(self, states="compact").rule_in("bf16")
         except JobError:
             return False
         return True

@@ -7,20 +7,14 @@ temporaries too. Pages of files (libraries, mapped weights) are not counted: the
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
-_STATUS = Path("/proc/self/status")
-_FIELDS = ("RssAnon:", "RssShmem:")
+import psutil
 
 
 def resident_bytes() -> int | None:
-    """Anonymous and shared bytes in memory now; None where the kernel does not say (not Linux)."""
-    try:
-        lines = _STATUS.read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(_FIELDS)]
-    return sum(sizes) if sizes else None
+    """Anonymous bytes in memory now; None where the kernel does not say (not Linux)."""
+    now = psutil.Process().memory_info()
+    return now.rss - now.shared if hasattr(now, "shared") else None
 
 
 class ResidentPeak:

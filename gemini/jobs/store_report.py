@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ def _commits(files: list[_File]) -> Iterator[str]:
     own = [(file.record, file.path) for file in files if "record-00000-" in file.path.name and file.record is not None]
     own.sort(key=lambda found: -found[0].sequence)
     for what, (record, path) in zip(("last", "before"), own, strict=False):
-        ago = _ago(time.time() - path.stat().st_mtime)
+        ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
         yield (
             f"{what}: commit {record.sequence}, step {_step_of(record)}, {ago} ago, format version {record.version} "
             f"({path.name})"
@@ -156,10 +157,3 @@ def _check(directory: Path, stored: Stored, files: list[_File], problems: list[s
     else:
         yield f"data: {len(damaged)} damaged"
         problems += damaged
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
-        if seconds >= 2 * size:
-            return f"{seconds // size:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} seconds"
