@@ -168,7 +168,7 @@ def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
 
 
 def refuse_unsupported(model: nn.Module) -> None:
-    """Refuse adapters that cannot be trained without ``p.grad``, before anything is managed.
+    """Refuse adapters that cannot be trained in chunks, before anything is managed.
 
     Raises:
         ValueError: naming the remedy.
@@ -178,6 +178,11 @@ def refuse_unsupported(model: nn.Module) -> None:
             raise ValueError(
                 "AdaLoRA chooses the ranks of its adapters by p.grad in update_and_allocate(), and gradients of a "
                 "managed model live in chunks: train with LoraConfig (or DoRA: use_dora=True) instead"
+            )
+        if len(getattr(module, "lora_magnitude_vector", ())) and (coded := first_coded(module)) is not None:
+            raise ValueError(
+                f"DoRA (use_dora=True) on 4-bit weights ({coded!r}): PEFT puts a new param in the place of the weight "
+                "in each forward, which nobody manages. Train with LoraConfig without it, or with the base in bf16"
             )
 
 

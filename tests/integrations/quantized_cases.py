@@ -29,14 +29,16 @@ def base_of(folder: Path, *, double: bool = True, kind: str = "nf4", **how: Any)
     )
 
 
-def quantized(folder: Path, *, checkpointing: bool = False, **how: Any) -> Any:
+def quantized(folder: Path, *, checkpointing: bool = False, dora: bool = False, **how: Any) -> Any:
     """Adapters that add something from the start, on the base in ``folder``."""
     model = base_of(folder, **how)
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
     torch.manual_seed(1)
-    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian")
+    lora = peft.LoraConfig(
+        r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights="gaussian", use_dora=dora
+    )
     return peft.get_peft_model(model, lora, autocast_adapter_dtype=False).train()
 
 

@@ -17,6 +17,7 @@ import transformers
 import gemini
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.planning.quantized import scale_bytes, with_4bit_base
+from tests.docs.doc_blocks import ROOT, blocks_of
 from tests.train import helpers
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
@@ -67,7 +68,7 @@ def test_same_bits_wherever_codes_live(where: str, checkpointing: bool, base: Pa
     assert_trains_as_plain(lambda: quantized(base, checkpointing=checkpointing), where, tmp_path)
 
 
-@pytest.mark.parametrize("how", [{"double": False}, {"kind": "fp4"}], ids=["one scale", "fp4"])
+@pytest.mark.parametrize("how", [{"double": False}, {"kind": "fp4"}], ids=str)
 def test_other_forms_of_codes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
     assert_trains_as_plain(lambda: quantized(base, **how), "disk", tmp_path)
 
@@ -191,7 +192,12 @@ def test_merging_gives_an_ordinary_model_or_is_refused(base: Path, tmp_path: Pat
 
 def test_peft_counts_weights_and_not_bytes(base: Path, tmp_path: Path) -> None:
     wanted = quantized(base).get_nb_trainable_parameters()
-    assert helpers.wrap(quantized(base), "disk", tmp_path).get_nb_trainable_parameters() == wanted
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    assert model.get_nb_trainable_parameters() == wanted
+    param = model.get_parameter(NAME)
+    assert isinstance(param, bitsandbytes.nn.Params4bit)
+    with model.gathered([param]):
+        assert type(param) is bitsandbytes.nn.Params4bit
 
 
 def test_a_step_is_traced_ahead_of_time(base: Path, tmp_path: Path) -> None:
@@ -210,7 +216,7 @@ def test_a_step_is_traced_ahead_of_time(base: Path, tmp_path: Path) -> None:
         for trace in (found, imagined)
     ]
     assert peaks[0].keys() == peaks[1].keys() and len(peaks[0]) == 8
-    assert all(abs(peaks[1][key] - peak) <= 4096 for key, peak in peaks[0].items())
+    assert all(abs(peaks[1][key] - peak) <= 2048 for key, peak in peaks[0].items())  # half a weight
     trace = gemini.trace(quantized(base), batch, target="cpu")
     config = gemini.GeminiConfig(trace=trace, memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu")
     model = gemini.GeminiDDP(quantized(base), config)
@@ -228,6 +234,17 @@ def test_bytes_of_scales(double: bool, base: Path) -> None:
     assert sum(t.nbytes for t in tensors) == scale_bytes(state.shape.numel(), double=double)
 
 
+def test_the_page_runs_as_printed(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [b for b in blocks_of(ROOT / "docs" / "guide" / "qlora.md") if b.language == "python"]
+    (tmp_path / "base").symlink_to(base)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block.code.replace('"/scratch"', repr(str(tmp_path / "scratch"))), names)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
+    assert names["model"].memory_report()["nvme"]["used"]
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +253,11 @@ def test_eight_bits_are_refused(base: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=config, device_map="cpu")
     with pytest.raises(TypeError, match="is of 8 bits.*load_in_4bit=True"):
         gemini.GeminiDDP(model)
+
+
+def test_dora_is_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match="DoRA .use_dora=True. on 4-bit weights.*bf16"):
+        gemini.GeminiDDP(quantized(base, dora=True))
 
 
 def test_codes_kept_as_other_numbers_are_refused(base: Path) -> None:

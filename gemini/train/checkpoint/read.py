@@ -290,9 +290,6 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             'load with states="exact"'
         )
     for handle in handles:
-        if manifest.params[handle.whole_name].coded is not handle.chunk.spec.coded:
-            how = ["in numbers", "quantized"][:: 1 if handle.chunk.spec.coded else -1]
-            raise PlanMismatch(f"{handle.whole_name!r} is {how[0]} in {path} and {how[1]} here: load the same base")
         was, now = manifest.params[handle.whole_name].trained, handle.chunk.trained
         if was and not now:
             raise PlanMismatch(f"{handle.whole_name!r} was trained when {path} was saved and is frozen here")
