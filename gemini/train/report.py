@@ -130,7 +130,7 @@ def make_report(
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind not in GRADS)
     state += ledger.holders(Tier.CPU).get("factors", 0)
     grads = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind in GRADS)
-    report["params"] = layout.payload
+    report["params"] = sum(chunk.payload * (2 if chunk.coded else 1) for chunk in layout.chunks)
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0
     report["grad_bytes_per_param"] = grads / num_trained if num_trained else 0.0

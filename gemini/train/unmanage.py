@@ -10,7 +10,8 @@ from torch import nn
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import call_without_grad
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
+from gemini.memory.chunks.chunk import Chunk
+from gemini.planning.planes import compute_itemsize
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
 from gemini.train.modules.coded_layers import release_layers
@@ -50,8 +51,9 @@ def unmanage(model: nn.Module, what: str) -> None:
     engine.recovery.forget_interrupted()
     engine.drain()
     engine.state.check_whole()
-    itemsize = COMPUTE_DTYPES[engine.config.precision].itemsize
-    needed, free = engine.decision.problem.layout.payload * itemsize, psutil.virtual_memory().available
+    precision, chunks = engine.config.precision, engine.decision.problem.layout.chunks
+    needed = sum(chunk.payload * compute_itemsize(precision, coded=chunk.coded) for chunk in chunks)
+    free = psutil.virtual_memory().available
     if needed > free:
         raise BudgetExceeded(
             f"{what} gives an ordinary model and needs {human_bytes(needed)} of host memory for its weights, of which "

@@ -91,6 +91,8 @@ def test_a_base_in_4_bits_goes_on_from_a_checkpoint(train: Gemini, tmp_path: Pat
 def test_4_bits_without_the_library_say_what_to_install(train: Gemini, tmp_path: Path, monkeypatch: Any) -> None:
     base = tmp_path / "base"
     assert train("--out", base, "--steps", 1).exit_code == 0
+    alone = train("--out", tmp_path / "out", "--steps", 1, "--model", base, "--load-in-4bit")
+    assert alone.exit_code == 2 and "give --lora as well" in " ".join(alone.stderr.split())
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     result = train("--out", tmp_path / "out", "--steps", 1, "--model", base, "--lora", 2, "--load-in-4bit")
     assert result.exit_code == 2 and "--load-in-4bit needs bitsandbytes" in result.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -15,7 +16,7 @@ import torch
 import transformers
 
 import gemini
-from gemini.errors import GeminiError, PlanMismatch
+from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch
 from gemini.planning.quantized import scale_bytes, with_4bit_base
 from tests.docs.doc_blocks import ROOT, blocks_of
 from tests.train import helpers
@@ -103,7 +104,9 @@ def test_half_a_byte_per_weight(base: Path) -> None:
     assert all(chunk.weights.num_bytes == chunk.spec.numel for chunk in coded)
     problem = helpers.engine_of(model).decision.problem
     planned = sum(problem.plane_bytes(i)["weights"] for i in range(len(problem.layout.chunks)))
-    assert model.memory_report()["cpu"]["holders"]["weights"] == planned
+    report = model.memory_report()
+    assert report["cpu"]["holders"]["weights"] == planned
+    assert report["params"] == model.get_nb_trainable_parameters()[1]
 
 
 def test_a_checkpoint_has_codes_and_scales(base: Path, tmp_path: Path) -> None:
@@ -180,6 +183,19 @@ def test_released_it_is_an_ordinary_model(base: Path, tmp_path: Path) -> None:
     assert layer.support_avx512bf16_for_cpu == packs
     assert_same(model.state_dict(), plain.state_dict())
     assert losses_of(helpers.wrap(model, "disk", tmp_path), adam_of(model)) == losses_of(plain, adam_of(plain))
+
+
+def test_what_a_release_needs_is_half_a_byte_per_weight(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = helpers.wrap(quantized(base), "disk", tmp_path)
+    needed = sum(p.nbytes for p in quantized(base).parameters())
+    free = SimpleNamespace(available=needed - 1)
+    monkeypatch.setattr("gemini.train.unmanage.psutil.virtual_memory", lambda: free)
+    with pytest.raises(BudgetExceeded, match="nothing was changed"):
+        gemini.release(model)
+    free.available = needed
+    gemini.release(model)
 
 
 def test_merging_gives_an_ordinary_model_or_is_refused(base: Path, tmp_path: Path) -> None:
