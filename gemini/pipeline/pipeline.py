@@ -38,6 +38,7 @@ from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
 from gemini.train.params.codes import first_coded
+from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
@@ -123,9 +124,13 @@ class Pipeline:
         else:
             of_stages = params_of_stages(model, course, ranges, size)
             # While all of it is here: what is tied to another stage is cut alike.
-            sliced = cut_whole(model, mesh, is_filled=fill is None)
+            is_filled = fill is None
+            sliced = cut_whole(model, mesh, is_filled=is_filled)
+            spread = spread_experts(model, mesh, is_filled=is_filled)
             with left_out(model, own):
-                self.model = manage(model, config, mesh=mesh, of_stages=of_stages, sliced=sliced, fill=fill)
+                self.model = manage(
+                    model, config, mesh=mesh, of_stages=of_stages, sliced=sliced, spread=spread, fill=fill
+                )
         self._ranges, self._schedule, self._micro_batches = ranges, schedule, micro_batches
         self._mesh, self._size, self._stages, self._numbers = mesh, size, own, list(numbers)
         self._numbered = [Numbered(stage) for stage in own]

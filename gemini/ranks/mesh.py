@@ -39,7 +39,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
     Raises:
         ValueError: for names that mean nothing here or the same twice, for three dims or more without names, and for
-            ``ep`` beside another dim than ``dp``.
+            ``ep`` beside ``tp`` or ``dp_replicate``.
     """
     given = mesh.mesh_dim_names
     if given is None:
@@ -59,11 +59,11 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"mesh has dimensions {', '.join(given)}, two of which mean the same: name each once")
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
-    beside = [name for name in ("pp", "dp_replicate", "cp", "tp") if sizes.get(name, 1) > 1]
+    beside = [name for name in ("dp_replicate", "tp") if sizes.get(name, 1) > 1]
     if sizes.get("ep", 1) > 1 and beside:
         raise ValueError(
-            f"mesh has ep={sizes['ep']} and {beside[0]}={sizes[beside[0]]}: experts over ranks go with dp alone. Use "
-            f"dp in place of {beside[0]}, or in place of ep"
+            f"mesh has ep={sizes['ep']} and {beside[0]}={sizes[beside[0]]}: experts over ranks go with dp, cp and pp. "
+            f"Use dp in place of {beside[0]}, or in place of ep"
         )
     return names
 

@@ -44,7 +44,7 @@ from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
-from gemini.train.slices.experts import spread_experts
+from gemini.train.slices.experts import SpreadExperts, spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
@@ -439,13 +439,14 @@ def manage(
     model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
     fill: Fill | None = None,
     of_stages: Mapping[str, StageParam] | None = None, sliced: SlicedModel | None = None,
+    spread: SpreadExperts | None = None,
 ) -> nn.Module:  # fmt: skip
     """Make ``model`` a GeminiDDP model; if that fails, what it was before.
 
     Args:
         fill: for a model whose params hold no values yet.
         of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-        sliced: what the model became when it was cut; without it the model is cut here where the mesh says so.
+        sliced, spread: what the model became when it was cut; without it the model is cut here where the mesh says so.
     """
 
     def note(homes: ByName, ranks: Ranks | None) -> None:
@@ -455,7 +456,7 @@ def manage(
 
     # Before anything is planned: what is computed in tiles is gathered together.
     sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
-    spread = spread_experts(model, mesh, is_filled=fill is None)
+    spread = spread or spread_experts(model, mesh, is_filled=fill is None)
     cuts = (cuts_in(model) if sliced is None else sliced.by_param(model)) | (spread.by_param(model) if spread else {})
     tiles, planned = None, model
     try:

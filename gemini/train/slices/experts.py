@@ -40,10 +40,10 @@ class SpreadExperts(WholeParams):
     def put_on(self, model: nn.Module, ranks: Ranks) -> None:
         """Let experts compute for the tokens of all ranks."""
         assert ranks.experts is not None
-        modules = [model.get_submodule(name) for name in self._modules]
-        most = max(int(module.num_experts) for module in modules)  # type: ignore[arg-type]
-        exchange = ExpertExchange(ranks.experts, ranks.experts_collective, self._modules, most)
-        for number, module in enumerate(modules):
+        here = {name: module for name, module in model.named_modules() if name in self._modules}
+        most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]
+        exchange = ExpertExchange(ranks.experts, ranks.experts_collective, list(here), most)
+        for number, module in enumerate(here.values()):
             module.num_experts = int(module.num_experts) // self._size  # type: ignore[arg-type, assignment]
             module.__dict__["_gemini_experts"] = exchange, number
             module.forward = MethodType(dispatched_forward, module)  # type: ignore[method-assign]

@@ -1,0 +1,183 @@
+"""Expert parallel beside parts of sequences (``cp``) and stages (``pp``) against one process over all batches."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemini
+from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly
+from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of, num_batches, planes_of
+from tests.ranks.pool import Failure, Pool
+from tests.train import helpers
+
+Pools = Callable[[int], Pool]
+
+
+def made(sizes: dict[str, int], config: gemini.GeminiConfig, case: Case, schedule: str = "1f1b") -> tuple[Any, Any]:
+    """A model over a mesh, and what makes forward and backward of a batch."""
+    mesh = mesh_of(sizes) if sizes else None
+    if "pp" in sizes:
+        pipeline = gemini.Pipeline(moe(case), config, mesh=mesh, micro_batches=2, schedule=schedule)
+        return pipeline.model, pipeline.step
+    model: Any = gemini.GeminiDDP(moe(case), config, mesh=mesh)
+
+    def step(**batch: Any) -> torch.Tensor:
+        loss = model(**gemini.sequence_batch(batch, mesh)).loss
+        loss.backward()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    return model, step
+
+
+def batch_of(step: int, mesh: Any) -> dict[str, torch.Tensor]:
+    ids = ids_of(step, gemini.data_rank(mesh).rank)
+    return {"input_ids": ids, "labels": ids}
+
+
+def trained(
+    sizes: dict[str, int], where: str, folder: str, case: Case, schedule: str = "1f1b", *, saves: bool = False
+) -> Found:
+    """Two steps; of the gradients those that are here. With ``saves`` the state is that of all planes."""
+    mesh = mesh_of(sizes)
+    model, step = made(sizes, config_for(where, folder), case, schedule)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+    losses, norms, grads = [], [], {}
+    for number in range(2):
+        losses.append(float(step(**batch_of(number, mesh))))
+        grads = grads or {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
+        norms.append(float(model.clip_grad_norm_(MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model._gemini_engine.check_invariants()
+    if saves:
+        gemini.save_checkpoint(f"{folder}/checkpoint", model, optimizer)
+        model.save_pretrained(f"{folder}/exported")
+        return Found(losses, norms, grads, planes_of(model))
+    state = {name: model.full_param(name, dtype=torch.float32) for name, _ in model.named_parameters()}
+    return Found(losses, norms, grads, state)
+
+
+def assert_close(found: list[Found], plain: Found) -> None:
+    largest = max(float(grad.abs().max()) for grad in plain.grads.values())
+    assert {name for own in found for name in own.grads} == plain.grads.keys()
+    for own in found:
+        for name, grad in own.grads.items():
+            assert float((grad - plain.grads[name]).abs().max()) < 1e-5 * largest, name
+            torch.testing.assert_close(own.state[name], plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+        assert own.norms == pytest.approx(plain.norms, rel=1e-6)
+        assert own.norms == found[0].norms
+
+
+QUICK: list[tuple[dict[str, int], str, Case, str]] = [
+    ({"cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"pp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"pp": 2, "ep": 2}, "ram", Case("deepseek_v3", checkpointing=True), "gpipe"),  # its first stage has no experts
+]
+SLOW: list[tuple[dict[str, int], str, Case, str]] = [
+    ({"ep": 2, "cp": 2}, "ram", Case(checkpointing=True), "1f1b"),
+    ({"cp": 2, "ep": 2}, "standin", Case("mixtral", idle=True), "1f1b"),
+    ({"dp": 2, "cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"cp": 2, "ep": 4}, "disk", Case(idle=True), "1f1b"),
+    ({"pp": 2, "ep": 2}, "standin", Case(idle=True, checkpointing=True), "gpipe"),
+    ({"pp": 1, "ep": 2}, "serial", Case("mixtral"), "bfs"),
+    ({"ep": 2, "pp": 2}, "disk", Case("qwen2_moe"), "1f1b"),
+    ({"pp": 2, "dp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"pp": 2, "cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"pp": 2, "ep": 4}, "ram", Case(idle=True), "1f1b"),
+]
+
+
+def id_of(value: Any) -> str | None:
+    return "_".join(f"{name}{size}" for name, size in value.items()) if isinstance(value, dict) else None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "case", "schedule"),
+    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+    ids=id_of,
+)
+def test_meshes_train_as_one_process_does(
+    sizes: dict[str, int], where: str, case: Case, schedule: str, pool_of: Pools, tmp_path: Path
+) -> None:
+    found = pool_of(math.prod(sizes.values())).run(trained, sizes, where, str(tmp_path), case, schedule)
+    assert_close(found, plainly(num_batches(sizes) * sizes["ep"], case))
+
+
+# ---- saving and loading ----------------------------------------------------------------------------------------------
+
+
+def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
+    model, _ = made(sizes, config_for("ram", ""), Case())
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
+    gemini.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
+    model._gemini_engine.check_invariants()
+    return planes_of(model)
+
+
+@pytest.mark.parametrize("first", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+def test_a_checkpoint_goes_into_any_other_mesh(first: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = str(tmp_path)
+    found = pool_of(4).run(partial(trained, saves=True), first, "disk", folder, Case())
+    whole = {name: value for own in found for name, value in own.state.items()}
+    others: list[dict[str, int]] = [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"ep": 4}, {"pp": 2}, {"ep": 2}, {"tp": 2}]
+    for sizes in others:
+        again: dict[str, torch.Tensor] = {}
+        for own in pool_of(math.prod(sizes.values())).run(loaded, sizes, folder):
+            again |= own
+            assert all(helpers.same_bits(value, whole[name]) for name, value in own.items()), sizes
+        assert again.keys() == whole.keys(), sizes
+    assert loaded({}, folder).keys() == whole.keys()
+    exported = AutoModelForCausalLM.from_pretrained(f"{folder}/exported").state_dict()
+    for name, value in exported.items():
+        assert torch.equal(value, whole[f"weights/{name}"].view_as(value)), name
+
+
+def streamed(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
+    mesh, config = mesh_of(sizes), config_for("disk", folder)
+    if "pp" in sizes:
+        model = gemini.Pipeline.from_pretrained(f"{folder}/model", config, mesh=mesh, micro_batches=2).model
+    else:
+        model = gemini.from_pretrained(f"{folder}/model", config, mesh=mesh)
+    return {name: model.full_param(name) for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+def test_weights_from_files(sizes: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
+    model = moe(Case("deepseek_v3"))
+    model.save_pretrained(tmp_path / "model")
+    found = pool_of(4).run(streamed, sizes, str(tmp_path))
+    for name, value in model.named_parameters():
+        assert all(torch.equal(own[name], value) for own in found if name in own), name
+    assert {name for own in found for name in own} == {name for name, _ in model.named_parameters()}
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def with_nan(sizes: dict[str, int]) -> None:
+    mesh = mesh_of(sizes)
+    model, step = made(sizes, config_for("ram", ""), Case())
+    name = "model.layers.1.mlp.experts.down_proj"
+    with contextlib.suppress(AttributeError, KeyError):  # a stage that has no such layer
+        if dist.get_rank() == dist.get_world_size() - 1:
+            model.get_parameter(name).register_hook(lambda grad: grad * torch.nan)
+    step(**batch_of(0, mesh))
+    model.clip_grad_norm_(1.0)
+    gemini.HybridAdam(model.parameters(), lr=LR).step()
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+def test_nan_of_one_rank_is_refused_on_all(sizes: dict[str, int], pool_of: Pools) -> None:
+    for outcome in pool_of(4).outcomes(with_nan, sizes):
+        assert isinstance(outcome, Failure) and outcome.kind == "NonFiniteGradient", outcome
