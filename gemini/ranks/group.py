@@ -34,9 +34,11 @@ class Ranks:
 
     Attributes:
         wire: among the ranks that divide chunks (the shard group).
-        replicas: among the ranks that hold the same shard, or None without replicas.
+        replicas: among the ranks that hold the same shard of what is no expert, or None without replicas.
+        copies: among those that hold the same shard of everything, or None.
         everyone: among all ranks with the same params: those of the model, or of this slice of it. Ranks with other
             experts are among them.
+        alike: the same without these.
         job: among all ranks of the mesh; the same as ``everyone`` where no other dim slices the model.
         same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
         stages: among those that have the stages of one pipeline (``pp``), or None.
@@ -58,7 +60,9 @@ class Ranks:
 
     wire: Wire
     replicas: Wire | None
+    copies: Wire | None
     everyone: Wire
+    alike: Wire
     job: Wire
     same_batch: Wire | None
     stages: Wire | None
@@ -111,7 +115,7 @@ class Ranks:
     @property
     def writes(self) -> bool:
         """Whether this rank writes params at all: of replicas that have the same ones, the first one does."""
-        return self.experts is not None or self.replicas is None or self.replicas.rank == 0
+        return self.copies is None or self.copies.rank == 0
 
     @property
     def reads_parts(self) -> bool:
@@ -126,8 +130,8 @@ class Ranks:
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         wires = (
-            self.wire, self.replicas, self.everyone, self.job, self.same_batch, self.stages, self.parts, self.context,
-            self.experts,
+            self.wire, self.replicas, self.copies, self.everyone, self.alike, self.job, self.same_batch, self.stages,
+            self.parts, self.context, self.experts,
         )  # fmt: skip
         for group in {wire.group for wire in wires if wire is not None}:
             if group is not None:
@@ -171,14 +175,14 @@ class Ranks:
         return [int(value) for value in everyone.amin(0)]
 
     def take_from_first(
-        self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False, of_shards: bool = False
+        self, tensors: Mapping[str, torch.Tensor], *, of_job: bool = False, of_experts: bool = False
     ) -> list[str]:
-        """Make ``tensors`` those of the first rank with the same params, or of the job's, or of those that divide the
-        same chunks, as DistributedDataParallel does; only those that differ are sent.
+        """Make ``tensors`` those of the first rank with the same params, or of the job's, or of those with the same
+        experts too, as DistributedDataParallel does; only those that differ are sent.
 
         Returns the names of those that differed on any rank.
         """
-        wire = self.job if of_job else self.wire if of_shards else self.everyone
+        wire = self.job if of_job else self.alike if of_experts else self.everyone
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
         everyone = wire.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
@@ -254,8 +258,8 @@ def join(
     collective = _collective(ranks) if cuda else None
     waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
     return Ranks(
-        everyone, None, everyone, everyone, None, None, None, None, None, collective, None, None, everyone, waiting,
-        local_size,
+        everyone, None, None, everyone, everyone, everyone, None, None, None, None, None, collective, None, None,
+        everyone, waiting, local_size,
     )  # fmt: skip
 
 
@@ -281,11 +285,13 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     # Every rank makes its groups in this order, the widest first: none of them waits for one that waits for it.
     job = along(*names)
     everyone = along("dp_replicate", *SHARDING, "ep", within=job)
-    wire = along(*SHARDING, within=everyone)
+    alike = along("dp_replicate", *SHARDING, within=everyone)
+    wire = along(*SHARDING, within=alike)
     replicas, same_batch, stages, context, experts = (
         along(*dims) if size_of(mesh, *dims) > 1 else None
         for dims in (("dp_replicate", "ep"), ("tp",), ("pp",), ("cp",), ("ep",))
     )
+    copies = None if size_of(mesh, "dp_replicate") == 1 else along("dp_replicate", within=replicas)
     parts = (same_batch or stages) if in_parts else None
     if in_parts and same_batch is not None and stages is not None:
         parts = along("pp", "tp")
@@ -300,8 +306,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
     writers = job if in_parts else everyone
     return Ranks(
-        wire, replicas, everyone, job, same_batch, stages, parts, context, experts, collective, context_collective,
-        experts_collective, writers, WaitingGroup(writers.global_ranks), local_size, slice_, sliced_by,
+        wire, replicas, copies, everyone, alike, job, same_batch, stages, parts, context, experts, collective,
+        context_collective, experts_collective, writers, WaitingGroup(writers.global_ranks), local_size, slice_,
+        sliced_by,
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
     Raises:
         ValueError: for names that mean nothing here or the same twice, for three dims or more without names, and for
-            ``ep`` beside ``tp`` or ``dp_replicate``.
+            ``ep`` beside ``tp``.
     """
     given = mesh.mesh_dim_names
     if given is None:
@@ -59,11 +59,10 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"mesh has dimensions {', '.join(given)}, two of which mean the same: name each once")
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
-    beside = [name for name in ("dp_replicate", "tp") if sizes.get(name, 1) > 1]
-    if sizes.get("ep", 1) > 1 and beside:
+    if sizes.get("ep", 1) > 1 and sizes.get("tp", 1) > 1:
         raise ValueError(
-            f"mesh has ep={sizes['ep']} and {beside[0]}={sizes[beside[0]]}: experts over ranks go with dp, cp and pp. "
-            f"Use dp in place of {beside[0]}, or in place of ep"
+            f"mesh has ep={sizes['ep']} and tp={sizes['tp']}: experts over ranks go with every other dim but tp. Use "
+            "dp in place of tp, or in place of ep"
         )
     return names
 

@@ -1,4 +1,4 @@
-"""Expert parallel beside parts of sequences (``cp``) and stages (``pp``) against one process over all batches."""
+"""Expert parallel beside sequences in parts (``cp``), stages (``pp``) and replicas against one process over all batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import gemini
-from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly
+from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly, spread
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
@@ -79,6 +79,7 @@ def assert_close(found: list[Found], plain: Found) -> None:
 
 QUICK: list[tuple[dict[str, int], str, Case, str]] = [
     ({"cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
+    ({"dp_replicate": 2, "ep": 2}, "disk", Case(idle=True), "1f1b"),
     ({"pp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"pp": 2, "ep": 2}, "ram", Case("deepseek_v3", checkpointing=True), "gpipe"),  # its first stage has no experts
 ]
@@ -93,6 +94,9 @@ SLOW: list[tuple[dict[str, int], str, Case, str]] = [
     ({"pp": 2, "dp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"pp": 2, "cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"pp": 2, "ep": 4}, "ram", Case(idle=True), "1f1b"),
+    ({"dp_replicate": 2, "dp": 2, "ep": 2}, "ram", Case(), "1f1b"),
+    ({"ep": 2, "dp_replicate": 2, "cp": 2}, "standin", Case(), "1f1b"),
+    ({"pp": 2, "dp_replicate": 2, "ep": 2}, "serial", Case(), "1f1b"),
 ]
 
 
@@ -112,6 +116,43 @@ def test_meshes_train_as_one_process_does(
     assert_close(found, plainly(num_batches(sizes) * sizes["ep"], case))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+@pytest.mark.parametrize("in_no_sync", [False, True])
+def test_replicas_after_several_backwards(
+    in_no_sync: bool, gradients: str, where: str, pool_of: Pools, tmp_path: Path
+) -> None:
+    case, run = Case(backwards=2, in_no_sync=in_no_sync), partial(spread, gradients=gradients)
+    found = pool_of(4).run(run, {"dp_replicate": 2, "ep": 2}, where, str(tmp_path), case)
+    assert_close(found, plainly(8, case))
+
+
+@pytest.mark.parametrize("where", ["ram", pytest.param("disk", marks=pytest.mark.slow)])
+def test_replicas_that_update_inside_backward(where: str, pool_of: Pools, tmp_path: Path) -> None:
+    case, sizes = Case(idle=True), {"dp_replicate": 2, "ep": 2}
+    plain = plainly(4, case, max_norm=math.inf)
+    for own in pool_of(4).run(partial(spread, gradients="transient"), sizes, where, str(tmp_path), case):
+        for name, value in own.state.items():
+            torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
+
+
+def started(folder: str) -> list[str]:
+    """Every rank of the second replica begins with other weights."""
+    mesh, model = mesh_of({"dp_replicate": 2, "ep": 2}), moe(Case())
+    if mesh.get_local_rank("dp_replicate"):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(3)
+    model = gemini.GeminiDDP(model, config_for("disk", folder), mesh=mesh)
+    whole, state = moe(Case()).state_dict(), model.state_dict()
+    return [name for name, value in whole.items() if not torch.equal(value, state[name])]
+
+
+def test_all_replicas_start_from_the_first(pool_of: Pools, tmp_path: Path) -> None:
+    assert pool_of(4).run(started, str(tmp_path)) == [[]] * 4
+
+
 # ---- saving and loading ----------------------------------------------------------------------------------------------
 
 
@@ -123,14 +164,17 @@ def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     return planes_of(model)
 
 
-@pytest.mark.parametrize("first", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+@pytest.mark.parametrize("first", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}], ids=id_of)
 def test_a_checkpoint_goes_into_any_other_mesh(first: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = str(tmp_path)
     found = pool_of(4).run(partial(trained, saves=True), first, "disk", folder, Case())
     whole = {name: value for own in found for name, value in own.state.items()}
-    others: list[dict[str, int]] = [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"ep": 4}, {"pp": 2}, {"ep": 2}, {"tp": 2}]
+    others: list[dict[str, int]] = [
+        {"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}, {"ep": 4}, {"pp": 2}, {"ep": 2},
+        {"tp": 2},
+    ]  # fmt: skip
     for sizes in others:
         again: dict[str, torch.Tensor] = {}
         for own in pool_of(math.prod(sizes.values())).run(loaded, sizes, folder):

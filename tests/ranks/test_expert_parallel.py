@@ -346,7 +346,7 @@ def test_adapters_that_leave_experts_alone(pool_of: Pools, tmp_path: Path) -> No
 
 def refusal(how: str) -> str:
     """What is said; the model is as it was."""
-    sizes = {how: 2, "ep": 2} if how in ("tp", "dp_replicate") else {"tp": 1, "ep": 2}
+    sizes = {how: 2, "ep": 2} if how == "tp" else {"tp": 1, "ep": 2}
     settings: dict[str, Any] = {
         "whole": {"optimizer": MuonRule()}, "tiles": {"tile_tokens": 8},
     }.get(how, {})  # fmt: skip
@@ -398,8 +398,7 @@ def refusals(hows: list[str]) -> list[str]:
         (
             4,
             {
-                "tp": "ep=2 and tp=2: experts over ranks go with dp, cp and pp. Use dp in place of tp",
-                "dp_replicate": "ep=2 and dp_replicate=2",
+                "tp": "ep=2 and tp=2: experts over ranks go with every other dim but tp. Use dp in place of tp",
             },
         ),
     ],

@@ -171,7 +171,7 @@ def prepare(
     ranks.take_from_first({**tensors, **dict(model.named_buffers()), **scales_in(model)})
     if experts:
         own = {name: param.data for name, param in model.named_parameters() if id(param) in experts}
-        ranks.take_from_first(own, of_shards=True)
+        ranks.take_from_first(own, of_experts=True)
 
 
 def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:

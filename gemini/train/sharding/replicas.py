@@ -71,12 +71,15 @@ class ReplicaSums:
         """Chunks that were added up behind backward."""
         self._shards, self._wire, self._params = shards, wire, shards.params
         self._chunks, self._mover = store.chunks, store.mover
-        # Other ranks of ep have other experts: what all of their tokens gave these has come with backward.
-        self._by_chunk = {
-            index: handles
-            for index, handles in shards.params.by_chunk.items()
-            if shards.ranks.experts is None or all(handle.cut is None for handle in handles)
-        }
+        # Other ranks of ep have other experts: what all of their tokens gave these has come with backward, and is
+        # added up among those that have the same ones.
+        self._by_chunk: dict[int, Sequence[ParamHandle]] = {}
+        self._wires: dict[int, Wire] = {}
+        for index, handles in shards.params.by_chunk.items():
+            are_experts = shards.ranks.experts is not None and any(handle.cut is not None for handle in handles)
+            across = shards.ranks.copies if are_experts else wire
+            if across is not None:
+                self._by_chunk[index], self._wires[index] = handles, across
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
         self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
@@ -170,11 +173,12 @@ class ReplicaSums:
                 "another chunk, have gradients of other params, or other hyperparameters: all must run the same "
                 "forward and backward, with the same settings"
             )
-        if chunk.spec.index not in self._by_chunk:
+        across = self._wires.get(chunk.spec.index)
+        if across is None:
             return
         for start, stop in tiles(0, section.numel(), self._shards.replica_scratch.numel() // 8):
             tile = section[start:stop].cpu()
-            self._wire.all_reduce(Tag.REPLICAS, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
+            across.all_reduce(Tag.REPLICAS, tile, self._shards.replica_scratch, f"the all-reduce of {chunk.name}")
             if tile.data_ptr() != section[start:stop].data_ptr():
                 section[start:stop].copy_(tile)
 
@@ -272,14 +276,14 @@ class ReplicaSums:
 
     def _add_up(self, chunk: Chunk, absent: Sequence[ParamHandle]) -> None:
         """This rank's shard of the gradients of a chunk becomes the sum over replicas; ``absent`` have none here."""
-        plane, scratch = chunk.planes[GRAD], self._shards.replica_scratch
+        plane, scratch, across = chunk.planes[GRAD], self._shards.replica_scratch, self._wires[chunk.spec.index]
         handles = [h for h in self._by_chunk[chunk.spec.index] if h.has_grad] + list(absent)
         sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
         for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
             tile, is_staged = self._mover.host_tile(1, plane, start, stop)
             for handle in absent:
                 tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
-            self._wire.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
+            across.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
             if is_staged:
                 self._mover.store(plane, start, stop, tile)
             if GRAD_ERROR in chunk.planes:  # of this replica's part
@@ -298,7 +302,7 @@ class ReplicaSums:
     def _reopen(self, chunk: Chunk) -> None:
         """The first replica keeps the sum, and the others begin anew."""
         self._standing[chunk.spec.index] = _Standing.REOPENED
-        if self._wire.rank == 0:
+        if self._wires[chunk.spec.index].rank == 0:
             return
         plane = chunk.planes[GRAD]
         for start, stop in tiles(0, plane.numel, self._mover.tile):
