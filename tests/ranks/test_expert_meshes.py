@@ -1,4 +1,4 @@
-"""Expert parallel beside sequences in parts (``cp``), stages (``pp``) and replicas against one process over all batches."""
+"""Expert parallel beside ``cp``, ``pp`` and ``dp_replicate`` against one process over all batches."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def assert_close(found: list[Found], plain: Found) -> None:
 QUICK: list[tuple[dict[str, int], str, Case, str]] = [
     ({"cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"dp_replicate": 2, "ep": 2}, "disk", Case(idle=True), "1f1b"),
-    ({"pp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"pp": 2, "ep": 2}, "ram", Case("deepseek_v3", checkpointing=True), "gpipe"),  # its first stage has no experts
 ]
 SLOW: list[tuple[dict[str, int], str, Case, str]] = [
+    ({"pp": 2, "ep": 2}, "disk", Case(), "1f1b"),
     ({"ep": 2, "cp": 2}, "ram", Case(checkpointing=True), "1f1b"),
     ({"cp": 2, "ep": 2}, "standin", Case("mixtral", idle=True), "1f1b"),
     ({"dp": 2, "cp": 2, "ep": 2}, "disk", Case(), "1f1b"),
@@ -153,6 +153,12 @@ def test_all_replicas_start_from_the_first(pool_of: Pools, tmp_path: Path) -> No
     assert pool_of(4).run(started, str(tmp_path)) == [[]] * 4
 
 
+MESHES = [
+    {"pp": 2, "ep": 2},
+    *(pytest.param({name: 2, "ep": 2}, marks=pytest.mark.slow) for name in ("cp", "dp_replicate")),
+]
+
+
 # ---- saving and loading ----------------------------------------------------------------------------------------------
 
 
@@ -164,7 +170,7 @@ def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     return planes_of(model)
 
 
-@pytest.mark.parametrize("first", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}], ids=id_of)
+@pytest.mark.parametrize("first", MESHES, ids=id_of)
 def test_a_checkpoint_goes_into_any_other_mesh(first: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -196,7 +202,7 @@ def streamed(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     return {name: model.full_param(name) for name, _ in model.named_parameters()}
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+@pytest.mark.parametrize("sizes", MESHES, ids=id_of)
 def test_weights_from_files(sizes: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
     model = moe(Case("deepseek_v3"))
     model.save_pretrained(tmp_path / "model")
@@ -221,7 +227,7 @@ def with_nan(sizes: dict[str, int]) -> None:
     gemini.HybridAdam(model.parameters(), lr=LR).step()
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}], ids=id_of)
+@pytest.mark.parametrize("sizes", MESHES, ids=id_of)
 def test_nan_of_one_rank_is_refused_on_all(sizes: dict[str, int], pool_of: Pools) -> None:
     for outcome in pool_of(4).outcomes(with_nan, sizes):
         assert isinstance(outcome, Failure) and outcome.kind == "NonFiniteGradient", outcome

@@ -87,7 +87,7 @@ def made(kind: str) -> Any:
     return small(kind) if kind in FAMILIES else tiny(kind)
 
 
-QUICK = (("tp", "mixtral"), ("tp", "phi3"), ("tp", "t5"), ("ep", "mixtral"), ("ep", "deepseek_v3"))
+QUICK = (("tp", "mixtral"), ("tp", "t5"), ("ep", "deepseek_v3"))
 SLOW = [case for case in [*(("tp", kind) for kind in FAMILIES), *(("ep", kind) for kind in KINDS)] if case not in QUICK]
 
 
