@@ -82,7 +82,7 @@ def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any)
         names_of(mesh_of(**sizes))
     with pytest.raises(ValueError, match="3 dimensions without names"):
         gemini.data_rank(init_device_mesh("cpu", (2, 2, 2)))
-    with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: experts over ranks go with dp alone"):
+    with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: experts over ranks go with every other dim but tp"):
         gemini.data_rank(mesh_of(tp=2, ep=4))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of(dp=2, ep=4))
