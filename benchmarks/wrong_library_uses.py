@@ -146,7 +146,7 @@ USES: dict[str, tuple[Callable[[], Any], str]] = {
     "a gradient that is assigned": (
         lambda: backward_then(lambda m: setattr(m[0].weight, "grad", torch.ones(32, 16))), "loss.backward()"),
     "writing weights": (lambda: backward_then(lambda m: m[0].weight.data.mul_(2)), "gathered("),
-    "a view of weights": (lambda: backward_then(lambda m: m[0].weight.data.view(-1)), "full_param"),
+    "writing a view of weights": (lambda: backward_then(lambda m: m[0].weight.data.view(-1).mul_(2)), "gathered("),
     "a param of a wrong name": (lambda: managed().full_param("0.weigth"), "0.weight"),
     "a step without memory for a second backward": (retained_twice, "accumulate"),
     "a gradient of NaN": (nan_step, "NaN"),

@@ -11,12 +11,18 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gemini
 from tests.train.helpers import Plain, adam, llama, noise, same_bits, train, train_plain, wrap
 
 Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def rows_of(weights: torch.Tensor) -> torch.Tensor:
+    """Views, one beside another."""
+    return torch.stack([row.float() + weights.T[0] for row in weights])
 
 
 def saved(weights: torch.Tensor) -> torch.Tensor:
@@ -48,10 +54,26 @@ READS: dict[str, Callable[[Any], Any]] = {
     "deep copy": copy.deepcopy,
     "in inference mode": lambda w: torch.inference_mode()(lambda: w.float().sum())(),
     "mapped": lambda w: torch.vmap(lambda row: row.float().sum())(w),
+    "a row": lambda w: w[1],
+    "flat": lambda w: w.flatten()[:5],
+    "turned": lambda w: w.T.contiguous(),
+    "rows": rows_of,
+    "a vector of both": lambda w: nn.utils.parameters_to_vector([w, w[0]]),
+    "parts": lambda w: torch.cat([part.detach().data.flatten() for part in w.split(5)[1:]]),
+    "every other": lambda w: w[1::2, ::3].view(torch.int16).clone(),
+    "bits": lambda w: torch.tensor(w.view(torch.uint8).cpu().numpy()),
+    "a diagonal": lambda w: copy.deepcopy(w.diagonal()),
+    "a part saved": lambda w: saved(w[3:5]),
+    "a part described": lambda w: torch.tensor([*w[2:, 1].shape, *w[2:, 1].stride(), w[2:, 1].storage_offset()]),
+    "a row mapped": lambda w: torch.vmap(lambda row: row[1:].float().sum())(w),
+    "a row differentiated": lambda w: torch.func.grad(lambda v: v[0].float().square().sum())(w),
     "differentiated": lambda w: torch.func.grad(lambda v: v.float().square().sum())(w),
     "read where nobody is asked": torch.tensor,
     "described": lambda w: torch.tensor([*w.shape, *w.stride(), w.requires_grad, w.dtype == torch.bfloat16, len(w)]),
 }
+
+ASKS_NOBODY = ("mapped", "differentiated", "nobody is asked")
+"""Of a param itself torch tells nobody of these: what it reads is the weights or NaN."""
 
 
 @pytest.mark.parametrize("how", ["detach", "data"])
@@ -60,12 +82,17 @@ def test_reads_are_those_of_torch_now_and_later(how: str, where: str, tmp_path: 
     optimizer = adam(model)
     param = model.get_parameter(Q)
     kept = param.detach() if how == "detach" else param.data
+    views = kept[1], kept.T[2:]
     for step in range(2):
         assert train(model, optimizer, [step]) == train_plain(plain, [step])
         now = plain.model.get_parameter(Q).detach()  # the plain loop gives its weights new memory in each step
         for name, read in READS.items():
             assert same_bits(read(kept).detach(), read(now).detach()), name
-        assert repr(kept) == repr(now)
+            with torch.no_grad():
+                if name not in ("saved", "described", "scaled") and not name.endswith(ASKS_NOBODY):
+                    assert same_bits(read(param).detach(), read(now).detach()), f"{name}, of the param"
+        assert repr(kept) == repr(now) and repr(kept[1]) == repr(now[1])
+        assert same_bits(views[0].clone(), now[1]) and same_bits(views[1].clone(), now.T[2:]), "a view that was kept"
 
 
 def test_nothing_is_written_through_them(where: str, tmp_path: Path) -> None:
@@ -78,10 +105,21 @@ def test_nothing_is_written_through_them(where: str, tmp_path: Path) -> None:
     def set_first() -> None:
         weights[0] = 1
 
+    def set_in_a_row() -> None:
+        weights[0][1] = 1
+
     for name, use in {
         "in place": lambda: weights.mul_(2), "copied into": lambda: weights.copy_(ones), "an item": set_first,
         "out": lambda: torch.add(ones, 1, out=weights), "drawn": lambda: nn.init.normal_(weights),
-        "a view": lambda: weights.view(-1), "rows": lambda: list(weights),
+        "a view": lambda: weights.view(-1).mul_(2), "a row": lambda: list(weights)[1].zero_(),
+        "a view of a view": lambda: weights.view(-1)[1:].view(31, 33)[::2].T.fill_(1),
+        "an item of a view": set_in_a_row,
+        "bits": lambda: weights.view(torch.int16).bitwise_not_(), "all rows": lambda: torch._foreach_zero_([*weights]),
+        "into a view": lambda: torch.add(ones[0], 1, out=weights[0]), "drawn rows": lambda: nn.init.zeros_(weights[1:]),
+        "what torch.func maps": lambda: torch.vmap(lambda row: row.mul_(2))(weights),
+        "what torch.func takes for a function": lambda: torch.func.functionalize(lambda w: w.mul_(2))(weights),
+        "what needed no conversion": lambda: weights.bfloat16().contiguous().mul_(2),
+        "shared with processes": lambda: weights.view(-1).share_memory_(),
         "a gradient": lambda: weights.requires_grad_(),
         "a param": lambda: nn.Parameter(weights), "replaced": lambda: setattr(weights, "data", ones),
         "shared": lambda: torch.from_dlpack(weights.detach()),
@@ -99,6 +137,31 @@ def test_an_array_of_them_is_read_only(where: str, tmp_path: Path) -> None:
     assert same_bits(torch.tensor(array), model.full_param("weight"))
     with pytest.raises(ValueError, match="read-only"):
         model.weight.data.numpy()[0] = 1
+
+
+def test_weights_are_written_as_safetensors(where: str, tmp_path: Path) -> None:
+    """Which reads memory by its address."""
+    model = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), where, tmp_path, precision="fp32")
+    for read in (torch.Tensor.detach, torch.Tensor.clone, lambda p: p.data.cpu().contiguous(), lambda p: p):
+        with torch.no_grad():
+            given = {name: read(param) for name, param in model.named_parameters()}
+        if type(given["0.weight"]) is not torch.Tensor:
+            with pytest.raises(gemini.ParamAccessError, match="state_dict"):
+                save_file(given, tmp_path / "weights")
+            continue
+        save_file(given, tmp_path / "weights")
+        assert all(same_bits(value, model.full_param(name)) for name, value in load_file(tmp_path / "weights").items())
+
+
+def test_a_param_is_copied(where: str, tmp_path: Path) -> None:
+    model = wrap(nn.Linear(4, 4), where, tmp_path, precision="fp32")
+    first, again = copy.deepcopy([model.weight, model.weight])
+    assert type(first) is nn.Parameter and first is again and first.is_leaf and first.requires_grad
+    assert same_bits(first.detach(), model.full_param("weight"))
+    first.data.zero_()
+    assert model.full_param("weight").any()
+    with pytest.raises(gemini.GeminiError):
+        copy.deepcopy(model)
 
 
 class Regularized(nn.Module):

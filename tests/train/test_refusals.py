@@ -66,8 +66,6 @@ def test_deepcopy_and_pickle(model: Any) -> None:
             pickle.dumps(thing)
     with pytest.raises(gemini.GeminiError, match="pickled"):
         torch.save(model, io.BytesIO())
-    with pytest.raises(gemini.GeminiError, match="copied"):
-        copy.deepcopy(p)
     with pytest.raises(gemini.GeminiError, match="(copied|pickled)"):
         copy.copy(model)
     with pytest.raises((gemini.GeminiError, AttributeError), match="(?i)pickle"):
@@ -265,11 +263,7 @@ def test_copy_under_no_grad_writes_the_master(model: Any) -> None:
 
 def test_views_and_differentiable_uses_at_rest(model: Any) -> None:
     p = model.get_parameter(Q)
-    for view in (
-        lambda: p.t(), lambda: p[0], lambda: p.view(-1), lambda: p.reshape(4, -1), lambda: p.detach()[0],
-        lambda: p.expand(32, 32), lambda: p.narrow(0, 0, 1), lambda: p.unbind(0), lambda: p.T, lambda: p.split(8),
-        lambda: p.flatten(), lambda: next(iter(p)), lambda: nn.Parameter(p), lambda: p.view(torch.int16),
-    ):  # fmt: skip
+    for view in (lambda: nn.Parameter(p), lambda: nn.Parameter(p[0]), lambda: torch.from_dlpack(p.view(-1))):
         with torch.no_grad(), pytest.raises(gemini.ParamAccessError, match=r"full_param|gathered"):
             view()
     with torch.no_grad():

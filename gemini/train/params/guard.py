@@ -4,8 +4,8 @@ While a module computes, a managed param is an ordinary ``nn.Parameter`` and cos
 :class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose
 ``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
 gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
-autograd records; other reads that yield new values are served from a copy, and what would alias the weights, write to
-them, or lose a gradient is refused with the remedy. ``param.detach()`` and ``param.data`` are such reads put off
+autograd records; other reads that yield new values are served from a copy, and what would write to the weights or lose
+a gradient is refused with the remedy. ``param.detach()``, ``param.data`` and views are such reads put off
 (:class:`DetachedWeights`). So a write can never leave a stale residual, and the same program behaves the same wherever
 its weights happen to live.
 """
@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -51,7 +51,9 @@ class ManagedParameter(nn.Parameter):
                     f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "
                     "chunks. Let loss.backward() compute it"
                 )
-            elif func in OF_MEMORY and args[0]._gemini.poisoned:
+            elif func is torch.Tensor.data_ptr:
+                _refuse_reading_memory(args[0]._gemini)
+            if func in OF_MEMORY and args[0]._gemini.poisoned:
                 args = (args[0]._gemini.view, *args[1:])
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -76,9 +78,14 @@ class ManagedParameter(nn.Parameter):
             return args[0]
         if _is_differentiated(func, args, kwargs):  # a loss that reads ``lm_head.weight`` itself
             return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+            raise ParamAccessError(
+                f"fully_shard cannot divide managed param {handles[0].name!r}: Gemini divides models among ranks itself"
+            )
         if func in _DETACHES and sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
-            return DetachedWeights.of(handles[0])
-        return _read_copies(func, args, kwargs, {id(h.param): h for h in handles}, partial(call_without_grad, func))
+            return DetachedWeights.of(Source(handles[0]))
+        of = {id(handle.param): Source(handle) for handle in handles}
+        return _read_copies(func, args, kwargs, of, partial(call_without_grad, func))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParamAccessError(
@@ -87,6 +94,10 @@ class ManagedParameter(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
+        part = any(isinstance(whole, (nn.Module, torch.optim.Optimizer)) for whole in memo.values())
+        if type(self) is ManagedParameter and not part:
+            with torch.no_grad():  # the param alone, or a list of them: an ordinary one with its values of now
+                return memo.setdefault(id(self), nn.Parameter(self.clone(), self.requires_grad))
         raise ParamAccessError(
             f"managed param {self._gemini.name!r} cannot be deep-copied: "  # type: ignore[attr-defined]
             "copy the model before it is wrapped, or read it with model.full_param(name)"
@@ -101,23 +112,57 @@ def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
     return type(kind.__name__, (ManagedParameter, kind), {"__module__": kind.__module__})
 
 
+class View(NamedTuple):
+    """A place in a contiguous param, as torch describes views: in elements of ``dtype``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor, base: torch.Tensor) -> View:
+        offset = tensor.storage_offset() - base.storage_offset() * base.dtype.itemsize // tensor.dtype.itemsize
+        return cls(tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """It, of ``base``: torch counts writes to both together."""
+        flat = base.view(-1).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
+
+
+class Source(NamedTuple):
+    """Whose values stand in the place of an argument."""
+
+    handle: ParamHandle
+    view: View | None = None
+    """None for all of it."""
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """``base``: all of the values."""
+        return base if self.view is None else self.view.of(base)
+
+
 class DetachedWeights(torch.Tensor):
-    """``param.detach()`` and ``param.data`` of a managed param outside of forward: its values, read at each use.
+    """``param.detach()`` and ``param.data`` of a managed param outside of forward, and views of them: its values, read
+    at each use.
 
     In torch they share memory with the param, so that what is read of them later is what the param is then, and so it
-    is here. Nothing can be written through them, and no view be taken: both are refused as those of the param are.
+    is here. Nothing can be written through them: that is refused as writes to the param are.
     """
 
     _gemini: ParamHandle
+    _view: View | None
 
     @staticmethod
-    def of(handle: ParamHandle) -> DetachedWeights:
-        param = handle.param
+    def of(source: Source) -> DetachedWeights:
+        param, view = source.handle.param, source.view
+        shape, stride, offset, dtype = (param.shape, None, None, param.dtype) if view is None else view
         with torch.inference_mode(False):
             detached = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                DetachedWeights, param.shape, dtype=param.dtype, device=param.device
+                DetachedWeights, shape, stride, offset, dtype=dtype, device=param.device
             )
-        detached._gemini = handle
+        detached._gemini, detached._view = source
         return detached
 
     @classmethod
@@ -126,7 +171,9 @@ class DetachedWeights(torch.Tensor):
     ) -> Any:
         """What torch computes without asking in Python: inside of the transforms of ``torch.func``."""
         if func is torch.ops.aten.detach.default:
-            return cls.of(args[0]._gemini)
+            return cls.of(Source(args[0]._gemini, args[0]._view))
+        for written in _detached_in(_written_by(func, args, kwargs or {})).values():  # torch counts no writes down here
+            raise ParamAccessError(_refusal(f"writing ({func})", written.handle, write=True))
         return _read_copies(func, args, kwargs or {}, _detached_in((args, kwargs)), func)
 
     @classmethod
@@ -136,20 +183,24 @@ class DetachedWeights(torch.Tensor):
         kwargs = kwargs or {}
         if func in _DETACHES:
             return args[0]
-        if func in OF_MEMORY:
-            return func(args[0]._gemini.param, *args[1:], **kwargs)
+        if func is torch.Tensor.data_ptr:
+            _refuse_reading_memory(args[0]._gemini)
+        if func in _ADDRESSES or (func in OF_MEMORY and args[0]._view is None):
+            first = func(args[0]._gemini.param, *args[1:], **kwargs)
+            return first + args[0].storage_offset() * args[0].itemsize if func is torch.Tensor.data_ptr else first
         if func in METADATA - _FLIPS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        handles = _detached_in((args, kwargs))
-        first = next(iter(handles.values()))
+        sources = _detached_in((args, kwargs))
+        first = next(iter(sources.values())).handle
         if func in _FLIPS:
             raise ParamAccessError(_refusal("a gradient (requires_grad_ of what was detached)", first, write=False))
-        for owner in map(owner_of, handles.values()):
+        for owner in map(owner_of, [source.handle for source in sources.values()]):
             if owner.state.computing:
-                own = {key: handle for key, handle in handles.items() if handle.owner() is owner}
-                return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, list(own.values()))
-        return _read_copies(func, args, kwargs, handles, func)
+                own = {key: source for key, source in sources.items() if source.handle.owner() is owner}
+                handles = [source.handle for source in own.values()]
+                return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, handles)
+        return _read_copies(func, args, kwargs, sources, func)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
@@ -158,13 +209,34 @@ class DetachedWeights(torch.Tensor):
         return self.clone().__reduce_ex__(protocol)
 
 
-def _detached_in(tree: Any) -> dict[int, ParamHandle]:
-    return {id(tensor): tensor._gemini for tensor in tensors_in(tree) if isinstance(tensor, DetachedWeights)}
+def _refuse_reading_memory(handle: ParamHandle) -> None:
+    """The address of weights says which they are, not where to read them: they may be elsewhere, or be updated now."""
+    caller = sys._getframe(2)
+    if caller.f_globals.get("__name__") == "safetensors.torch" and caller.f_code.co_name in ("_to_ndarray", "_tobytes"):
+        raise ParamAccessError(
+            f"safetensors.torch reads the memory of managed param {handle.name!r}, whose values live in a chunk. Give "
+            "it those of model.state_dict(), or use model.save_pretrained()"
+        )
 
 
-def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, handles: dict[int, ParamHandle]) -> Any:
-    """``func`` while the params of ``handles`` are ordinary ones."""
-    args, kwargs = _replace((args, kwargs), {key: handle.param.detach() for key, handle in handles.items()})
+def _detached_in(tree: Any) -> dict[int, Source]:
+    return {id(t): Source(t._gemini, t._view) for t in tensors_in(tree) if isinstance(t, DetachedWeights)}
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator of torch writes to, by its schema."""
+    given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+    return [
+        given.get(argument.name)
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, Source]) -> Any:
+    """``func`` while the params of ``sources`` are ordinary ones."""
+    values = {key: source.of(source.handle.param.detach()) for key, source in sources.items()}
+    args, kwargs = _replace((args, kwargs), values)
     return func(*args, **kwargs)
 
 
@@ -195,37 +267,48 @@ def _edges_of(tree: Any) -> Any:
 
 
 def _read_copies(
-    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, ParamHandle], call: Callable[..., Any]
+    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, Source], call: Callable[..., Any]
 ) -> Any:
     """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify.
 
-    ``of``: whose values stand in the place of which argument (by ``id``).
+    ``of``: whose values stand in the place of which argument (by ``id``). What shares memory with the copy would, in
+    torch, share it with the param: it becomes a read put off.
     """
-    handles = list(of.values())
-    what = f"{getattr(func, '__name__', func)} of managed param {handles[0].name!r}"
-    if getattr(func, "__name__", "") == "__set__":
-        raise ParamAccessError(_refusal("replacing the content", handles[0], write=True))
+    handles = {source.handle: None for source in of.values()}
+    first = next(iter(handles))
+    name = getattr(func, "__name__", str(func))
+    what = f"{name} of managed param {first.name!r}"
+    if name == "__set__":
+        raise ParamAccessError(_refusal("replacing the content", first, write=True))
     if func is torch.Tensor.__dlpack__:
-        raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
+        raise ParamAccessError(_refusal(f"a view ({what})", first, write=False))
     with torch.inference_mode(False):  # writes to tensors of inference mode could not be told
-        copies = {key: owner_of(handle).by_names.read(handle) for key, handle in of.items()}
+        copies = {handle: owner_of(handle).by_names.read(handle) for handle in handles}
     if func is torch.Tensor.detach:
-        return next(iter(copies.values()))  # the state dict of a part of the model: values, whoever has them
+        return copies[first]  # the state dict of a part of the model: values, whoever has them
     if func is not torch.Tensor.cpu:  # which would only bring them back
-        copies = {key: _where_computed(copy, handles[0]) for key, copy in copies.items()}
-    versions = {key: copy._version for key, copy in copies.items()}
-    args, kwargs = _replace((args, kwargs), copies)
+        copies = {handle: _where_computed(copy, first) for handle, copy in copies.items()}
+    versions = {handle: copy._version for handle, copy in copies.items()}
+    with torch.inference_mode(False), without_transforms():
+        values = {key: source.of(copies[source.handle]) for key, source in of.items()}
+    args, kwargs = _replace((args, kwargs), values)
     result = call(*args, **kwargs)
-    if any(copy._version != versions[key] for key, copy in copies.items()):
-        raise ParamAccessError(_refusal(f"writing ({what})", handles[0], write=True))
-    converted = getattr(func, "__name__", "") in _CONVERSIONS  # p.float() of an fp32 param is p itself: here a copy
-    storages = {copy.untyped_storage()._cdata for copy in copies.values()}
+    if any(copy._version != versions[handle] for handle, copy in copies.items()):
+        raise ParamAccessError(_refusal(f"writing ({what})", first, write=True))
+    storages = {copy.untyped_storage()._cdata: handle for handle, copy in copies.items()}
+    views: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(result):
-        if unwrapped(tensor).untyped_storage()._cdata in storages and not converted:
-            raise ParamAccessError(_refusal(f"a view ({what})", handles[0], write=False))
-    if getattr(func, "__name__", "") in ("numpy", "__array__"):
+        handle = storages.get(unwrapped(tensor).untyped_storage()._cdata)
+        if handle is None or owner_of(handle).store.device.torch_device.type != tensor.device.type:
+            continue  # p.cpu() of a param on a GPU is a copy in torch too
+        if _WRITES.fullmatch(name):  # share_memory_ and the like
+            raise ParamAccessError(_refusal(f"writing ({what})", handle, write=True))
+        if unwrapped(tensor) is not tensor or tensor.is_conj() or tensor.is_neg():
+            raise ParamAccessError(_refusal(f"a view ({what})", handle, write=False))
+        views[id(tensor)] = DetachedWeights.of(Source(handle, View.from_tensor(tensor, copies[handle])))
+    if name in ("numpy", "__array__"):
         result.setflags(write=False)  # values of now: what is written to them would be lost
-    return result
+    return _replace(result, views) if views else result
 
 
 def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
@@ -251,7 +334,6 @@ _WRITES = re.compile(r"[a-z_]*[a-z]_|__i[a-z]+__|__setitem__|_foreach_.*")
 
 
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
-_CONVERSIONS = frozenset("to float double half bfloat16 cpu contiguous type".split())
 
 
 def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
@@ -307,6 +389,8 @@ _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__se
 OF_MEMORY: set[Any] = {
     getattr(torch.Tensor, name) for name in "stride storage_offset is_contiguous data_ptr untyped_storage".split()
 }
+
+_ADDRESSES: set[Any] = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage}
 
 METADATA: set[Any] = _getters() | {
     _SET_GRAD,
