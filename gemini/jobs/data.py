@@ -128,6 +128,9 @@ def _load(files: Sequence[Path]) -> Any:
     if len(kinds) > 1:
         raise JobError(f"--data: files of {' and '.join(sorted(kinds))} together: give files of one kind.")
     kind = kinds.pop()
+    for path in files:
+        if path.is_file() and not path.stat().st_size:
+            raise JobError(f"--data {path}: the file is empty.")
     try:
         if kind == "folder":
             return datasets.concatenate_datasets([_one_split(datasets.load_from_disk(str(path))) for path in files])

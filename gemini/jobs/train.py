@@ -132,8 +132,10 @@ class TrainRun:
         settings = self.settings
         longest = getattr(source.config, "max_position_embeddings", None)
         if longest is not None and settings.seq_len > longest:
+            default = " (the default)" if settings.seq_len == TrainSettings.seq_len else ""
             raise JobError(
-                f"--seq-len {settings.seq_len} is more than the model's {longest} positions. Use at most {longest}."
+                f"--seq-len {settings.seq_len}{default} is more than the model's {longest} positions. "
+                f"Use at most {longest}."
             )
         self._tokenizer = byte_tokenizer() if source.tokenizer is None else load_tokenizer(source.tokenizer)
         if settings.chat_template is not None:

@@ -179,9 +179,7 @@ class MemoryTrace:
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
-            ParamSpec(
-                p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart, p.coded
-            )
+            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart, p.coded)
             for p in self.params
         ]
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)

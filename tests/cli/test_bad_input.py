@@ -122,6 +122,24 @@ def test_a_vocabulary_or_window_that_does_not_fit(
     command = ["train", "--model", path, "--data", text, "--out", tmp_path / "out"]
     refused(gemini_command(*command, "--seq-len", 8), "has a vocabulary of 100", "vocab_size of at least 257")
     refused(gemini_command(*command, "--seq-len", 64), "--seq-len 64 is more than the model's 32 positions")
+    refused(
+        gemini_command(*command), "--seq-len 512 (the default) is more than the model's 32 positions. Use at most 32"
+    )
+
+
+def test_rows_that_are_none(gemini_command: Gemini, tmp_path: Path, tiny_values: dict[str, Any]) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "config.json").write_text(json.dumps(tiny_values))
+    command = (
+        "train",
+        "--model",
+        tmp_path / "config.json",
+        "--data",
+        tmp_path / "rows.jsonl",
+        "--out",
+        tmp_path / "out",
+    )
+    refused(gemini_command(*command, "--seq-len", 8), f"--data {tmp_path / 'rows.jsonl'}: the file is empty")
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,10 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
     adapters = adapter_params(model)
     return tuple(
         TracedParam(
-            names, tuple(param.shape), param.requires_grad or id(param) in adapters, is_in_stages(param),
+            names,
+            tuple(param.shape),
+            param.requires_grad or id(param) in adapters,
+            is_in_stages(param),
             is_coded(param),
         )  # fmt: skip
         for param, names in distinct_params(model)
