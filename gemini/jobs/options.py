@@ -42,6 +42,11 @@ def opt(
     )
 
 
+def one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
+    """A field of a few words, which are in its help."""
+    return opt(default, f"{words}: {', '.join(choices)}{more}", group, choices=choices)
+
+
 def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
     """The options of a record by name: the field and its type."""
     kinds = get_type_hints(record)

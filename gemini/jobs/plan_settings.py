@@ -8,7 +8,7 @@ from typing import Any
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import check, opt, spelled
+from gemini.jobs.options import check, one_of, opt, spelled
 from gemini.optim.names import RULES, rule_named
 from gemini.planning.compact import STATES, spec_for
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
@@ -19,11 +19,6 @@ MOST_POSITIONS = 4096
 
 # Help is grouped by the questions that the options answer.
 _WHAT, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What is written"
-
-
-def _one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
-    """An option of a few words, which are in its help."""
-    return opt(default, f"{words}: {', '.join(choices)}{more}", group, choices=choices)
 
 
 # The bases of a record are named the last one first: that is the order of their fields, and so that of the help.
@@ -43,7 +38,7 @@ class _Played:
         "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`.",
         _MACHINE,
     )
-    schedule: str = _one_of(
+    schedule: str = one_of(
         "overlapped", "What is predicted", _MACHINE, ("overlapped", "serial"), ", which is training with overlap=False."
     )
     picture: tuple[Path, ...] = opt(
@@ -70,7 +65,7 @@ class _Step:
     )
     lora: int | None = opt(None, "Train a LoRA of this rank on all linear layers; all else is frozen.", _STEP, least=1)
     load_in_4bit: bool = opt(False, "Keep the layers under --lora in 4 bits, half a byte per weight (QLoRA).", _STEP)
-    attn_implementation: str | None = _one_of(
+    attn_implementation: str | None = one_of(
         None, "How attention is computed", _STEP, ("auto", "eager", "sdpa", "flash_attention_2"),
         ". (Default: auto, what transformers chooses.)",
     )  # fmt: skip
@@ -81,10 +76,10 @@ class TraceSettings(_Printed, _Step):
     """The step that is traced: the options of ``gemini trace``."""
 
     batch_size: int = opt(1, "Windows in a forward pass.", _STEP, least=1)
-    precision: str = _one_of("bf16", "What is computed in", _STEP, PRECISIONS)
+    precision: str = one_of("bf16", "What is computed in", _STEP, PRECISIONS)
     tp: int = opt(1, "Slices of layers, of which this is one.", _STEP, least=1)
     cp: int = opt(1, "Parts of sequences, of which this is one.", _STEP, least=1)
-    target: str = _one_of("cuda", "Whose workspaces count", _STEP, ("cpu", "cuda"))
+    target: str = one_of("cuda", "Whose workspaces count", _STEP, ("cpu", "cuda"))
     out: Path | None = opt(None, "Write the trace to this JSON file: what --trace of `plan` takes.", _OUTPUT)
 
     def check(self) -> None:
@@ -129,7 +124,7 @@ class PlanSettings(_Printed, _Played, _Step):
 
     trace: Path | None = opt(None, "Take the step from this file of `trace --out`.", _WHAT)
     batch_size: int | None = opt(None, "Windows in a forward pass of each GPU. (Default: 1.)", _STEP, least=1)
-    precision: str | None = _one_of(None, "What is computed in", _STEP, PRECISIONS, ". (Default: bf16.)")
+    precision: str | None = one_of(None, "What is computed in", _STEP, PRECISIONS, ". (Default: bf16.)")
     accumulate: int = opt(1, "Batches in an optimizer step.", _STEP, least=1)
     micro_batch: str | None = opt(
         None,
@@ -137,15 +132,15 @@ class PlanSettings(_Printed, _Played, _Step):
         "forward pass at once.",
         _STEP,
     )
-    gradients: str | None = _one_of(
+    gradients: str | None = one_of(
         None, "What is kept until the update", _STEP, GRADIENTS,
         ". (Default: retain, or accumulate with --accumulate.)",
     )  # fmt: skip
-    optimizer: str = _one_of("adamw", "The update rule", _STEP, tuple(RULES))
-    states: str = _one_of(
+    optimizer: str = one_of("adamw", "The update rule", _STEP, tuple(RULES))
+    states: str = one_of(
         "exact", "How optimizer states and masters are kept", _STEP, STATES, " (8 bits, 5 bytes per param in all)."
     )
-    offload_activations: str = _one_of(
+    offload_activations: str = one_of(
         "auto", "Where the inputs of checkpointed blocks wait for backward", _STEP, ("auto", "no", "cpu", "nvme")
     )
     gpu: str | None = _budget("on each GPU, such as 24GiB", "what the machine's has")
@@ -161,7 +156,7 @@ class PlanSettings(_Printed, _Played, _Step):
         _MACHINE,
         choices=("auto",),
     )
-    compute: str | None = _one_of(
+    compute: str | None = one_of(
         None, "Where forward and backward run", _MACHINE, ("gpu", "cpu"), ". (Default: gpu if there is one.)"
     )
     out: Path | None = opt(None, "Write the plan to this JSON file: what `simulate` takes.", _OUTPUT)

@@ -6,15 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import check, opt
+from gemini.jobs.options import check, one_of, opt
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.planning.compact import STATES
-
-PRECISIONS = ("bf16", "fp16", "fp32")
-SCHEDULES = ("cosine", "linear", "constant")
-OPTIMIZERS = ("adamw", "lion", "sgd", "adan")
-PACKING = ("none", "wrapped", "bfd")
-TRACKERS = ("none", "tensorboard", "wandb")
+from gemini.planning.planes import PRECISIONS
 
 _WHAT, _HOW, _MEMORY = "What is trained, on what", "How", "In how much memory"
 _LOOK, _FILES = "What is looked at on the way", "What is written"
@@ -60,13 +55,13 @@ class TrainSettings:
         "Rows in a sequence: none (one each, padded), bfd (several, which do not see each other) or wrapped (cut "
         "anywhere). Plain text is always wrapped.",
         _WHAT,
-        choices=PACKING,
+        choices=("none", "wrapped", "bfd"),
     )
     lora: int | None = opt(
         None, "Train a LoRA of this rank on all linear layers instead of the weights of --model.", _WHAT, least=1
     )
     load_in_4bit: bool = opt(
-        False, "Keep the layers under --lora in 4 bits (QLoRA); needs bitsandbytes: pip install '.[quantized]'.", _WHAT
+        False, "Keep the layers under --lora in 4 bits (QLoRA); needs bitsandbytes, the extra 'quantized'.", _WHAT
     )
 
     seq_len: int = opt(512, "Tokens in a sequence, the most there are.", _HOW, least=2)
@@ -75,17 +70,14 @@ class TrainSettings:
     steps: int = opt(1000, "Optimizer steps, those before a resume included.", _HOW, least=1)
     epochs: float | None = opt(None, "Times over all data, instead of --steps.", _HOW)
     lr: float = opt(3e-4, "Learning rate after the warm-up.", _HOW)
-    optimizer: str = opt("adamw", f"The update rule: {', '.join(OPTIMIZERS)}.", _HOW, choices=OPTIMIZERS)
+    optimizer: str = one_of("adamw", "The update rule", _HOW, ("adamw", "lion", "sgd", "adan"))
     weight_decay: float = opt(0.1, "Weight decay; biases and norms have none.", _HOW)
     warmup: int = opt(0, "Steps over which the learning rate rises.", _HOW, least=0)
-    schedule: str = opt("cosine", f"The learning rate after that: {', '.join(SCHEDULES)}.", _HOW, choices=SCHEDULES)
+    schedule: str = one_of("cosine", "The learning rate after that", _HOW, ("cosine", "linear", "constant"))
     clip: float = opt(1.0, "Largest gradient norm; 0 turns clipping off.", _HOW)
-    precision: str = opt("bf16", f"What is computed in: {', '.join(PRECISIONS)}.", _HOW, choices=PRECISIONS)
-    states: str = opt(
-        "exact",
-        f"How optimizer states and masters are kept: {', '.join(STATES)} (8 bits, 5 bytes per param in all).",
-        _HOW,
-        choices=STATES,
+    precision: str = one_of("bf16", "What is computed in", _HOW, PRECISIONS)
+    states: str = one_of(
+        "exact", "How optimizer states and masters are kept", _HOW, STATES, " (8 bits, 5 bytes per param in all)."
     )
     gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _HOW)
     tile_tokens: int | str | None = opt(
@@ -147,7 +139,7 @@ class TrainSettings:
     sample_every: int = opt(0, "Steps between samples of what the model writes; 0 for none.", _LOOK, least=0)
     prompt: str = opt("The", "What samples begin with.", _LOOK)
     log_every: int = opt(10, "Steps between lines, and between rows of metrics.jsonl.", _LOOK, least=1)
-    report_to: str = opt("none", f"Who else is told: {', '.join(TRACKERS)}.", _LOOK, choices=TRACKERS)
+    report_to: str = one_of("none", "Who else is told", _LOOK, ("none", "tensorboard", "wandb"))
 
     out: Path = opt(Path("runs/train"), "A folder for the model and the checkpoints.", _FILES)
     save_every: int = opt(500, "Steps between checkpoints; 0 writes none but on Ctrl-C.", _FILES, least=0)
