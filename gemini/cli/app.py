@@ -82,6 +82,18 @@ def _say(words: str, cause: BaseException, code: int) -> NoReturn:
 _UsageError: Any = typer.BadParameter.__base__
 
 
+_OURS = {
+    "--learning-rate": "--lr", "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--output-dir": "--out",
+    "--per-device-train-batch-size": "--batch-size", "--model-name-or-path": "--model", "--max-length": "--seq-len",
+    "--max-grad-norm": "--clip", "--lora-r": "--lora", "--save-steps": "--save-every", "--eval-steps": "--eval-every",
+    "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
+    "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
+    "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
+    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme",
+}  # fmt: skip
+"""What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
+
+
 class OnceForAll(TyperCommand):
     """A command whose several processes complain about their options once."""
 
@@ -89,6 +101,9 @@ class OnceForAll(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as e:
+            ours = _OURS.get(str(getattr(e, "option_name", "")).replace("_", "-"))
+            if ours is not None and any(ours in param.opts for param in self.params):
+                e.message += f". Here it is {ours}."
             if launch.speaks():
                 raise
             raise typer.Exit(REFUSED) from e

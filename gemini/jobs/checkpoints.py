@@ -6,9 +6,12 @@ and renames.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gemini.errors import human_bytes
@@ -72,6 +75,29 @@ def prepare_out(out: Path) -> None:
         tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
     except OSError as e:
         raise JobError(f"--out {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to.") from e
+
+
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Around a run: no other one may write into its folder. The claim ends with the process, however that ends.
+
+    Raises:
+        JobError: if another run is in there, and as :func:`prepare_out`.
+    """
+    prepare_out(out)
+    folder = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise JobError(
+                f"--out {out} is in use: another gemini train writes into it. Wait for its end, or give another --out."
+            ) from e
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(folder)
 
 
 def num_bytes(params: int, trained: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +60,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
             tensor_parallel=settings.tp,
             context_parallel=settings.cp,
         )
+    found = replace(found, model=model_class.__name__)  # not that of adapters around it
     return with_4bit_base(found) if settings.load_in_4bit else found
 
 
@@ -68,10 +70,10 @@ def _with_lora(config: Any, model_class: Any, rank: int) -> Any:
     from gemini.train.loading.from_config import skeleton_from_config
 
     lora = lora_config(rank)
-    from peft import inject_adapter_in_model
+    from peft import get_peft_model
 
-    model = skeleton_from_config(config, model_class=model_class).model
-    return inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
+    # As training wraps it: a plan knows params by their names.
+    return get_peft_model(skeleton_from_config(config, model_class=model_class).model, lora, low_cpu_mem_usage=True)
 
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,10 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
     """Run the job as the command line does; returns the exit code. ``command`` is how to call it again."""
     hush()
     cuda = torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda")
-    with join(settings.rank_timeout, cuda=cuda) as team, team.speaking():
+    with join(settings.rank_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
+        with team.all_or_none("the folder of the run"):
+            if team.is_first:
+                until_end.enter_context(checkpoints.claimed(settings.out))
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
         run = TrainRun(settings, console, team)

@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file
 
 from benchmarks._progress import finish
+from gemini.jobs import checkpoints
 
 Gemini = Callable[..., Any]
 
@@ -225,6 +226,32 @@ def test_an_nvme_folder_that_is_not_there_is_a_plain_refusal(train: Gemini, tmp_
     result = train("--out", tmp_path / "out", "--nvme-memory", "1GiB", "--nvme-path", tmp_path / "absent")
     assert result.exit_code == 2, (result.output, result.exception)
     assert str(tmp_path / "absent") in result.stderr and "Traceback" not in result.output
+
+
+def test_two_runs_in_one_folder_are_refused(train: Gemini, tmp_path: Path) -> None:
+    with checkpoints.claimed(tmp_path / "out"):
+        result = train("--out", tmp_path / "out")
+    assert result.exit_code == 2 and "is in use: another gemini train writes into it" in result.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+    assert train("--out", tmp_path / "out").exit_code == 0
+
+
+@pytest.mark.parametrize(("asked", "here"), [("--learning-rate", "--lr"), ("--output_dir", "--out")])
+def test_an_option_by_its_name_elsewhere(train: Gemini, tmp_path: Path, asked: str, here: str) -> None:
+    result = train(asked, "1", "--out", tmp_path)
+    assert result.exit_code == 2 and f"No such option: {asked}. Here it is {here}." in result.stderr
+
+
+def test_a_lora_by_the_plan_of_a_lora(train: Gemini, gemini_command: Gemini, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert train("--out", tmp_path / "whole", "--save-every", 0).exit_code == 0
+    model, planned = tmp_path / "whole", tmp_path / "plan.json"
+    asked = ("--seq-len", 16, "--batch-size", 2, "--lora", 4)
+    result = gemini_command("plan", model, *asked, "--gpu", "0MiB", "--cpu", "64MiB", "--out", planned)
+    assert result.exit_code == 0, (result.output, result.exception)
+    result = train("--model", model, "--bytes", "--lora", 4, "--plan", planned, "--out", tmp_path / "adapted")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert (tmp_path / "adapted" / "adapter_model.safetensors").is_file()
 
 
 def test_a_damaged_checkpoint_is_a_plain_refusal(train: Gemini, tmp_path: Path) -> None:
