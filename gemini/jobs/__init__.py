@@ -4,3 +4,8 @@ The loop of the training is written with ``gemini``'s public names, so it is als
 ``team`` borrows the wire of ``gemini.ranks`` for what the processes of a job tell each other besides. The modules are
 imported by ``gemini.cli`` when a command needs them, for torch and transformers take seconds to load.
 """
+
+import logging
+
+# PEFT imports it where it is installed, and on a CPU it tells each process of kernels that nobody asked for.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
