@@ -9,36 +9,41 @@ with all homes in the spill file, so that nothing but the loading itself takes m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import gemini
+from benchmarks._processes import Group, run_script
 from benchmarks._report import add_out, head, mb, publish, table
-from tests.peaks import rise_over
-from tests.ranks.parallel_cases import mesh_of
-from tests.ranks.pool import Pool
 
 
-def loading(size: int, path: str, folder: str) -> int:
-    """Bytes."""
-    torch.ones(2**22).sum()  # torch's own buffers and threads are there before
+def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import gemini
+
+    size, folder = settings["size"], settings["folder"]
     memory = gemini.MemoryBudget(cpu="1GiB", nvme="16GiB", nvme_path=folder)
     placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     config = gemini.GeminiConfig(device="cpu", precision="bf16", memory=memory, placement=placement)
-    mesh = mesh_of({"tp": size}) if size > 1 else None
-    rise, _ = rise_over(lambda: gemini.from_pretrained(path, config, mesh=mesh, dtype=torch.bfloat16))
-    return rise
+    torch.ones(2**22).sum()  # torch's own buffers and threads are there before
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",)) if size > 1 else None
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    def load() -> None:
+        gemini.from_pretrained(f"{folder}/model", config, mesh=mesh, dtype=torch.bfloat16)
+
+    return {"load": load}
 
 
 def main() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="for the model and the spill files")
     parser.add_argument("--words", type=int, default=65536, help="rows of the embedding (default: %(default)s)")
@@ -55,8 +60,10 @@ def main() -> None:
         model.save_pretrained(f"{folder}/model")
         del model
         for size in (1, 2, 4):
-            with contextlib.closing(Pool(size)) as pool:
-                peak = max(pool.run(loading, size, f"{folder}/model", folder))
+            with Group(__file__, {"size": size, "folder": folder}, size) as group:
+                before = [rank.status()["RssAnon"] for rank in group.ranks]
+                group.order("load", watch=True)
+                peak = max(rank.peak_anon - b for rank, b in zip(group.ranks, before, strict=True))
             rows.append([size, mb(2 * largest / size), mb(peak)])
     intro = f"{num_params / 1e6:.0f}M params in fp32 files, loaded as bf16; the largest param has {largest / 1e6:.0f}M."
     names = ["ranks of tp", "its slice of the largest param, MB", "memory at a rank's peak, MB"]
@@ -64,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(make_orders, main)
