@@ -616,14 +616,14 @@ def test_stages_begin_with_the_same_batch(pool_of: Pools, tmp_path: Any) -> None
 def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float], list[float], list[str]]:
     """Losses and norms of a pipeline from files, and the params that were written on this rank."""
     mesh, written = mesh_of(sizes), list[str]()
-    write = ByName.write_whole
+    write = ByName.write
 
     def noted(homes: ByName, handle: Any, value: torch.Tensor) -> None:
         written.append(handle.name)
         write(homes, handle, value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ByName, "write_whole", noted)
+        patch.setattr(ByName, "write", noted)
         pipe = gemini.Pipeline.from_pretrained(
             Path(folder) / "model", config_for(where, folder), mesh=mesh, micro_batches=4, dtype=torch.float32
         )
