@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if not nodeid.startswith("tests/ranks/"):
                 return str(super()._split_scope(nodeid))
-            is_second = in_two and nodeid.startswith(tuple(f"tests/ranks/{name}.py" for name in CUT_MODELS))
+            is_second = in_two and nodeid.startswith(tuple(f"tests/ranks/{name}" for name in CUT_MODELS))
             return "tests/ranks, cut models" if is_second else "tests/ranks"
 
     return FewForAllRanks(config, log)

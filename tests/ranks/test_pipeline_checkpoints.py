@@ -1,0 +1,202 @@
+"""Checkpoints and exports of pipelines: from any mesh into any other, and after a rank has died."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gemini
+from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
+from tests.ranks.pipeline_cases import EIGHT, Pools, deep, ids_of
+from tests.ranks.pool import Failure
+from tests.ranks.test_rank_export import rise_of_saving
+from tests.train import helpers
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2},
+)  # fmt: skip
+WAYS = [
+    *itertools.product(MESHES, MESHES),
+    *((EIGHT, other) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
+    *((other, EIGHT) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
+]
+
+
+Backward = Callable[[torch.Tensor], float]
+
+
+def model_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> tuple[Any, Any, Backward]:
+    """The managed model, its optimizer, and what makes forward and backward of a batch."""
+    make = partial(deep, tie_word_embeddings=tied)
+    config = config_for("disk", folder, precision="bf16")
+    if "pp" in sizes:
+        pipe = gemini.Pipeline(make(), config, mesh=mesh_of(sizes), micro_batches=4, schedule=schedule)
+        optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS)
+        return pipe.model, optimizer, lambda ids: pipe.step(input_ids=ids, labels=ids).item()
+    group = None if sizes else dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    model: Any = gemini.GeminiDDP(make(), config, mesh=mesh_of(sizes) if sizes else None, process_group=group)
+
+    def backward(ids: torch.Tensor) -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return float(loss.detach())
+
+    return model, gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS), backward
+
+
+def train(optimizer: Any, backward: Backward, steps: int) -> None:
+    for step in range(steps):
+        backward(ids_of(step, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
+    if not sizes and dist.get_rank():
+        return {}
+    model, optimizer, backward = model_on(sizes, folder, tied, schedule)
+    train(optimizer, backward, 2)
+    gemini.save_checkpoint(f"{folder}/two", model, optimizer, wait=False).wait()
+    return planes_of(model)
+
+
+def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> dict[str, torch.Tensor]:
+    model, optimizer, backward = model_on(sizes, folder, tied, schedule)
+    gemini.load_checkpoint(f"{folder}/two", model, optimizer)
+    found = planes_of(model)
+    train(optimizer, backward, 1)
+    return found
+
+
+@pytest.mark.sweep(every=11)
+@pytest.mark.parametrize(("tied", "schedule"), [(False, "1f1b"), (True, "interleaved")])
+@pytest.mark.parametrize(("before", "after"), WAYS, ids=str)
+def test_a_checkpoint_of_any_mesh_goes_into_any(
+    before: dict[str, int], after: dict[str, int], tied: bool, schedule: str, pool_of: Pools, tmp_path: Any
+) -> None:
+    first, second = (pool_of(max(2, math.prod(sizes.values()))) for sizes in (before, after))
+    wanted: dict[str, torch.Tensor] = {}
+    for own in first.run(saved, before, str(tmp_path), tied, schedule):
+        assert all(helpers.same_bits(value, wanted.setdefault(name, value)) for name, value in own.items())
+    names: set[str] = set()
+    for found in second.run(went_on, after, str(tmp_path), tied, schedule):
+        assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
+        names |= found.keys()
+    assert names == wanted.keys()
+
+
+def of_another_model(folder: str) -> None:
+    make = partial(deep, num_hidden_layers=6)
+    pipe = gemini.Pipeline(make(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=2, schedule="1f1b")
+    gemini.load_checkpoint(f"{folder}/two", pipe.model, gemini.HybridAdam(pipe.parameters()))
+
+
+def test_a_checkpoint_of_another_model_is_refused(pool_of: Pools, tmp_path: Any) -> None:
+    pool_of(2).run(saved, {"pp": 2}, str(tmp_path), False, "1f1b")
+    for outcome in pool_of(2).outcomes(of_another_model, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
+
+
+def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.Tensor]:
+    model, optimizer, backward = model_on(sizes, folder, tied, "interleaved")
+    train(optimizer, backward, 1)
+    model.save_pretrained(f"{folder}/exported")
+    return model.state_dict()
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, EIGHT], ids=str)
+def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool, pool_of: Pools, tmp_path: Any) -> None:
+    found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), tied)
+    from transformers import LlamaForCausalLM
+
+    opened, info = LlamaForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info.values()), info
+    state = opened.state_dict()
+    for own in found:
+        assert all(helpers.same_bits(value, state[name]) for name, value in own.items())
+    assert set().union(*found) == set(state)
+
+
+def rise_while_exporting(sizes: dict[str, int], folder: str) -> tuple[int, int, int]:
+    """Memory that save_pretrained takes on this rank, the bytes of the largest param and those of all."""
+    make = partial(llama, hidden_size=768, intermediate_size=3072, num_hidden_layers=8, vocab_size=8192)
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="8GiB", nvme_path=folder)
+    config = config_for("disk", folder, precision="bf16", memory=memory)
+    whole = make()
+    bytes_of = [2 * param.numel() for param in whole.parameters()]
+    pipe = gemini.Pipeline(whole, config, mesh=mesh_of(sizes), micro_batches=4, schedule="1f1b")
+    rise = rise_of_saving(lambda: pipe.model.save_pretrained(f"{folder}/exported"))
+    return rise, max(bytes_of), sum(bytes_of)
+
+
+@pytest.mark.slow
+def test_an_export_of_stages_and_slices_takes_the_memory_of_one_param(pool_of: Pools, tmp_path: Any) -> None:
+    for rise, largest, whole in pool_of(8).run(rise_while_exporting, EIGHT, str(tmp_path)):
+        print(f"export: {rise:,} bytes more, the largest param {largest:,}, all weights {whole:,}")
+        assert rise <= largest + 2**26 < whole
+
+
+def curve(sizes: dict[str, int], folder: str, steps: range, kill_in: int = -1) -> list[float]:
+    """Losses of these steps, of batches that are divided over the mesh; after every third one a checkpoint, and where
+    steps do not begin at 0, on from there. Rank 3 ends in step ``kill_in``.
+    """
+    model, optimizer, backward = model_on(sizes, folder, True, "1f1b")
+    optimizer.param_groups[0]["lr"] = 2e-3  # at which roundings of bf16 do not grow over the steps
+    if steps.start:
+        gemini.load_checkpoint(f"{folder}/run", model, optimizer)
+    rank, world = gemini.data_rank(mesh_of(sizes)) if sizes else (0, 1)
+    losses = []
+    for step in steps:
+        if step == kill_in and dist.get_rank() == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses.append(backward(ids_of(step % 3, 0).chunk(world)[rank]))
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if sizes and step % 3 == 2:
+            gemini.save_checkpoint(f"{folder}/run", model, optimizer)
+    return losses
+
+
+def killed(folder: str) -> None:
+    """Every process ends with its error, as programs do: those that wait for it are told by that."""
+    error = ""
+    try:
+        curve(EIGHT, folder, range(20), 5)
+    except Exception as e:
+        error = type(e).__name__
+    Path(folder, f"lost-{dist.get_rank()}").write_text(error)
+    os._exit(1)
+
+
+@pytest.mark.slow
+def test_a_run_that_dies_goes_on_over_another_mesh(pool_of: Pools, tmp_path: Any) -> None:
+    """Tied, in bf16, all planes on a drive, over stages, slices and shards. One of eight ranks is killed, and it goes
+    on over slices and shards: the losses are those of one process.
+    """
+    assert all(outcome.kind == "Died" for outcome in pool_of(8).outcomes(killed, str(tmp_path)))
+    assert {path.read_text() for path in tmp_path.glob("lost-*")} == {"RankLost"}
+    assert len(list(tmp_path.glob("lost-*"))) == 7
+    ways = {"before": (EIGHT, range(3)), "after": ({"dp": 4, "tp": 2}, range(3, 20)), "alone": ({}, range(20))}
+    found = {}
+    for name, (sizes, steps) in ways.items():
+        folder = tmp_path if name == "after" else tmp_path / name
+        folder.mkdir(exist_ok=True)
+        each = pool_of(max(2, math.prod(sizes.values()))).run(curve, sizes, str(folder), steps)
+        found[name] = [sum(losses) / len(each) for losses in zip(*each, strict=True)]
+    assert found["before"] + found["after"] == pytest.approx(found["alone"], rel=5e-4)
+    assert found["alone"][-1] < found["alone"][0] - 0.5

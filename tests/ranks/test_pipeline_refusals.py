@@ -1,0 +1,183 @@
+"""What cannot be a pipeline, and steps that go wrong on one stage: all ranks say so, and none waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gemini
+from gemini.errors import RankMismatch
+from gemini.optim import MuonRule
+from tests.ranks.parallel_cases import LR, config_for, mesh_of, step_refused
+from tests.ranks.pipeline_cases import Pools, Stack, deep, ids_of
+from tests.ranks.pool import Failure
+from tests.ranks.test_slices import small
+
+
+def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
+    mesh = mesh_of(sizes)
+    pipe = gemini.Pipeline(deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule="1f1b")
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
+    before = pipe.model.state_dict()
+    if dist.get_rank() == 3:
+        handle = pipe.model._gemini_engine.params.handles[-1]
+        handle.param.register_hook(lambda grad: grad * float("nan"))
+    ids = ids_of(0, gemini.data_rank(mesh).rank)
+    pipe.step(input_ids=ids, labels=ids)
+    return step_refused(optimizer, pipe.model, before)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}], ids=str)
+def test_nan_on_one_stage_is_found_on_all(sizes: dict[str, int], pool_of: Pools, tmp_path: Any) -> None:
+    for rank, (said, is_as_before) in enumerate(pool_of(4).run(nan_on_a_stage, sizes, str(tmp_path))):
+        assert is_as_before and ("holds inf or NaN" in said)
+        assert ("another stage of this pipeline" in said) == (rank < 2)
+
+
+class Skipping(nn.Module):
+    """A stack whose second block reads what the first has made besides hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = kept = self.first(x)
+        for block in self.blocks:
+            x = block(x) + kept
+        return (x - labels).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"schedule": "1f1b"}, "in one process: stages take turns there"),
+        ({"schedule": "zero-bubble"}, "gradients of weights apart from those of inputs"),
+        ({"micro_batches": 0}, "micro_batches=0"),
+        ({"stages": 9}, "9 stages .* which has 8 blocks"),
+        ({"model": "t5"}, "is an encoder-decoder"),
+        ({"model": Skipping}, r"hands on something with gradients \(first\..* past blocks.1"),
+        ({"model": Stack, "example": None}, "give it an example= batch"),
+        ({"gradients": "transient"}, 'gradients="transient" in a pipeline'),
+        ({"rows": 15}, "input_ids has 15 samples, which micro_batches=4 does not divide: give a batch of 16"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_cannot_be_a_pipeline_is_refused(how: dict[str, Any], says: str, tmp_path: Any) -> None:
+    how = {"schedule": "bfs", "micro_batches": 4, **how}
+    config = config_for("ram", str(tmp_path), gradients=how.pop("gradients", "retain"))
+    make, rows = how.pop("model", deep), how.pop("rows", 16)
+    if make is Skipping:
+        how["example"] = {"x": torch.randn(4, 8), "labels": torch.randn(4, 8)}
+    model = small("t5") if make == "t5" else make()
+    with pytest.raises(ValueError, match=says):
+        ids = ids_of(0, 0, rows)
+        gemini.Pipeline(model, config, **how).step(input_ids=ids, labels=ids)
+    assert all(param.numel() for param in model.parameters())
+
+
+def refused(how: str, folder: str) -> None:
+    mesh = mesh_of(
+        {"tp": 2} if how == "cut" else {"pp": 2, "tp": 2} if how in ("plain", "plan", "whole") else {"pp": 2}
+    )
+    settings: dict[str, Any] = {"schedule": "1f1b", "micro_batches": 4}
+    config, model = config_for("ram", folder), deep()
+    if how == "fp16":
+        config = config_for("ram", folder, precision="fp16")
+    elif how == "interleaved":
+        settings = {"schedule": "interleaved", "micro_batches": 3}
+    elif how == "few":
+        settings["micro_batches"] = 1
+    elif how == "many":
+        settings |= {"schedule": "bfs", "stages": 5}
+    elif how == "one":
+        settings["stages"] = 2
+    elif how == "cut":
+        settings["schedule"] = "bfs"
+        gemini.slice_tensors(model, mesh)
+    elif how == "plan":
+        model, settings["example"] = Stack(), {"x": torch.randn(8, 4), "labels": torch.randn(8, 4)}
+    elif how == "whole":
+        config = config_for("ram", folder, optimizer=MuonRule())
+    elif how == "budget":
+        config = config_for("ram", folder, memory=gemini.MemoryBudget(cpu="128KiB"))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    try:
+        if how == "plain":
+            gemini.GeminiDDP(model, config, mesh=mesh)
+        else:
+            gemini.Pipeline(model, config, mesh=mesh, **settings)
+    except BaseException:
+        after = dict(model.named_parameters())
+        assert before.keys() == after.keys() and all(torch.equal(after[name], was) for name, was in before.items())
+        raise
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("fp16", 'precision="fp16" in a pipeline'),
+        ("interleaved", "takes a multiple of 2 micro-batches, got 3"),
+        ("few", "'1f1b' over 2 ranks takes 2 micro-batches or more, got 1"),
+        ("many", "10 stages (5 on each of 2 ranks)"),
+        ("one", "has one stage on each rank, got stages=2"),
+        ("budget", "cpu"),
+        ("cut", "that is in slices: give it the whole model"),
+        ("plain", "gemini.Pipeline makes stages (pp) as well"),
+        ("plan", "has no plan for tensor parallel"),
+        ("whole", "looks at whole params"),
+    ],
+)
+def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pools, tmp_path: Any) -> None:
+    """And the model is what it was."""
+    for outcome in pool_of(4 if how in ("plain", "plan", "whole") else 2).outcomes(refused, how, str(tmp_path)):
+        assert isinstance(outcome, Failure) and says in outcome.text, outcome
+        assert outcome.kind == ("BudgetExceeded" if how == "budget" else "ValueError")
+
+
+def differing(how: str, folder: str) -> list[str]:
+    """What each of three steps says: the first is right, the second is not on rank 1, the third is."""
+    pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
+    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
+    said = []
+    for step in range(3):
+        rows = 16
+        if step == 1 and dist.get_rank() == 1:
+            rows = {"another shape": 8, "refused": 15}[how]
+        ids = ids_of(0, 0, rows)
+        try:
+            said.append(f"loss {pipe.step(input_ids=ids, labels=ids).item()}")
+            optimizer.zero_grad()
+        except (RankMismatch, ValueError) as e:
+            said.append(f"{type(e).__name__}: {e}")
+    return said
+
+
+@pytest.mark.parametrize("how", ["another shape", "refused"])
+def test_a_batch_that_one_stage_cannot_take_is_refused_by_all(how: str, pool_of: Pools, tmp_path: Any) -> None:
+    """And none of them waits for what does not come: the next step is a step as before."""
+    first, second = pool_of(2).run(differing, how, str(tmp_path))
+    assert first[0] == second[0] == first[2] == second[2] and first[0].startswith("loss ")
+    if how == "refused":
+        assert second[1].startswith("ValueError: input_ids has 15 samples")
+        assert first[1].startswith("RankMismatch: rank 1 refuses its batch: input_ids has 15 samples")
+    else:
+        words = "RankMismatch: the batch of rank 1 has another input_ids than that of rank 0 (['(8, 12) int64'] against"
+        assert first[1] == second[1] and first[1].startswith(words)
+
+
+def another_first(folder: str) -> None:
+    pipe = gemini.Pipeline(deep(), config_for("ram", folder), mesh=mesh_of({"pp": 2}), micro_batches=4, schedule="1f1b")
+    ids = ids_of(0, dist.get_rank())
+    pipe.step(input_ids=ids, labels=ids)
+
+
+def test_stages_begin_with_the_same_batch(pool_of: Pools, tmp_path: Any) -> None:
+    for outcome in pool_of(2).outcomes(another_first, str(tmp_path)):
+        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
+        assert "the first batch of rank 1 has another input_ids than that of rank 0" in outcome.text
