@@ -240,6 +240,7 @@ def assert_same(found: list[dict[str, torch.Tensor]], first: dict[str, torch.Ten
             assert helpers.same_bits(value, first[name]), name
 
 
+@pytest.mark.slow  # of test_expert_meshes.py one way is quick
 def test_a_checkpoint_goes_into_any_other_mesh(pool_of: Pools, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -78,7 +78,7 @@ def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> di
     return found
 
 
-@pytest.mark.sweep(every=11)
+@pytest.mark.sweep(every=20)
 @pytest.mark.parametrize(("tied", "schedule"), [(False, "1f1b"), (True, "interleaved")])
 @pytest.mark.parametrize(("before", "after"), WAYS, ids=str)
 def test_a_checkpoint_of_any_mesh_goes_into_any(

@@ -115,6 +115,7 @@ def test_slices_train_as_one_process_does(
     assert_close(found, plainly(num_batches), num_batches)
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_bits_depend_on_no_placement(precision: str, pool_of: Pools, tmp_path: Path) -> None:
     sizes = {"dp": 2, "tp": 2}
@@ -136,7 +137,7 @@ def first_norm(kind: str, folder: str) -> float:
     return float(model.clip_grad_norm_(0.5))
 
 
-@pytest.mark.sweep(every=2)
+@pytest.mark.sweep(every=4)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_norm_of_every_family(kind: str, pool_of: Pools, tmp_path: Path) -> None:
     """Norms, experts, packed and biased layers; what ``test_slices.py`` compares, managed."""
