@@ -109,3 +109,8 @@ def human_bytes(num_bytes: float) -> str:
             return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.4g} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
+
+
+def counted(count: int, word: str) -> str:
+    """``"1 file"``, ``"1,200 files"``."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"

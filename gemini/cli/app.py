@@ -15,6 +15,7 @@ from typing import Annotated, Any, NoReturn, ParamSpec
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
@@ -123,7 +124,7 @@ def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., i
             kind = str | None if kind == TILES else kind if default is not None else kind | None
             about = typer.Option(
                 *([spelled(name)] if kind is bool else []),  # or there would be a --no-... too
-                help=declared.metadata["words"],
+                help=escape(declared.metadata["words"]),
                 rich_help_panel=declared.metadata["group"],
             )
             hints[name] = Annotated[kind, about]

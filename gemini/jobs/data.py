@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import Subset
 
-from gemini.errors import human_bytes
+from gemini.errors import counted, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.file_kinds import only_text
 from gemini.jobs.settings import TrainSettings
@@ -79,7 +79,7 @@ def _open(
             )
         if not len(dataset):
             raise JobError(f"--data {roots[0]}: there are no rows in it.")
-        line = f"data: {len(dataset):,} rows of {' and '.join(columns)} in {len(rows)} files"
+        line = f"data: {counted(len(dataset), 'row')} of {' and '.join(columns)} in {counted(len(rows), 'file')}"
         sized = [TextFile(path, path.name, _size(path)) for path in rows]
         return dataset.select_columns(list(columns)), columns, fingerprint(sized), [line]
     files = find_text_files(roots, settings.glob, without_folders=settings.without_folders)
@@ -91,8 +91,8 @@ def _open(
     windows = Windows(files, tokenizer, settings.seq_len, scratch=settings.out)
     words.insert(
         0,
-        f"text: {len(files)} files, {human_bytes(sum(file.num_bytes for file in files))}, {windows.num_tokens:,} "
-        f"tokens in {len(windows):,} windows of {settings.seq_len}",
+        f"text: {counted(len(files), 'file')}, {human_bytes(sum(file.num_bytes for file in files))}, {counted(windows.num_tokens, 'token')} "
+        f"in {counted(len(windows), 'window')} of {settings.seq_len}",
     )
     return windows, (), fingerprint(files), words
 

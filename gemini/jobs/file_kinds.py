@@ -45,7 +45,7 @@ def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[Te
             others.append(f"{file.name} is {kind}")
     words = others[0] + (f", and {len(others) - 1} more" if others[1:] else "") if others else ""
     if not kept:
-        raise JobError(f"--data: none of the {len(files)} files found is text ({words}). {_REMEDY}")
+        raise JobError(f"--data: none of the files found ({len(files):,}) is text ({words}). {_REMEDY}")
     return kept, words
 
 

@@ -233,6 +233,9 @@ def hush() -> None:
     """What libraries say beside a job would stand in the middle of its lines; all but the first process are silent."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    # Of what the libraries will rename, nobody who runs a command can change a call.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(accelerate|peft|transformers|trl)\.")
+    warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets what is right itself
     if not launch.speaks():
         warnings.simplefilter("ignore")
 

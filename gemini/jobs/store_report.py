@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gemini.errors import StorageError, human_bytes
+from gemini.errors import StorageError, counted, human_bytes
 from gemini.jobs.plan_screen import human_count
 from gemini.memory.durable import records
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
@@ -104,8 +104,7 @@ def _step_of(record: Record) -> str:
 
 def _resumed(stored: Stored) -> Iterator[str]:
     manifest, commit = stored.manifest, stored.commit
-    ranks = f"{len(commit.records)} rank{'s' * (len(commit.records) > 1)}"
-    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
+    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {counted(len(commit.records), 'rank')}; by any number of ranks"
     numel = sum(math.prod(param.shape) for param in manifest.params.values())
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield (

@@ -179,40 +179,60 @@ class Problem:
         sharded = self.layout.ranks > 1
         return sharded or home is not self.compute or (self.precision == "fp16" and trainable)
 
-    def spoken_for(self, *, gathers: bool = True, stages: bool = True, streams: bool = False) -> dict[Tier, int]:
-        """Bytes per tier that no plane may take.
+    def spoken_for_by_name(
+        self, *, gathers: bool = True, stages: bool = True, streams: bool = False
+    ) -> dict[Tier, dict[str, int]]:
+        """What no plane may take, by tier and by what takes it.
 
         Args:
             gathers: some weights have to be gathered into windows.
             stages: some plane cannot be worked on in place; on an accelerator that is always possible (reads by name).
             streams: some update is streamed through the GPU.
         """
-        always = self.beside + self.activations + self.in_flight
-        taken = {self.compute: always + (self.working_set if gathers else 0)}
-        if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
-            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.staging
-        if self.exchange:
-            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.exchange
-        if self.factors:
-            taken[Tier.CPU] = taken.get(Tier.CPU, 0) + self.factors
-        for tier in {Tier.CPU, self.compute} if self.temporaries else ():
-            taken[tier] = taken.get(tier, 0) + self.temporaries
-        if self.offload_to is not None:
-            taken[self.offload_to] = taken.get(self.offload_to, 0) + self.offloaded
+        taken: dict[Tier, dict[str, int]] = {self.compute: {"context": self.beside, "activations": self.activations}}
+
+        def take(tier: Tier, what: str, num_bytes: int) -> None:
+            taken.setdefault(tier, {})[what] = num_bytes
+
+        if gathers:
+            take(self.compute, "gathered weights", self.working_set)
+        take(self.compute, "whole gradients", self.in_flight)
         if streams:
-            taken[Tier.GPU] = taken.get(Tier.GPU, 0) + self.device_staging
+            take(Tier.GPU, "staging", self.device_staging)
+        if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged
+            take(Tier.CPU, "staging", self.staging)
+        if self.exchange:
+            take(Tier.CPU, "exchange", self.exchange)
+        if self.factors:
+            take(Tier.CPU, "factors", self.factors)
+        for tier in {Tier.CPU, self.compute} if self.temporaries else ():
+            take(tier, "temporaries", self.temporaries)
+        if self.offload_to is not None:
+            take(self.offload_to, "saved activations", self.offloaded)
         return taken
+
+    def spoken_for(self, *, gathers: bool = True, stages: bool = True, streams: bool = False) -> dict[Tier, int]:
+        """Bytes per tier that no plane may take: the sums of :meth:`spoken_for_by_name`."""
+        return _sums(self.spoken_for_by_name(gathers=gathers, stages=stages, streams=streams))
 
     def waiting_in(self, placement: Placement) -> int:
         """Bytes that wait for their way to the host under ``placement``."""
         leaves = any(homes.get(GRAD, self.compute) is not self.compute for homes in placement.homes)
         return self.waiting if leaves or self.offload_to is not None else 0
 
-    def demands(self, placement: Placement) -> dict[Tier, int]:
-        """What is spoken for under ``placement``."""
+    def demands_by_name(self, placement: Placement) -> dict[Tier, dict[str, int]]:
+        """What is spoken for under ``placement``, by tier and by what takes it."""
         gathers = any(self.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
-        return self.spoken_for(gathers=gathers, stages=stages, streams=bool(placement.streamed))
+        return self.spoken_for_by_name(gathers=gathers, stages=stages, streams=bool(placement.streamed))
+
+    def demands(self, placement: Placement) -> dict[Tier, int]:
+        """Bytes per tier that are spoken for under ``placement``."""
+        return _sums(self.demands_by_name(placement))
+
+
+def _sums(by_name: Mapping[Tier, Mapping[str, int]]) -> dict[Tier, int]:
+    return {tier: sum(taken.values()) for tier, taken in by_name.items()}
 
 
 def fill_fastest(problem: Problem) -> Placement:

@@ -86,28 +86,10 @@ class Plan:
     def held(self) -> dict[Tier, dict[str, int]]:
         """By tier, what ``bytes_per_tier`` is made of: planes, then what is spoken for besides."""
         problem, held = self.problem, self.planes_held
-        rest = dict(problem.demands(self.placement))
-        beside: list[tuple[Tier | None, str, int]] = [
-            (problem.compute, "context", problem.beside),
-            (problem.compute, "activations", problem.activations),
-            (problem.compute, "gathered weights", problem.working_set),
-            (problem.compute, "whole gradients", problem.in_flight),
-            (problem.compute, "staging", problem.device_staging if self.placement.streamed else 0),
-            (Tier.CPU, "staging", problem.staging),
-            (Tier.CPU, "exchange", problem.exchange),
-            (Tier.CPU, "factors", problem.factors),
-            (Tier.CPU, "temporaries", problem.temporaries),
-            (problem.offload_to, "saved activations", problem.offloaded),
-        ]
-        for tier, what, num_bytes in beside:
-            if tier is not None and num_bytes and rest.get(tier, 0) >= num_bytes:
-                held[tier][what] = num_bytes
-                rest[tier] -= num_bytes
+        for tier, taken in problem.demands_by_name(self.placement).items():
+            held[tier] |= {what: num_bytes for what, num_bytes in taken.items() if num_bytes}
         if problem.durable:
             held[Tier.NVME]["spare slots"] = problem.spare_slots(self.placement)
-        for tier, num_bytes in rest.items():
-            if num_bytes:
-                held[tier]["other"] = num_bytes
         return held
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from traces import decoder_trace
+from transformers import GPT2Config
 
 import gemini
 from gemini.jobs.plan_report import VERSION
@@ -390,6 +391,14 @@ def test_a_lora_trains_its_adapters_only(gemini_command: Gemini, tmp_path: Path)
     assert 0 < adapted["needs"]["exp_avg"] < whole["needs"]["exp_avg"] / 10
     screen = gemini_command(*asked, "--lora", "4").stdout
     assert "of them frozen" in screen
+
+
+@pytest.mark.filterwarnings("error:fan_in_fan_out", "error::FutureWarning")
+def test_no_warning_of_a_library_stands_in_a_plan(gemini_command: Gemini, tmp_path: Path) -> None:
+    """PEFT has one about layers like GPT-2's, transformers some about what it will rename."""
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=256).save_pretrained(tmp_path)
+    asked = ("plan", tmp_path / "config.json", "--seq-len", "64", "--cpu", "64MiB", "--gpu", "64MiB")
+    assert "of them frozen" in gemini_command(*asked, "--lora", "4", "--gradient-checkpointing").stdout
 
 
 def test_the_base_of_a_lora_may_be_in_4_bits(gemini_command: Gemini, tmp_path: Path) -> None:

@@ -192,3 +192,12 @@ def test_a_tile_of_a_rule_of_whole_params_is_the_largest_that_is_trained() -> No
     of_elements = replace(made.problem, rule=ADAM)
     assert made.problem.spoken_for()[CPU] - of_elements.spoken_for()[CPU] == made.problem.temporaries > 0
     assert of_elements.temporaries == 0
+
+
+@pytest.mark.parametrize("device", [CPU, Tier.GPU])
+def test_all_that_a_tier_holds_has_a_name(device: Tier) -> None:
+    """Where whole params are updated, temporaries are held on the tier that computes, too."""
+    rule = RuleSpec("whole", (PlaneSpec("moment", "float32"),), "param")
+    made = plan(stack_trace(2), None, {CPU: 2**30, device: 2**30}, optimizer=rule)
+    assert {tier: sum(held.values()) for tier, held in made.held.items()} == made.bytes_per_tier
+    assert made.held[device]["temporaries"] == made.problem.temporaries > 0
