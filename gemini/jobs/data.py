@@ -89,11 +89,9 @@ def _open(
         if left_out:
             words.append(f"left out as no text: {left_out} (--bytes takes everything)")
     windows = Windows(files, tokenizer, settings.seq_len, scratch=settings.out)
-    words.insert(
-        0,
-        f"text: {counted(len(files), 'file')}, {human_bytes(sum(file.num_bytes for file in files))}, {counted(windows.num_tokens, 'token')} "
-        f"in {counted(len(windows), 'window')} of {settings.seq_len}",
-    )
+    size = human_bytes(sum(file.num_bytes for file in files))
+    made = f"{counted(windows.num_tokens, 'token')} in {counted(len(windows), 'window')} of {settings.seq_len}"
+    words.insert(0, f"text: {counted(len(files), 'file')}, {size}, {made}")
     return windows, (), fingerprint(files), words
 
 

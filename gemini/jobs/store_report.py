@@ -104,7 +104,8 @@ def _step_of(record: Record) -> str:
 
 def _resumed(stored: Stored) -> Iterator[str]:
     manifest, commit = stored.manifest, stored.commit
-    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {counted(len(commit.records), 'rank')}; by any number of ranks"
+    ranks = counted(len(commit.records), "rank")
+    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
     numel = sum(math.prod(param.shape) for param in manifest.params.values())
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield (
