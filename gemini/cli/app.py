@@ -90,7 +90,8 @@ _OURS = {
     "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
     "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
     "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
-    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme",
+    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme", "--early-stopping": "--patience",
+    "--early-stopping-patience": "--patience", "--num-epochs": "--epochs",
 }  # fmt: skip
 """What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
 

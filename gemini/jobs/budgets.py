@@ -1,10 +1,29 @@
-"""What a job says about the tiers at its end: whether each budget was kept, on every rank."""
+"""What a job says about budgets: what to give where they are too small, and whether each was kept, on every rank."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from gemini.errors import human_bytes
+from gemini.errors import BudgetExceeded, human_bytes
+
+_DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
+
+
+def in_options(remedy: str, drive: str) -> str:
+    """What would make a model fit, in the words of a command whose options ``drive`` bring a drive in."""
+    return _DRIVE.sub(rf"{drive} \1\2", remedy)
+
+
+@contextmanager
+def refusing_in_options(drive: str) -> Iterator[None]:
+    """Say of a model that does not fit what options do, and nothing of a model that is not trained."""
+    try:
+        yield
+    except BudgetExceeded as e:
+        raise BudgetExceeded(in_options(str(e).partition(" If it is only evaluated")[0], drive)) from e
 
 
 def tiers_of(memory: Any) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from gemini.errors import human_bytes
+from gemini.jobs.budgets import in_options
 from gemini.jobs.plan_report import COMPUTE, PlanReport, StepReport
 from gemini.jobs.step_files import LABEL
 from gemini.planning.break_even import TOLERANCE
 from gemini.planning.planes import ADAM
 from gemini.planning.timeline import human_seconds
-
-_IN_PYTHON = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
-"""How an error says in Python's words what is an option here."""
 
 _TRACKS = {
     "compute": "computing",
@@ -90,7 +87,7 @@ def _verdict(report: PlanReport) -> Iterator[str]:
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
     if change:
-        yield _line("cheapest change", _IN_PYTHON.sub(r"--nvme \1\2", change))
+        yield _line("cheapest change", in_options(change, "--nvme"))
     yield _line("it needs", f"{human_bytes(sum(report.needs.values()))} for states and gradients: {needs}")
 
 
@@ -228,7 +225,7 @@ def _free(report: PlanReport, step: StepReport) -> str:
 
 def _changes(report: PlanReport) -> Iterator[str]:
     for number, change in enumerate(report.changes):
-        yield _line("what to change" if number == 0 else "", _IN_PYTHON.sub(r"--nvme \1\2", change))
+        yield _line("what to change" if number == 0 else "", in_options(change, "--nvme"))
 
 
 def _alternatives(report: PlanReport) -> Iterator[str]:

@@ -23,7 +23,7 @@ from rich.console import Console
 import gemini
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, shares
+from gemini.jobs.budgets import budget_lines, refusing_in_options, shares
 from gemini.jobs.callbacks import Samples, Shown, Stop
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
@@ -89,7 +89,9 @@ class TrainRun:
                 _compile_blocks(skeleton.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
-        model = self.model = fill_model(skeleton, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
+        with refusing_in_options("--nvme-path FOLDER --nvme-memory"):
+            model = fill_model(skeleton, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
+        self.model = model
         if settings.compile:
             _compile_blocks(model)  # drawing builds the model anew
         model.train()

@@ -236,6 +236,15 @@ def test_two_runs_in_one_folder_are_refused(train: Gemini, tmp_path: Path) -> No
     assert train("--out", tmp_path / "out").exit_code == 0
 
 
+def test_a_model_that_does_not_fit_is_told_in_options(train: Gemini, tmp_path: Path) -> None:
+    small = ("--out", tmp_path / "out", "--cpu-memory")
+    refused = train(*small, "800KiB")
+    assert refused.exit_code == 2 and "nvme_path=" not in refused.stderr and "only evaluated" not in refused.stderr
+    found = re.search(r"give --nvme-path FOLDER --nvme-memory (\d+ ?\w+), or raise the cpu", refused.stderr)
+    assert found, refused.stderr
+    assert train(*small, "800KiB", "--nvme-path", tmp_path, "--nvme-memory", found[1]).exit_code == 0
+
+
 @pytest.mark.parametrize(("asked", "here"), [("--learning-rate", "--lr"), ("--output_dir", "--out")])
 def test_an_option_by_its_name_elsewhere(train: Gemini, tmp_path: Path, asked: str, here: str) -> None:
     result = train(asked, "1", "--out", tmp_path)
