@@ -33,17 +33,18 @@ class MemoryBudget:
     """How many bytes each tier may hold. ``None`` means: measure what is free when the model is wrapped.
 
     Args:
-        gpu: the whole of what the process may take on the accelerator ("20GiB" or bytes): its context and kernels are
-            in the ledger. Where it has room for activations too (by a trace or ``GeminiConfig(activations=)``), torch's
-            allocator is limited to the rest while the model lives, also for tensors that are not managed; those that
-            were there before are beside it.
+        gpu: everything that the process may take on the accelerator ("20GiB" or bytes), its context and kernels
+            included. If room for activations is reserved (by a trace or ``GeminiConfig(activations=)``), torch's
+            allocator is limited to what the budget leaves while the model lives, also for tensors that are not managed.
+            Tensors that existed before come on top.
         cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
         nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
         nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
             the process.
-        durable: keep weights and states in a store in ``nvme_path`` that outlives the process, however it ends: what
-            training writes there anyway becomes a checkpoint with ``save_checkpoint(nvme_path, ...)``, which writes
-            only what lives in memory, and a record of a few KiB. It takes two slots of every weight and state on NVMe.
+        durable: keep weights and states in a store in ``nvme_path`` that outlives the process, however it ends.
+            ``save_checkpoint(nvme_path, ...)`` then makes a checkpoint of what training has written there anyway: it
+            adds only what lives in memory, and a record of a few KiB. The store takes two slots on NVMe for every
+            weight and state.
 
     Raises:
         ValueError, TypeError: for sizes that :func:`gemini.errors.parse_bytes` refuses.

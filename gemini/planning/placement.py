@@ -33,15 +33,15 @@ Homes = Mapping[PlaneKind, Tier]
 
 @dataclass(frozen=True)
 class StaticPlacement:
-    """Fractions of bytes, each between 0 and 1, honoured to one chunk; what is left over lives on the CPU tier.
+    """Fractions of bytes, each between 0 and 1, met to within one chunk; what no fraction covers lives on the CPU tier.
 
     Args:
         weights_on_gpu: gathered for good on the accelerator (first chunks first). Ignored with a warning without one.
         optimizer_on_gpu: residual and states there, so that their update runs there (first chunks first).
         weights_on_nvme: weights in the spill file (last chunks first).
         optimizer_on_nvme: residual, states and retained gradients in the spill file (last chunks first).
-        updates_on_gpu: of the states that live in host memory: streamed through the accelerator for their update, which
-            runs there (first chunks first). Ignored with a warning without one.
+        updates_on_gpu: states that live in host memory and are streamed through the accelerator, where their update
+            runs (first chunks first). Ignored with a warning without one.
     """
 
     weights_on_gpu: float = 0.0

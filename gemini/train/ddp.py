@@ -129,10 +129,9 @@ class GeminiDDP(nn.Module):
     def step_scope(self) -> Iterator[None]:
         """All forwards and backwards inside are one step of the schedule: around the micro-batches of a step.
 
-        Which weights are gathered when is then planned over all of them, in whatever order they come (two forwards and
-        then their backwards, say); the first time it is recorded. Gradients, sums and bits are what they are without.
-        For micro-batches that are alike, each backward after its forward, nothing is gained. With several ranks nothing
-        changes: each forward and backward follows a script of its own.
+        Gemini records their order the first time, for example two forwards and then their two backwards, and from then
+        on plans over all of them when to gather which weights. The results are the same bits as without. If each
+        backward directly follows its forward, nothing is gained. With several ranks it has no effect.
 
         Raises:
             GeminiError: inside of another ``step_scope``.
@@ -150,7 +149,7 @@ class GeminiDDP(nn.Module):
         params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
         """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping, in
-        fp32 on ``model.device``: who reads it there waits for the GPU, who does not does not.
+        fp32 on ``model.device``. Reading its value waits for the GPU.
 
         The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
         1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.
@@ -246,16 +245,17 @@ class GeminiDDP(nn.Module):
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.
 
-        Of a model in slices the whole param, and then all ranks of ``tp`` call it together; so for :meth:`full_grad`
-        and :meth:`state_dict`.
+        For a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` have to call it together. The same
+        goes for :meth:`full_grad` and :meth:`state_dict`.
         """
         engine = _engine(self)
         return engine.by_names.read_whole(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
-        """A copy of one param's gradient on the CPU as the loss gives it, or None without one.
+        """A copy of one param's gradient on the CPU, as backward computed it, or None without one.
 
-        Clipping shows when its step is over: in the gradient of a param that no optimizer owns, which stays.
+        Clipping does not change it before the step. After the step it shows only in the gradient of a param that no
+        optimizer owns, since that gradient is kept.
         """
         engine = _engine(self)
         handle = engine.by_names[name]

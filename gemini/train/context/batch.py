@@ -21,9 +21,9 @@ IGNORED = -100
 def sequence_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     """This rank's part of a batch for a causal language model, along ``cp`` of the mesh: ``model(**part)``.
 
-    Labels are shifted before they are cut, so that the last token of a part is rated with the first one of the next.
-    The mean of the ranks' losses is the mean over all rated tokens of the batch (``labels`` of -100 do not count), and
-    so are gradients, whatever their distribution over the parts.
+    Labels are shifted before they are cut, so that the last token of a part is compared with the first one of the next.
+    The mean of the ranks' losses is the mean over all labelled tokens of the batch (``labels`` of -100 do not count),
+    however they are distributed over the parts, and the gradients are those of that mean.
 
     Args:
         batch: ``input_ids`` (batch x tokens) or ``inputs_embeds`` (batch x tokens x width), ``labels`` as transformers
