@@ -161,8 +161,14 @@ def _row(option: Any, hint: Any) -> list[nodes.Node]:
     return [
         nodes.literal("", f"{name.upper() if argument else name}{kind}"),
         nodes.literal("", f"{default}") if shown else nodes.Text(""),
-        nodes.Text(option.help or ""),
+        *_words(option.help or ""),
     ]
+
+
+def _words(text: str) -> list[nodes.Node]:
+    """A text of the command line, whose names stand between backticks, as one cell."""
+    parts = [nodes.literal("", part) if odd % 2 else nodes.Text(part) for odd, part in enumerate(text.split("`"))]
+    return [nodes.inline("", "", *parts)]
 
 
 def _table(rows: list[list[nodes.Node]]) -> nodes.table:
