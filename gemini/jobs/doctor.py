@@ -20,7 +20,8 @@ from rich.console import Console
 
 from gemini.errors import GeminiError, human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.measure import check_file, measured
+from gemini.jobs.measure import measured
+from gemini.jobs.step_files import check_file
 from gemini.jobs.store_report import PROBLEMS, store_report
 from gemini.memory.durable.folder import is_store
 from gemini.memory.system import memory_limit
@@ -41,7 +42,7 @@ def doctor(
     """
     if json is not None and not measure:
         raise JobError(f"--json {json} is for the figures that --measure finds: add --measure")
-    check_file(json)
+    check_file("--json", json)
     if store is not None:
         return _report(console, store)
     sections: tuple[tuple[str, Iterable[str]], ...] = (

@@ -13,20 +13,12 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from gemini import kernels
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.step_files import write_file
 from gemini.machines.measure import measure
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 
 _BUSY = 0.5
 """Of the cores."""
-
-
-def check_file(file: Path | None) -> None:
-    """Before some seconds are spent: whether the file can be written at all."""
-    if file is not None and not file.parent.is_dir():
-        raise JobError(f"--json {file}: there is no folder {file.parent} to write it in")
-    if file is not None and file.is_dir():
-        raise JobError(f"--json {file} is a folder; give the name of a file")
 
 
 def measured(console: Console, name: str, *, nvme_path: Path | None, file: Path | None) -> None:
@@ -44,8 +36,7 @@ def measured(console: Console, name: str, *, nvme_path: Path | None, file: Path 
     for line in _remarks(nvme_path, load, kernels.get_num_threads()):
         console.print(f"  {line}")
     if file is not None:
-        with as_job_error(asked=f"--json {file}"):
-            file.write_text(hardware.to_json() + "\n", encoding="utf-8")
+        write_file(file, hardware.to_json() + "\n", "--json")
         console.print(f"  written to {file}")
 
 

@@ -24,12 +24,19 @@ def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
     Raises:
         JobError: for a folder that is not there, or a kind of file that there is no picture for.
     """
-    for option, path in (*((("--out", out),) if out is not None else ()), *(("--picture", path) for path in pictures)):
-        if not path.parent.is_dir():
-            raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    check_file("--out", out)
     for path in pictures:
+        check_file("--picture", path)
         if path.suffix.lower() not in _SUFFIXES:
             raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises: JobError: for a folder, or a folder that is not there."""
+    if path is not None and not path.parent.is_dir():
+        raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    if path is not None and path.is_dir():
+        raise JobError(f"{option} {path} is a folder: give the name of a file.")
 
 
 def write_all(settings: Any, value: str, timeline: Timeline | None, console: Console) -> None:
@@ -92,12 +99,12 @@ def _folded(line: str, width: int) -> list[str]:
     return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, option: str = "--out") -> None:
     """Raises: JobError: if it cannot be written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:
-        raise JobError(f"--out {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e
+        raise JobError(f"{option} {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e
 
 
 @contextmanager

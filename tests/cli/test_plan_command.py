@@ -345,8 +345,10 @@ def test_a_step_is_drawn(gemini_command: Gemini, traced: Path, tmp_path: Path) -
     assert result.stdout.count("written to ") == 3
     refused(gemini_command(*options, "--picture", "step.bmp"), "--picture step.bmp: a picture is one of .png, .svg,")
     (tmp_path / "folder.png").mkdir()
-    away = gemini_command(*options, "--picture", tmp_path / "folder.png")
-    assert away.exit_code == 2 and "Is a directory" in away.stderr and "Traceback" not in away.output
+    refused(gemini_command(*options, "--picture", tmp_path / "folder.png"), "folder.png is a folder: give the name of")
+    (tmp_path / "away.html").symlink_to(tmp_path / "absent" / "step.html")
+    away = gemini_command(*options, "--picture", tmp_path / "away.html")
+    assert away.exit_code == 2 and "No such file" in away.stderr and "Traceback" not in away.output
 
 
 @pytest.mark.slow
