@@ -25,13 +25,11 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.tokenizers import check_tokenizer
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks import launch
-from gemini.ranks.group import Ranks
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
-from gemini.train.params.by_name import ByName
 
 PRESETS = ("gpt2-small",)
 
@@ -167,7 +165,7 @@ def only_refusing(source: ModelSource, what: str) -> Iterator[None]:
 
 def quantize_model(
     source: ModelSource, precision: str, attention: Attention, adapt: Callable[[Any], Any] | None
-) -> Skeleton:
+) -> Any:
     """The transformers model with its linear layers in 4 bits, as QLoRA has them: transformers quantizes one param
     after the other while it reads, so that host memory takes the codes alone.
 
@@ -190,27 +188,17 @@ def quantize_model(
             source.weights, config=source.config, quantization_config=config, dtype=dtype, device_map="cpu",
             local_files_only=True, **kwargs,
         )  # fmt: skip
-        return _Filled(model if adapt is None else adapt(model))
+        return model if adapt is None else adapt(model)
 
 
-class _Filled(Skeleton):
-    """A model that has its values already."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def manage(self, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> Any:
-        return GeminiDDP(self.model, config, process_group=process_group, mesh=mesh)
-
-    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
-        raise AssertionError("a model with values is filled by nobody")
-
-
-def fill_model(skeleton: Skeleton, config: GeminiConfig, *, seed: int, mesh: Any = None) -> Any:
+def fill_model(outline: Skeleton | nn.Module, config: GeminiConfig, *, seed: int, mesh: Any = None) -> Any:
     """The managed model: weights read as they are stored, or drawn in fp32 from ``seed``, straight into the tiers."""
     # Drawn weights must not depend on what ran before, and what runs after must not depend on loading or drawing.
     draw_from(seed)
-    model = skeleton.manage(config, mesh=mesh)
+    if isinstance(outline, nn.Module):  # with its values already
+        model = GeminiDDP(outline, config, mesh=mesh)
+    else:
+        model = outline.manage(config, mesh=mesh)
     draw_from(seed)
     return name_the_loss(model)
 

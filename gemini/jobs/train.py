@@ -81,16 +81,17 @@ class TrainRun:
             draw_from(settings.seed)  # adapters
             adapt = None if settings.lora is None else lora_of(settings.lora, source)
             attention = _attention(settings, source, self.device)
+            outline: Any
             if settings.load_in_4bit:
-                skeleton = quantize_model(source, settings.precision, attention, adapt)
+                outline = quantize_model(source, settings.precision, attention, adapt)
             else:
-                skeleton = outline_model(source, attention, adapt)
-            if settings.compile:
-                _compile_blocks(skeleton.model)
+                outline = outline_model(source, attention, adapt)
+                if settings.compile:
+                    _compile_blocks(outline.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
         with refusing_in_options("--nvme-path FOLDER --nvme-memory"):
-            model = fill_model(skeleton, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
+            model = fill_model(outline, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
         self.model = model
         if settings.compile:
             _compile_blocks(model)  # drawing builds the model anew
