@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -180,12 +181,11 @@ def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTra
             traces[size] = take_trace(settings.traced(batch_size=size, target=machine.target))
         return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
 
-    fits, fails = 0, len(sizes)  # the smallest is taken in any case
-    while fails - fits > 1:
-        middle = (fits + fails) // 2
-        now, found = tried(sizes[middle])
-        fits, fails = (middle, fails) if _fits(now, machine, found) else (fits, middle)
-    return tried(sizes[fits])
+    def fails(size: int) -> bool:
+        now, found = tried(size)
+        return not _fits(now, machine, found)
+
+    return tried(sizes[bisect_left(sizes, True, lo=1, key=fails) - 1])  # the smallest is taken in any case
 
 
 def _alternatives(

@@ -6,6 +6,7 @@ What each field is, the reference of the command line says (docs/reference/cli.m
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -223,20 +224,18 @@ COMPUTE = Track.COMPUTE.value
 def _needs(trace: MemoryTrace, rule: RuleSpec, gradients: str, ranks: int) -> dict[str, int]:
     """Bytes of each kind of plane on one rank, all chunks together."""
     layout = trace.layout(ranks=ranks, rule=rule)
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for chunk in layout.chunks:
         specs = plane_specs(
             trace.precision, gradients, rule.of(chunk.exact), trainable=chunk.trainable, coded=chunk.coded
         )
-        for kind, spec in specs.items():
-            found[kind] = found.get(kind, 0) + spec.page_bytes(chunk.numel // layout.ranks)
-    return found
+        found.update({kind: spec.page_bytes(chunk.numel // layout.ranks) for kind, spec in specs.items()})
+    return dict(found)
 
 
 def _updates(plan: Plan) -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for index, chunk in enumerate(plan.layout.chunks):
         if chunk.trainable:
-            tier = plan.update_tier(index).value
-            found[tier] = found.get(tier, 0) + chunk.payload
-    return found
+            found[plan.update_tier(index).value] += chunk.payload
+    return dict(found)

@@ -35,12 +35,11 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(self, files: Sequence[TextFile], tokenizer: Any, window_tokens: int, *, scratch: Path) -> None:
-        encode = _as_bytes if tokenizer is None else _Encoder(tokenizer)
         # Unlinked from the start where the system can do it (O_TMPFILE), so that no death leaves it behind.
         self._file = tempfile.TemporaryFile(dir=scratch)
         self.num_tokens = 0
         for file in files:
-            for ids in encode(file):
+            for ids in _encoded(file, tokenizer):
                 try:
                     self._file.write(numpy.asarray(ids, dtype=numpy.uint32).tobytes())
                 except OSError as e:
@@ -63,33 +62,24 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def _as_bytes(file: TextFile) -> Iterator[Any]:
+def _encoded(file: TextFile, tokenizer: Any) -> Iterator[Any]:
+    boundary = BYTE_BOUNDARY if tokenizer is None else tokenizer.eos_token_id
     try:
-        with open(file.path, "rb") as stream:
-            while piece := stream.read(_PIECE):
-                yield numpy.frombuffer(piece, dtype=numpy.uint8)
+        if tokenizer is None:
+            with open(file.path, "rb") as stream:
+                while piece := stream.read(_PIECE):
+                    yield numpy.frombuffer(piece, dtype=numpy.uint8)
+        else:
+            with open(file.path, encoding="utf-8", newline="") as text:
+                while lines := text.readlines(_PIECE):
+                    # verbose=False: a document longer than the model's window is cut later, nothing to warn about.
+                    yield tokenizer.encode("".join(lines), add_special_tokens=False, verbose=False)
+    except UnicodeDecodeError as e:
+        raise JobError(
+            f"{file.path} is not UTF-8 text ({e.reason}), and the model's tokenizer needs UTF-8. Convert the file "
+            "(iconv -t UTF-8), leave it out with --glob, or train byte-level with --bytes: then every byte is a token."
+        ) from e
     except OSError as e:
         raise JobError(f"{file.path} cannot be read: {e.strerror or e}.") from e
-    yield [BYTE_BOUNDARY]
-
-
-class _Encoder:
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, file: TextFile) -> Iterator[Any]:
-        try:
-            with open(file.path, encoding="utf-8", newline="") as stream:
-                while lines := stream.readlines(_PIECE):
-                    # verbose=False: a document longer than the model's window is cut later, nothing to warn about.
-                    yield self._tokenizer.encode("".join(lines), add_special_tokens=False, verbose=False)
-        except UnicodeDecodeError as e:
-            raise JobError(
-                f"{file.path} is not UTF-8 text ({e.reason}), and the model's tokenizer needs UTF-8. Convert the file "
-                "(iconv -t UTF-8), leave it out with --glob, or train byte-level with --bytes: "
-                "then every byte is a token."
-            ) from e
-        except OSError as e:
-            raise JobError(f"{file.path} cannot be read: {e.strerror or e}.") from e
-        if self._tokenizer.eos_token_id is not None:
-            yield [self._tokenizer.eos_token_id]
+    if boundary is not None:
+        yield [boundary]
