@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,11 @@ def lora_of(rank: int, source: ModelSource) -> Callable[[Any], Any]:
     """
     if source.weights is None:
         raise JobError(f"--lora {rank} adapts trained weights, and {source.label} has none: give a model folder.")
-    lora = lora_config(rank)
-    import peft
-
-    return lambda model: peft.get_peft_model(model, lora)
+    return lora_on(rank)
 
 
-def lora_config(rank: int) -> Any:
-    """A LoRA of ``rank`` on all linear layers of a model.
+def lora_on(rank: int) -> Callable[..., Any]:
+    """peft's ``get_peft_model`` for a LoRA of ``rank`` on all linear layers of any model.
 
     Raises:
         JobError: without peft.
@@ -114,7 +112,8 @@ def lora_config(rank: int) -> Any:
         import peft
     except ImportError as e:
         raise JobError(f"--lora {rank} needs peft, an optional package ({e}): pip install 'peft>=0.17'") from e
-    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return partial(peft.get_peft_model, peft_config=config)
 
 
 def outline_model(

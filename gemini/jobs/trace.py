@@ -30,9 +30,10 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
     import gemini
-    from gemini.jobs.models import find_config, hush, only_refusing
+    from gemini.jobs.models import find_config, hush, lora_on, only_refusing
     from gemini.tracing.batches import batch_for, model_class_for
     from gemini.train.loading.attention import FLASH, supports_flash
+    from gemini.train.loading.from_config import skeleton_from_config
 
     source = find_config(settings.config, settings.layers)
     config = source.config
@@ -48,7 +49,11 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
                     f"--attn-implementation {FLASH}: {model_class.__name__} has none in transformers, or its heads are "
                     "too wide for it. Leave it out."
                 )
-        model = config if settings.lora is None else _with_lora(config, model_class, settings.lora)
+        model = config
+        if settings.lora is not None:
+            adapt = lora_on(settings.lora)
+            # As training wraps it: a plan knows params by their names.
+            model = adapt(skeleton_from_config(config, model_class=model_class).model, low_cpu_mem_usage=True)
         found = gemini.trace(
             model,
             batch_for(config, settings.batch_size, seq_len, model_class=model_class),
@@ -62,18 +67,6 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
         )
     found = replace(found, model=model_class.__name__)  # not that of adapters around it
     return with_4bit_base(found) if settings.load_in_4bit else found
-
-
-def _with_lora(config: Any, model_class: Any, rank: int) -> Any:
-    """The model of a config, without values, with a LoRA on all its linear layers."""
-    from gemini.jobs.models import lora_config
-    from gemini.train.loading.from_config import skeleton_from_config
-
-    lora = lora_config(rank)
-    from peft import get_peft_model
-
-    # As training wraps it: a plan knows params by their names.
-    return get_peft_model(skeleton_from_config(config, model_class=model_class).model, lora, low_cpu_mem_usage=True)
 
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
