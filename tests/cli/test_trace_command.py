@@ -98,6 +98,7 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: 
         (["tiny.json", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
         (["tiny.json", "--target", "tpu"], "--target must be one of cpu, cuda"),
         (["tiny.json", "--out", "absent/trace.json"], "--out absent/trace.json cannot be written"),
+        (["tiny.json", "--out", "."], "--out . is a folder: give the name of a file"),
         (["odd.json"], "config odd.json cannot be traced"),
         (["text.txt"], "is not a valid JSON file"),
     ],
