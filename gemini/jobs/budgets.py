@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gemini.errors import BudgetExceeded, human_bytes
+from gemini.jobs.errors import JobError
 
 _DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
 
@@ -19,11 +20,15 @@ def in_options(remedy: str, drive: str) -> str:
 
 @contextmanager
 def refusing_in_options(drive: str) -> Iterator[None]:
-    """Say of a model that does not fit what options do, and nothing of a model that is not trained."""
+    """Say of a model that does not fit what options do, and nothing of one that is not trained.
+
+    Raises:
+        JobError: in the place of ``BudgetExceeded``.
+    """
     try:
         yield
     except BudgetExceeded as e:
-        raise BudgetExceeded(in_options(str(e).partition(" If it is only evaluated")[0], drive)) from e
+        raise JobError(in_options(str(e).partition(" If it is only evaluated")[0], drive)) from e
 
 
 def tiers_of(memory: Any) -> list[str]:
