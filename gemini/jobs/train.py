@@ -21,6 +21,7 @@ import transformers
 from rich.console import Console
 
 import gemini
+from gemini.errors import counted
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
 from gemini.jobs.budgets import budget_lines, refusing_in_options, shares
@@ -127,8 +128,6 @@ class TrainRun:
         if self.team.size > 1:
             draw_from(settings.seed + self.team.rank)  # or dropout would drop the same on every rank
         self._resumed = self._look_into(checkpoint)
-        if self.team.is_first:
-            (settings.out / "gemini.yaml").write_text(to_yaml(settings), encoding="utf-8")
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
@@ -257,6 +256,8 @@ class TrainRun:
         """
         if self.step > self.steps:
             return []
+        if self.team.is_first:
+            (self.settings.out / "gemini.yaml").write_text(to_yaml(self.settings), encoding="utf-8")
         before = self.step
         resume = None if self._resumed is None else str(self._resumed)
         try:
@@ -280,6 +281,14 @@ class TrainRun:
     def finished(self) -> bool:
         """Whether there is nothing left to do: all steps were made, or the loss no longer fell."""
         return self.step >= self.steps or not self._stop.heeded
+
+    def why_early(self) -> str:
+        """Why a run that is finished made fewer steps than were asked for."""
+        state, patience = self.trainer.state, counted(self.settings.patience or 0, "evaluation")
+        return (
+            f"Stopped after step {self.step} of {self.steps}: no lower loss in {patience}. The weights are those of "
+            f"step {state.best_global_step}, loss {state.best_metric:.4f}."
+        )
 
     def save(self) -> None:
         """Write the model to ``--out`` as Hugging Face safetensors, its tokenizer beside it."""
@@ -331,6 +340,8 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
         if past:
             said = f"Nothing was trained and nothing written: step {run.step} is past --steps {run.steps}."
         elif run.finished:
+            if run.step < run.steps:
+                console.print(run.why_early())
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
             if settings.lora is not None:
                 said = (

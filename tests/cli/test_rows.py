@@ -116,7 +116,11 @@ def test_a_run_whose_evaluation_gets_worse_ends_early(train: Gemini, tmp_path: P
     assert result.exit_code == 0, (result.output, result.exception)
     evaluations = losses_of(out, "eval_loss")
     assert 2 <= len(evaluations) < 20 and evaluations[-1] > min(evaluations)
-    assert "The model is in" in result.stdout
+    best = 2 * (1 + evaluations.index(min(evaluations)))
+    assert (
+        f"Stopped after step {2 * len(evaluations)} of 40: no lower loss in 1 evaluation. The weights are those of "
+        f"step {best}, loss {min(evaluations):.4f}.\nThe model is in" in result.stdout
+    )
 
 
 def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
