@@ -28,7 +28,7 @@ def refusing_in_options(drive: str) -> Iterator[None]:
     try:
         yield
     except BudgetExceeded as e:
-        raise JobError(in_options(str(e).partition(" If it is only evaluated")[0], drive)) from e
+        raise JobError(f"{in_options(str(e).partition(' If it is only evaluated')[0], drive)}") from e
 
 
 def tiers_of(memory: Any) -> list[str]:

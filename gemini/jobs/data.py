@@ -79,6 +79,8 @@ def _open(
             )
         if not len(dataset):
             raise JobError(f"--data {roots[0]}: there are no rows in it.")
+        if "messages" in columns:
+            _check_messages(dataset, roots[0])
         line = f"data: {counted(len(dataset), 'row')} of {' and '.join(columns)} in {counted(len(rows), 'file')}"
         sized = [TextFile(path, path.name, _size(path)) for path in rows]
         return dataset.select_columns(list(columns)), columns, fingerprint(sized), [line]
@@ -141,6 +143,19 @@ def _load(files: Sequence[Path]) -> Any:
             cause = cause.__cause__
         what = _NAMES.get(kind, "a folder of datasets")
         raise JobError(f"--data {files[0]} cannot be read as {what}: {' '.join(str(cause).split())[:300]}") from e
+
+
+def _check_messages(dataset: Any, root: Path) -> None:
+    """Rows that are all alike have one type; of others each is looked at."""
+    inside = getattr(dataset.features["messages"], "feature", None)
+    if isinstance(inside, dict) and {"role", "content"} <= {*inside}:
+        return
+    for number, messages in enumerate(dataset["messages"]):
+        if not isinstance(messages, list) or not all({"role", "content"} <= {*message} for message in messages):
+            raise JobError(
+                f"--data {root}: the messages of row {number + 1} are {str(messages)[:80]!r}. They are a list of turns, "
+                'each with a role and a content: [{"role": "user", "content": "..."}, ...].'
+            )
 
 
 def _one_split(loaded: Any) -> Any:

@@ -118,8 +118,9 @@ def lora_on(rank: int) -> Callable[..., Any]:
 
 def outline_model(
     source: ModelSource, attention: Attention | None = None, adapt: Callable[[Any], Any] | None = None
-) -> Skeleton:
-    """The transformers model without values, from its config or what its files say they hold.
+) -> tuple[Skeleton, list[str]]:
+    """The transformers model without values, from its config or what its files say they hold, and the params that
+    these files lack.
 
     ``adapt``: changes a model with weights before they are read, as in ``gemini.from_pretrained``.
 
@@ -128,13 +129,14 @@ def outline_model(
     """
     with only_refusing(source, "built"):
         if source.weights is None:
-            return skeleton_from_config(
+            skeleton = skeleton_from_config(
                 source.config,
                 model_class=transformers.AutoModelForCausalLM,
                 attention=attention,
                 dtype=torch.float32,
             )
-        skeleton, _ = skeleton_from_pretrained(
+            return skeleton, []
+        skeleton, info = skeleton_from_pretrained(
             source.weights,
             model_class=transformers.AutoModelForCausalLM,
             attention=attention,
@@ -143,7 +145,7 @@ def outline_model(
             dtype="auto",
             local_files_only=True,
         )
-        return skeleton
+        return skeleton, sorted(info["missing_keys"])
 
 
 @contextmanager

@@ -83,10 +83,11 @@ class TrainRun:
             adapt = None if settings.lora is None else lora_of(settings.lora, source)
             attention = _attention(settings, source, self.device)
             outline: Any
+            lacking: list[str] = []
             if settings.load_in_4bit:
                 outline = quantize_model(source, settings.precision, attention, adapt)
             else:
-                outline = outline_model(source, attention, adapt)
+                outline, lacking = outline_model(source, attention, adapt)
                 if settings.compile:
                     _compile_blocks(outline.model)
         checkpoint = self._compare(found)
@@ -110,6 +111,9 @@ class TrainRun:
             f"{'' if trained == self.num_params else f', {trained:,} of them trained'}, {settings.precision}, "
             f"{model.config._attn_implementation} attention{', compiled blocks' if settings.compile else ''}"
         )
+        if lacking:
+            more = f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else ""
+            self._console.print(f"not in its files, and therefore drawn at random: {', '.join(lacking[:3])}{more}")
         if self.team.size > 1:
             self._console.print(
                 f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "

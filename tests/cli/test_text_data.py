@@ -166,6 +166,8 @@ def test_rows_and_text_are_told_apart(tmp_path: Path) -> None:
     [
         ([{"question": "a"}], "its columns are question. Rows have a text, a prompt and a completion, or messages"),
         ([], "cannot be read as JSON lines"),
+        ([{"messages": [{"role": "user", "content": "a"}]}, {"messages": "b"}], "the messages of row 2 are 'b'. They are"),
+        ([{"messages": [{"from": "human", "value": "a"}]}], "each with a role and a content"),
     ],
 )
 def test_rows_of_no_use_are_refused(tmp_path: Path, values: list[dict[str, Any]], says: str) -> None:

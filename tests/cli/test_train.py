@@ -308,6 +308,17 @@ def test_a_model_folder_with_weights_and_tokenizer_goes_on_training(
     assert json.loads((second / "config.json").read_text())["n_layer"] == 2
 
 
+def test_what_the_files_of_a_model_lack_is_said(train: Gemini, tmp_path: Path) -> None:
+    """A classifier has no head that predicts tokens."""
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=258
+    )
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path / "model")
+    result = train("--model", tmp_path / "model", "--bytes", "--steps", 1, "--out", tmp_path / "out")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "not in its files, and therefore drawn at random: lm_head.weight\n" in result.stdout
+
+
 def test_gradient_checkpointing_changes_no_bit(train: Gemini, tmp_path: Path) -> None:
     plain = train("--out", tmp_path / "plain")
     checkpointed = train("--out", tmp_path / "checkpointed", "--gradient-checkpointing")
