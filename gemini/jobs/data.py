@@ -153,8 +153,8 @@ def _check_messages(dataset: Any, root: Path) -> None:
     for number, messages in enumerate(dataset["messages"]):
         if not isinstance(messages, list) or not all({"role", "content"} <= {*message} for message in messages):
             raise JobError(
-                f"--data {root}: the messages of row {number + 1} are {str(messages)[:80]!r}. They are a list of turns, "
-                'each with a role and a content: [{"role": "user", "content": "..."}, ...].'
+                f"--data {root}: the messages of row {number + 1} are {str(messages)[:80]!r}. They are a list of "
+                'turns, each with a role and a content: [{"role": "user", "content": "..."}, ...].'
             )
 
 

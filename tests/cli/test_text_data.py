@@ -166,7 +166,10 @@ def test_rows_and_text_are_told_apart(tmp_path: Path) -> None:
     [
         ([{"question": "a"}], "its columns are question. Rows have a text, a prompt and a completion, or messages"),
         ([], "cannot be read as JSON lines"),
-        ([{"messages": [{"role": "user", "content": "a"}]}, {"messages": "b"}], "the messages of row 2 are 'b'. They are"),
+        (
+            [{"messages": [{"role": "user", "content": "a"}]}, {"messages": "b"}],
+            "the messages of row 2 are 'b'. They are",
+        ),
         ([{"messages": [{"from": "human", "value": "a"}]}], "each with a role and a content"),
     ],
 )
