@@ -57,7 +57,7 @@ def machines() -> int:
     for name in machine_names():
         known = machine(name)
         sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
-        typer.echo(f"{name:<10}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+        typer.echo(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
     return 0
 
 

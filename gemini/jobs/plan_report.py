@@ -19,7 +19,7 @@ from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADS, RuleSpec, plane_specs
 from gemini.planning.timeline import Timeline, Track
-from gemini.planning.trace import MemoryTrace
+from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 
@@ -42,7 +42,14 @@ class Activations:
 
 @dataclass(frozen=True)
 class StepReport:
-    """How long a step takes, as predicted."""
+    """How long a step takes, as predicted.
+
+    Attributes:
+        mfu: model FLOPs utilization: the FLOP/s without what checkpointing computes again, as a share of the GPU's peak
+            (Chowdhery et al., PaLM, appendix B, https://arxiv.org/abs/2204.02311). None where no peak is known.
+        nvme_written: bytes of a step that all ranks of a machine write to its drives.
+        steps_until_worn: steps until those are as many as the drives are rated for; None where that is not known.
+    """
 
     schedule: str
     seconds: float
@@ -52,6 +59,9 @@ class StepReport:
     waited: dict[str, float]
     break_even: int | None
     break_even_accumulating: int | None
+    mfu: float | None = None
+    nvme_written: int = 0
+    steps_until_worn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,9 @@ def report_of(
         update={} if plan is None else _updates(plan),
         streamed=0 if plan is None else sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
         moved={} if plan is None else by_name(plan.traffic),
-        step=None if timeline is None else _step(timeline, settings.schedule, tokens_when_free),
+        step=None
+        if timeline is None or plan is None
+        else _step(timeline, settings.schedule, tokens_when_free, plan, trace, machine),
         changes=changes,
     )
 
@@ -202,10 +214,14 @@ def _by_name(of: Mapping[Tier, Any]) -> dict[str, Any]:
     return {tier.value: value for tier, value in of.items()}
 
 
-def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> StepReport:
+def _step(
+    timeline: Timeline, schedule: str, tokens_when_free: int | None, plan: Plan, trace: MemoryTrace, machine: Machine
+) -> StepReport:
     serial = schedule == "serial"
     accumulating = break_even(timeline, serial=True, grow=Grow.ACCUMULATE) if serial else None
     busy = sorted(timeline.busy.items(), key=lambda item: -item[1])
+    written = by_name(plan.traffic).get("cpu->nvme", 0) * machine.sharing
+    rated = None if machine.hardware is None else machine.hardware.figures.get("nvme_endurance")
     return StepReport(
         schedule=schedule,
         seconds=timeline.step_seconds,
@@ -215,7 +231,20 @@ def _step(timeline: Timeline, schedule: str, tokens_when_free: int | None) -> St
         waited={cause: seconds for cause, seconds in timeline.stalls.items() if seconds > 0},
         break_even=tokens_when_free,
         break_even_accumulating=accumulating,
+        mfu=_mfu(timeline, trace, machine),
+        nvme_written=written,
+        steps_until_worn=None if rated is None or not written else int(rated.value / written),
     )
+
+
+def _mfu(timeline: Timeline, trace: MemoryTrace, machine: Machine) -> float | None:
+    key = "gpu_flops_fp32" if trace.precision == "fp32" else "gpu_flops_bf16"
+    peak = None if machine.hardware is None or machine.compute is not Tier.GPU else machine.hardware.figures.get(key)
+    of_all = sum(moment.flops for moment in trace.moments)
+    if peak is None or peak.source.startswith("measured") or not of_all or not timeline.step_seconds:
+        return None
+    again = sum(moment.flops for moment in trace.moments if moment.phase is Phase.RECOMPUTE)
+    return timeline.flops * (1 - again / of_all) / timeline.step_seconds / peak.value
 
 
 COMPUTE = Track.COMPUTE.value

@@ -12,6 +12,9 @@ from gemini.planning.break_even import TOLERANCE
 from gemini.planning.planes import ADAM
 from gemini.planning.timeline import human_seconds
 
+FEW_STEPS = 100_000
+"""Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
+
 _TRACKS = {
     "compute": "computing",
     "update": "the update",
@@ -189,12 +192,20 @@ def _facts(report: PlanReport) -> Iterator[str]:
     yield _line(
         "step time",
         f"{human_seconds(step.seconds)} predicted ({step.schedule}), {human_rate(step.tokens_per_second)} tokens/s, "
-        f"{step.flops_per_second / 1e12:.3g} TFLOP/s{' each' if report.ranks > 1 else ''}",
+        f"{step.flops_per_second / 1e12:.3g} TFLOP/s{' each' if report.ranks > 1 else ''}"
+        f"{'' if step.mfu is None else f' (MFU {step.mfu:.0%})'}",
     )
     yield _line("bound by", _bounds(step))
     waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
     if waited and waited[0][1] > 0.01 * step.seconds:
         yield _line("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
+    if step.steps_until_worn is not None and step.steps_until_worn < 10 * FEW_STEPS:
+        alarm = "WARNING: " if step.steps_until_worn < FEW_STEPS else ""
+        yield _line(
+            "drives wear",
+            f"{alarm}{human_bytes(step.nvme_written)} written a step: {step.steps_until_worn:,} steps until what the "
+            "drives are rated for",
+        )
     if report.mesh is None:
         yield _line("offload is free", _free(report, step))
 

@@ -33,7 +33,7 @@ class Efficiency:
         matrix: tensor cores in matrix products. 0.83: the mean of the four NVIDIA rows (A100 SXM 86.9 %, GH200 83.6 %,
             A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
             Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
-            (github.com/stas00/ml-engineering).
+            (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``).
         gpu_memory: 0.9: an assumption; to be measured.
         link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
             Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
@@ -54,6 +54,8 @@ class Efficiency:
         """The share of figure ``key`` that is reached: 1 for a measured one."""
         if hardware.figures[key].source.startswith("measured"):
             return 1.0
+        if key.startswith("gpu_flops") and hardware.has("gpu_matrix_share"):
+            return hardware.figures["gpu_matrix_share"].value
         return float(getattr(self, _KIND_OF_FIGURE[key])) if key in _KIND_OF_FIGURE else 1.0
 
 
@@ -61,6 +63,7 @@ _KIND_OF_FIGURE = {
     "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
     "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
     "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
+    "nvme_write_sustained": "nvme",
     "interconnect": "wire", "network": "wire",
 }  # fmt: skip
 
@@ -118,7 +121,7 @@ class Costs:
         found = self._known.get((key, needed_for))
         if found is None:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
-            if key in ("dram_bandwidth", "nvme_read", "nvme_write", "nvme_mixed", "cpu_flops_bf16", "cpu_flops_fp32"):
+            if key.startswith(("dram_", "nvme_", "cpu_flops_")):
                 value /= self._local
             found = self._known[key, needed_for] = value * (self._local if key in ("update_cpu", "land_cpu") else 1)
         return found
@@ -174,16 +177,16 @@ class Costs:
 
     def nvme_read(self, num_bytes: float) -> Cost:
         """From the drives into host memory."""
-        return self._on_drive("nvme_read", num_bytes, "reading from the NVMe tier")
+        return self._on_drive("nvme_read", "nvme_read", num_bytes, "reading from the NVMe tier")
 
     def nvme_write(self, num_bytes: float) -> Cost:
         """From host memory to the drives."""
-        return self._on_drive("nvme_write", num_bytes, "writing to the NVMe tier")
+        return self._on_drive("nvme_write", self._hardware.nvme_write, num_bytes, "writing to the NVMe tier")
 
-    def _on_drive(self, key: str, num_bytes: float, what: str) -> Cost:
+    def _on_drive(self, direction: str, key: str, num_bytes: float, what: str) -> Cost:
         """One direction alone goes at its own speed; of both at once the drives do ``nvme_mixed`` together."""
         speed = self._get(key, what)
-        loads = {key: 1.0}
+        loads = {direction: 1.0}
         if self._hardware.has("nvme_mixed"):
             loads[NVME] = min(1.0, speed / self._get("nvme_mixed", what))
         return self._on_host(num_bytes / speed, num_bytes, what, **loads)

@@ -24,6 +24,7 @@ FIGURES: dict[str, str] = {
     "cpu_threads": "processor cores",
     "gpu_flops_bf16": "FLOP/s of one GPU in half-precision matrix products",
     "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
+    "gpu_matrix_share": "share of its peak that the best matrix products reach on this GPU (without it: of any, 0.83)",
     "gpu_bandwidth": "bytes/s that one GPU reads and writes in its own memory",
     "gpu_op_seconds": "seconds that launching one operation on the GPU takes at least",
     "cpu_flops_bf16": "FLOP/s of the host in bf16 matrix products, all threads of torch",
@@ -34,6 +35,8 @@ FIGURES: dict[str, str] = {
     "d2h": "bytes/s from one GPU to host, pinned",
     "nvme_read": "bytes/s read from all NVMe drives together",
     "nvme_write": "bytes/s written to all NVMe drives together",
+    "nvme_write_sustained": "bytes/s written to all of them for hours, their caches full (without it: as nvme_write)",
+    "nvme_endurance": "bytes that all NVMe drives together are rated to be written",
     "nvme_mixed": "bytes/s read and written together while all NVMe drives do both (without it: each as if alone)",
     "update_cpu": "seconds per param of one Adam update on the host, all cores, bf16 weights with a split fp32 master",
     "update_gpu": "seconds per param of the same update on one GPU, all planes in its memory",
@@ -93,6 +96,11 @@ class Hardware:
                 'its JSON as {"value": ..., "source": "..."}, or measure the machine with gemini doctor --measure'
             )
         return self.figures[key].value
+
+    @property
+    def nvme_write(self) -> str:
+        """The figure of writing: a step writes again and again, which no cache of a drive holds."""
+        return "nvme_write_sustained" if self.has("nvme_write_sustained") else "nvme_write"
 
     def capacity(self, tier: Tier) -> int | None:
         """Bytes of a tier; None if the machine has none of it (or does not say)."""

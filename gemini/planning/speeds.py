@@ -59,7 +59,7 @@ class Speeds:
             h2d=figure("h2d", Tier.GPU, usual.h2d),
             d2h=figure("d2h", Tier.GPU, usual.d2h),
             nvme_read=figure("nvme_read", Tier.NVME, usual.nvme_read) / sharing,
-            nvme_write=figure("nvme_write", Tier.NVME, usual.nvme_write) / sharing,
+            nvme_write=figure(hardware.nvme_write, Tier.NVME, usual.nvme_write) / sharing,
             update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
             update_gpu=update_gpu(),
             measured_update_gpu=measured,

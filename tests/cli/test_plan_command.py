@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from traces import decoder_trace
 from transformers import GPT2Config
 
 import gemini
+from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
@@ -437,13 +439,54 @@ def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemi
 
 
 def test_an_alternative_that_cannot_be_says_why(gemini_command: Gemini, tmp_path: Path) -> None:
-    config = llama_config(tmp_path / "config.json")
-    said = json.loads(
-        gemini_command("plan", config, "--seq-len", "64", "--machine", "rtx4090", "--alternatives", "--json").stdout
-    )
-    last = said["alternatives"][-1]
+    config, own = llama_config(tmp_path / "config.json"), load_hardware("rtx4090")
+    mine = replace(own, figures={key: figure for key, figure in own.figures.items() if key != "num_gpus"})
+    (tmp_path / "mine.json").write_text(mine.to_json())
+    asked = ("plan", config, "--seq-len", "64", "--machine", tmp_path / "mine.json", "--alternatives", "--json")
+    last = json.loads(gemini_command(*asked).stdout)["alternatives"][-1]
     assert (last["options"], last["fits"]) == ("--gpus 2", None)
-    assert last["result"] == "hardware 'rtx4090' has no figure 'interconnect'"
+    assert last["result"] == "hardware 'rtx4090' has no figure 'num_gpus'"
+
+
+def test_a_second_gpu_is_in_the_same_box(gemini_command: Gemini, tmp_path: Path) -> None:
+    """Which divides what it has; what they send to each other goes through host memory."""
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "1GiB", "--json")
+    one, two = (
+        json.loads(gemini_command(*asked, "--machine", "rtx4090", "--gpus", number).stdout) for number in ("1", "2")
+    )
+    assert two["fits"] and two["step"]["busy"]["all-gather"] > 0
+    assert two["budgets"]["cpu"] == one["budgets"]["cpu"] // 2 and two["budgets"]["nvme"] == one["budgets"]["nvme"] // 2
+    assert two["budgets"]["gpu"] == one["budgets"]["gpu"]
+
+
+def test_a_plan_says_when_its_drives_are_worn_out(gemini_command: Gemini, tmp_path: Path) -> None:
+    """And writes at the speed that they keep up."""
+    config, own = llama_config(tmp_path / "config.json", num_hidden_layers=8), load_hardware("rtx4090")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "12MiB", "--nvme", "1GiB", "--gpu", "71MiB")
+    step, screens = {}, {}
+    for rated in (2**36, 2**60):
+        path = tmp_path / f"{rated}.json"
+        path.write_text(own.with_figures("a test", nvme_endurance=rated, nvme_write_sustained=1e6).to_json())
+        step[rated] = json.loads(gemini_command(*asked, "--machine", path, "--json").stdout)["step"]
+        screens[rated] = gemini_command(*asked, "--machine", path).stdout
+    written = step[2**36]["nvme_written"]
+    assert written > 0 and step[2**36]["steps_until_worn"] == 2**36 // written < 100_000
+    assert f"WARNING: {human_bytes(written)} written a step" in " ".join(screens[2**36].split())
+    assert "drives wear" not in screens[2**60]
+    assert step[2**36]["busy"]["nvme write"] == pytest.approx(written / 1e6, rel=0.01)
+
+
+def test_mfu_is_without_what_is_computed_again(gemini_command: Gemini, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "1GiB", "--machine", "rtx4090", "--json")
+    ways = ((), ("--gradient-checkpointing",))
+    plain, again = (json.loads(gemini_command(*asked, *how).stdout)["step"] for how in ways)
+    peak = load_hardware("rtx4090").figures["gpu_flops_bf16"].value
+    assert plain["mfu"] == pytest.approx(plain["flops_per_second"] / peak)
+    flops = plain["mfu"] * plain["seconds"]
+    assert again["mfu"] * again["seconds"] == pytest.approx(flops, rel=0.02)
+    assert again["flops_per_second"] / peak > 1.05 * again["mfu"]
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
