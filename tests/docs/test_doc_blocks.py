@@ -72,11 +72,11 @@ def test_commands_and_options_exist(page: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "program", "says"),
-    [
+    [  # two processes may both print their lines before the ends of them
         ("guide/many_processes.md", "train.py", r"^2 ranks, last loss \d"),
-        ("ranks.md", "tensor_parallel.py", r"^loss (5\.\d\d\d)\nloss \1$"),
-        ("ranks.md", "expert_parallel.py", r"^loss 5\.\d\d\d$"),
-        ("guide/pipelines.md", "pipeline.py", r"^loss (5\.\d\d\d)\nloss \1$"),
+        ("ranks.md", "tensor_parallel.py", r"^loss (5\.\d\d\d)\s*loss \1$"),
+        ("ranks.md", "expert_parallel.py", r"^loss 5\.\d\d\d"),
+        ("guide/pipelines.md", "pipeline.py", r"^loss (5\.\d\d\d)\s*loss \1$"),
     ],
 )
 def test_programs_of_many_processes_run_in_two(page: str, program: str, says: str, folder: Path) -> None:
