@@ -151,7 +151,9 @@ def _check_messages(dataset: Any, root: Path) -> None:
     if isinstance(inside, dict) and {"role", "content"} <= {*inside}:
         return
     for number, messages in enumerate(dataset["messages"]):
-        if not isinstance(messages, list) or not all({"role", "content"} <= {*message} for message in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) and {"role", "content"} <= {*message} for message in messages
+        ):
             raise JobError(
                 f"--data {root}: the messages of row {number + 1} are {str(messages)[:80]!r}. They are a list of "
                 'turns, each with a role and a content: [{"role": "user", "content": "..."}, ...].'

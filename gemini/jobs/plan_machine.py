@@ -12,8 +12,6 @@ from gemini.planning.machines import load_hardware
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
 
-THROUGH_HOST = "assumption: through host memory, each GPU's link to it at its full speed"
-
 
 class Machine(NamedTuple):
     """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
@@ -70,14 +68,9 @@ def machine_of(settings: PlanSettings) -> Machine:
             f"{MARGIN:.0%} of what a machine has."
         )
     local = settings.gpus
-    if compute is Tier.GPU and local > 1 and hardware is not None and _num_gpus(hardware) == 1:
-        # A second card is put into the same box; a cluster's file says how many GPUs a machine has, and its network.
-        hardware = hardware.with_figures("as given", num_gpus=local)
-        if not hardware.has("interconnect"):
-            speed = min(hardware.get(way, needed_for="ranks that share a model") for way in ("h2d", "d2h"))
-            hardware = hardware.with_figures(THROUGH_HOST, interconnect=speed)
-    num_gpus = None if hardware is None or compute is not Tier.GPU else _num_gpus(hardware)
-    if hardware is not None and num_gpus is not None:
+    if compute is Tier.GPU and hardware is not None and hardware.has("num_gpus"):
+        hardware = hardware.with_gpus(local)
+        num_gpus = int(hardware.get("num_gpus", needed_for="a plan for several GPUs"))
         local = min(local, num_gpus)
         if settings.gpus % local:
             raise JobError(
@@ -85,7 +78,3 @@ def machine_of(settings: PlanSettings) -> Machine:
                 "for several machines."
             )
     return Machine(budgets, origins, hardware, compute, settings.gpus, local)
-
-
-def _num_gpus(hardware: Hardware) -> int | None:
-    return int(hardware.get("num_gpus", needed_for="several GPUs")) if hardware.has("num_gpus") else None

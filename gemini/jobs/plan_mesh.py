@@ -193,9 +193,11 @@ class _OverMesh:
         step = report.step
         if best is not None and step is not None:
             waited = {**step.waited, "other stages": best.bubble} if best.bubble else step.waited
+            longer = best.step_seconds / best.slowest.timeline.step_seconds
             report = replace(report, step=replace(
                 step, seconds=best.step_seconds, tokens_per_second=best.tokens_per_second,
                 flops_per_second=best.slowest.timeline.flops / best.step_seconds, waited=waited,
+                mfu=None if step.mfu is None else step.mfu / longer,
             ))  # fmt: skip
         return replace(
             report, batch=self._batch(), tokens=report.tokens if best is None else best.tokens,

@@ -23,8 +23,8 @@ def simulate(path: Path, settings: SimulateSettings, console: Console) -> int:
             f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
             "of `gemini doctor --measure --json FILE`."
         )
-    hardware = load_hardware(settings.machine)
     plan = document.load(path, "", Plan.from_json)
+    hardware = load_hardware(settings.machine).with_gpus(settings.gpus or plan.layout.ranks)
     timeline = gemini.simulate(plan, hardware, schedule=settings.schedule, gpus=settings.gpus)
     if settings.json:
         print(timeline.to_json())

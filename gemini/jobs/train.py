@@ -344,7 +344,7 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
         if past:
             said = f"Nothing was trained and nothing written: step {run.step} is past --steps {run.steps}."
         elif run.finished:
-            if run.step < run.steps:
+            if run.step < run.steps and settings.patience is not None:
                 console.print(run.why_early())
             said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
             if settings.lora is not None:

@@ -107,6 +107,18 @@ class Hardware:
         figure = self.figures.get(f"{tier.value}_bytes")
         return None if figure is None else int(figure.value)
 
+    def with_gpus(self, count: int) -> Hardware:
+        """This machine with so many GPUs if it has one: a second card is put into the same box, and what they send to
+        each other goes through host memory. One that has a network stays as it is: more GPUs are more machines.
+        """
+        if count == 1 or not self.has("num_gpus") or self.figures["num_gpus"].value != 1 or self.has("network"):
+            return self
+        boxed = self.with_figures("as given", num_gpus=count)
+        if self.has("interconnect") or not (self.has("h2d") and self.has("d2h")):
+            return boxed
+        through_host = "assumption: through host memory, each GPU's link to it at its full speed"
+        return boxed.with_figures(through_host, interconnect=min(self.figures["h2d"].value, self.figures["d2h"].value))
+
     def with_figures(self, source: str, **values: float) -> Hardware:
         """The same machine with some figures replaced."""
         return Hardware(self.name, {**self.figures, **{key: Figure(v, source) for key, v in values.items()}})

@@ -19,7 +19,7 @@ from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
-from gemini.planning.timeline import Track
+from gemini.planning.timeline import Timeline, Track
 from gemini.testing.plans import check_plan
 from tests.cli.refusals import refused
 
@@ -458,6 +458,12 @@ def test_a_second_gpu_is_in_the_same_box(gemini_command: Gemini, tmp_path: Path)
     assert two["fits"] and two["step"]["busy"]["all-gather"] > 0
     assert two["budgets"]["cpu"] == one["budgets"]["cpu"] // 2 and two["budgets"]["nvme"] == one["budgets"]["nvme"] // 2
     assert two["budgets"]["gpu"] == one["budgets"]["gpu"]
+    saved, played = tmp_path / "plan.json", tmp_path / "played.json"
+    assert gemini_command(*asked, "--machine", "rtx4090", "--gpus", "2", "--out", saved).exit_code == 0
+    assert gemini_command("simulate", saved, "--machine", "rtx4090", "--out", played).exit_code == 0
+    assert Timeline.from_json(played.read_text()).step_seconds == two["step"]["seconds"]
+    cluster = load_hardware("rtx4090").with_figures("a test", network=1e9)
+    assert cluster.with_gpus(2) is cluster, "more of its GPUs are more machines"
 
 
 def test_a_plan_says_when_its_drives_are_worn_out(gemini_command: Gemini, tmp_path: Path) -> None:
@@ -487,6 +493,15 @@ def test_mfu_is_without_what_is_computed_again(gemini_command: Gemini, tmp_path:
     flops = plain["mfu"] * plain["seconds"]
     assert again["mfu"] * again["seconds"] == pytest.approx(flops, rel=0.02)
     assert again["flops_per_second"] / peak > 1.05 * again["mfu"]
+
+
+def test_mfu_of_stages_is_of_the_whole_step(gemini_command: Gemini, tmp_path: Path) -> None:
+    """In which they wait for each other."""
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "64", "--machine", "dgx-a100", "--json")
+    step = json.loads(gemini_command(*asked, "--gpus", "2", "--pp", "2", "--accumulate", "2").stdout)["step"]
+    peak = load_hardware("dgx-a100").figures["gpu_flops_bf16"].value
+    assert step["waited"]["other stages"] > 0 and step["mfu"] == pytest.approx(step["flops_per_second"] / peak)
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------

@@ -170,6 +170,7 @@ def test_rows_and_text_are_told_apart(tmp_path: Path) -> None:
             [{"messages": [{"role": "user", "content": "a"}]}, {"messages": "b"}],
             "the messages of row 2 are 'b'. They are",
         ),
+        ([{"messages": [{"role": "user", "content": "a"}]}, {"messages": ["b"]}], "the messages of row 2 are \"['b']"),
         ([{"messages": [{"from": "human", "value": "a"}]}], "each with a role and a content"),
     ],
 )
