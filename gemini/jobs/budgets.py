@@ -19,8 +19,8 @@ def in_options(remedy: str, drive: str) -> str:
 
 
 @contextmanager
-def refusing_in_options(drive: str) -> Iterator[None]:
-    """Say of a model that does not fit what options do, and nothing of one that is not trained.
+def refusing_in_options(drive: str, more: str) -> Iterator[None]:
+    """Say of a model that does not fit what options do, and nothing of one that is not trained; ``more`` stands behind.
 
     Raises:
         JobError: in the place of ``BudgetExceeded``.
@@ -28,7 +28,8 @@ def refusing_in_options(drive: str) -> Iterator[None]:
     try:
         yield
     except BudgetExceeded as e:
-        raise JobError(f"{in_options(str(e).partition(' If it is only evaluated')[0], drive)}") from e
+        refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
+        raise JobError(f"{in_options(refusal, drive)}. {more}") from e
 
 
 def tiers_of(memory: Any) -> list[str]:

@@ -98,7 +98,7 @@ class Shown(TrainerCallback):
         self._refuse_hopeless(state.global_step, logs["loss"])
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, state.global_step - self._at)
-        # Rows are counted as they come, without what fills them up; windows are full.
+        # Rows are counted as they come, without what fills them up; sequences are full.
         tokens = (state.num_input_tokens_seen - self._seen) / max(1, state.global_step - self._at) or self._num_tokens
         self._since, self._at, self._seen = now, state.global_step, state.num_input_tokens_seen
         words = self._line(logs, tokens / max(seconds, 1e-9), seconds, state.max_steps - state.global_step)

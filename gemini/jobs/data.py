@@ -1,7 +1,7 @@
 """What a job trains on: rows of JSON lines, Parquet or datasets, or plain text, and what of it is kept to evaluate on.
 
-Plain text becomes windows here (:mod:`gemini.jobs.windows`). Rows stay rows: TRL makes tokens of them, with the chat
-template, the loss on completions, packing.
+Plain text is cut into sequences here (:mod:`gemini.jobs.sequences`). Rows stay rows: TRL makes tokens of them, with the
+chat template, the loss on completions, packing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils.data import Subset
 from gemini.errors import counted, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.file_kinds import only_text
+from gemini.jobs.sequences import TextSequences
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.text_files import TextFile, find_text_files, fingerprint
-from gemini.jobs.windows import Windows
 
 _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _NAMES = {"json": "JSON lines", "parquet": "Parquet", "arrow": "Arrow"}
@@ -29,7 +29,7 @@ class JobData(NamedTuple):
     """What is trained on, and perhaps evaluated on.
 
     Attributes:
-        rows: the columns of rows, () where it is windows of text.
+        rows: the columns of rows, () where it is sequences of text.
         identity: what a resumed run has to have the same of.
         words: a line for the beginning of the job.
     """
@@ -90,11 +90,11 @@ def _open(
         files, left_out = only_text(files, roots)
         if left_out:
             words.append(f"left out as no text: {left_out} (--bytes takes everything)")
-    windows = Windows(files, tokenizer, settings.seq_len, scratch=settings.out)
+    sequences = TextSequences(files, tokenizer, settings.seq_len, scratch=settings.out)
     size = human_bytes(sum(file.num_bytes for file in files))
-    made = f"{counted(windows.num_tokens, 'token')} in {counted(len(windows), 'window')} of {settings.seq_len}"
+    made = f"{counted(sequences.num_tokens, 'token')} in {counted(len(sequences), 'sequence')} of {settings.seq_len}"
     words.insert(0, f"text: {counted(len(files), 'file')}, {size}, {made}")
-    return windows, (), fingerprint(files), words
+    return sequences, (), fingerprint(files), words
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -185,5 +185,6 @@ def _split(train: Any, settings: TrainSettings) -> tuple[Any, Any]:
         )
     kept = [index * total // count for index in range(count)]
     left = sorted({*range(total)} - {*kept})
-    take: Callable[[Any, list[int]], Any] = Subset if isinstance(train, Windows) else lambda data, at: data.select(at)
+    is_text = isinstance(train, TextSequences)
+    take: Callable[[Any, list[int]], Any] = Subset if is_text else lambda data, at: data.select(at)
     return take(train, left), take(train, kept)

@@ -40,7 +40,7 @@ _WITHOUT_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "idle_tes
 
 
 class Size(NamedTuple):
-    """How long a demo trains, on how long windows."""
+    """How long a demo trains, on how long sequences."""
 
     seq_len: int
     batch_size: int
@@ -142,18 +142,18 @@ def demo(
 
 
 @torch.no_grad()
-def _mean_loss(model: Any, windows: torch.Tensor, batch_size: int) -> float:
-    """The mean over batches of windows, in as little memory as training takes."""
+def _mean_loss(model: Any, sequences: torch.Tensor, batch_size: int) -> float:
+    """The mean over batches of sequences, in as little memory as training takes."""
     model.eval()
-    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in windows.split(batch_size)]
+    losses = [float(model(input_ids=ids, labels=ids, use_cache=False).loss) for ids in sequences.split(batch_size)]
     model.train()
     return sum(losses) / len(losses)
 
 
-def _plain_loss(folder: Path, windows: torch.Tensor, batch_size: int) -> float:
+def _plain_loss(folder: Path, sequences: torch.Tensor, batch_size: int) -> float:
     """The loss of the saved model as anyone would load it, no Gemini involved."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True)
-    return _mean_loss(name_the_loss(model), windows, batch_size)
+    return _mean_loss(name_the_loss(model), sequences, batch_size)
 
 
 def _count_params() -> int:

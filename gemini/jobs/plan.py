@@ -166,20 +166,20 @@ def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> Bu
 
 
 def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
-    """The largest micro-batch that fits, of those that divide the windows of a step; the smallest if none does.
+    """The largest micro-batch that fits, of those that divide the sequences of a step; the smallest if none does.
 
     Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
     one size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
     asked = settings.batch_size or 1
-    windows = asked * settings.accumulate
-    sizes = [size for size in range(1, windows + 1) if windows % size == 0]
+    sequences = asked * settings.accumulate
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
     traces = {asked: trace}
 
     def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
         if size not in traces:
             traces[size] = take_trace(settings.traced(batch_size=size, target=machine.target))
-        return replace(settings, batch_size=size, accumulate=windows // size), traces[size]
+        return replace(settings, batch_size=size, accumulate=sequences // size), traces[size]
 
     def fails(size: int) -> bool:
         now, found = tried(size)
@@ -232,7 +232,7 @@ def _changes(
     if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
         one = take_trace(settings.traced(batch_size=1, target=machine.target))
         if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
-            found.append("--micro-batch auto: the same step in smaller micro-batches; one window at a time fits")
+            found.append("--micro-batch auto: the same step in smaller micro-batches; one sequence at a time fits")
     if settings.offload_activations == "no" and trace.checkpoint_bytes and machine.compute is Tier.GPU:
         if _fits(replace(settings, offload_activations="cpu"), machine, trace):
             found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")

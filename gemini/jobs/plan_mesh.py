@@ -132,8 +132,8 @@ class _OverMesh:
         return found, None if found else refusal
 
     def _candidates(self) -> Iterator[Candidate]:
-        """Every mesh of the powers of two (and what is left) that the model goes with; the windows of a step are those
-        that all GPUs would take without slices, parts and stages.
+        """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
+        all GPUs would take without slices, parts and stages.
         """
         gpus, machine = self._settings.gpus, self._machine
         whole = self._settings.rule_in(self._settings.precision or "bf16").whole

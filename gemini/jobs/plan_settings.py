@@ -53,7 +53,7 @@ class _Step:
     config: str | None = None
     layers: int | None = opt(None, "This many layers instead of the config's own.", _WHAT, least=1)
     seq_len: int | None = opt(
-        None, f"Tokens in a window. (Default: the model's positions, at most {MOST_POSITIONS}.)", _STEP, least=2
+        None, f"Tokens in a sequence. (Default: the model's positions, at most {MOST_POSITIONS}.)", _STEP, least=2
     )
     gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _STEP)
     tile_tokens: int | str | None = opt(
@@ -75,7 +75,7 @@ class _Step:
 class TraceSettings(_Printed, _Step):
     """The step that is traced: the options of ``gemini trace``."""
 
-    batch_size: int = opt(1, "Windows in a forward pass.", _STEP, least=1)
+    batch_size: int = opt(1, "Sequences in a forward pass.", _STEP, least=1)
     precision: str = one_of("bf16", "What is computed in", _STEP, PRECISIONS)
     tp: int = opt(1, "Slices of layers, of which this is one.", _STEP, least=1)
     cp: int = opt(1, "Parts of sequences, of which this is one.", _STEP, least=1)
@@ -123,13 +123,13 @@ class PlanSettings(_Printed, _Played, _Step):
     """The options of ``gemini plan``. What describes the step to trace is None if left out."""
 
     trace: Path | None = opt(None, "Take the step from this file of `trace --out`.", _WHAT)
-    batch_size: int | None = opt(None, "Windows in a forward pass of each GPU. (Default: 1.)", _STEP, least=1)
+    batch_size: int | None = opt(None, "Sequences in a forward pass of each GPU. (Default: 1.)", _STEP, least=1)
     precision: str | None = one_of(None, "What is computed in", _STEP, PRECISIONS, ". (Default: bf16.)")
     accumulate: int = opt(1, "Batches in an optimizer step.", _STEP, least=1)
     micro_batch: str | None = opt(
         None,
-        "auto: keep the windows of a step (--batch-size times --accumulate), and choose how many of them go through a "
-        "forward pass at once.",
+        "auto: keep the sequences of a step (--batch-size times --accumulate), and choose how many of them are in a "
+        "forward pass.",
         _STEP,
     )
     gradients: str | None = one_of(
@@ -152,7 +152,7 @@ class PlanSettings(_Printed, _Played, _Step):
     cp: int = opt(1, "GPUs that share each sequence, in parts (context parallel).", _MACHINE, least=1)
     parallel: str | None = opt(
         None,
-        "auto: the best of all meshes of --gpus for the windows of a step, and the runners-up.",
+        "auto: the best of all meshes of --gpus for the sequences of a step, and the runners-up.",
         _MACHINE,
         choices=("auto",),
     )
@@ -260,7 +260,7 @@ class PlanSettings(_Printed, _Played, _Step):
         return None if size is None else parse_bytes(size)
 
     def traced(self, *, batch_size: int | None = None, target: str = "cuda") -> TraceSettings:
-        """The step to trace, perhaps with another number of windows in it."""
+        """The step to trace, perhaps with another number of sequences in it."""
         return TraceSettings(
             **{f.name: getattr(self, f.name) for f in fields(_Step)},
             batch_size=batch_size or (1 if self.batch_size is None else self.batch_size),

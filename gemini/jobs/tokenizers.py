@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from gemini.jobs.errors import JobError
-from gemini.jobs.windows import BYTE_VOCABULARY
+from gemini.jobs.sequences import BYTE_VOCABULARY
 
 _FILES = (
     "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model",

@@ -41,12 +41,12 @@ from gemini.jobs.models import (
     quantize_model,
 )
 from gemini.jobs.options import to_yaml
+from gemini.jobs.sequences import BYTE_VOCABULARY
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
 from gemini.jobs.tokenizers import byte_tokenizer, load_tokenizer
-from gemini.jobs.train_config import make_config, mesh_of
+from gemini.jobs.train_config import make_config, mesh_of, plan_command
 from gemini.jobs.trainer import POSITION, make_trainer
-from gemini.jobs.windows import BYTE_VOCABULARY
 from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
@@ -92,7 +92,7 @@ class TrainRun:
                     _compile_blocks(outline.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
-        with refusing_in_options("--nvme-path FOLDER --nvme-memory"):
+        with refusing_in_options("--nvme-path FOLDER --nvme-memory", f"Other ways: {plan_command(settings)}"):
             model = fill_model(outline, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
         self.model = model
         if settings.compile:

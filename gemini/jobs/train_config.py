@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 import gemini
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
+from gemini.jobs.options import spelled
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
 from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
@@ -95,6 +97,26 @@ def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace
         checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
         tile_tokens=settings.tile_tokens,
     )
+
+
+def plan_command(settings: TrainSettings) -> str:
+    """How ``gemini plan`` is asked what else would do for the job."""
+    words = ["gemini", "plan", settings.preset or str(settings.model), "--seq-len", str(settings.seq_len)]
+    for name in _OF_THE_STEP:
+        value = getattr(settings, name)
+        if value != getattr(TrainSettings, name):
+            words += [spelled(name)] if value is True else [spelled(name), str(value)]
+    for tier in Tier:
+        size = getattr(settings, f"{tier.value}_memory")
+        words += [] if size is None else [spelled(tier.value), size]
+    return shlex.join([*words, "--alternatives"])
+
+
+_OF_THE_STEP = (
+    "layers", "batch_size", "accumulate", "precision", "optimizer", "states", "gradient_checkpointing", "tile_tokens",
+    "lora", "load_in_4bit", "offload_activations",
+)  # fmt: skip
+"""Options that ``gemini plan`` has too, with the same meaning and default."""
 
 
 def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:

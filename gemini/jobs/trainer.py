@@ -1,4 +1,4 @@
-"""The Trainers of ``gemini train``: transformers' own for windows of text, TRL's for rows, both through our bridge.
+"""The Trainers of ``gemini train``: transformers' own for sequences of text, TRL's for rows, both through our bridge.
 
 What a job adds to them is here: the arguments it gives, which checkpoint belongs to which data, and that a resumed run
 follows the command line.
@@ -64,8 +64,8 @@ class JobTrainer(GeminiTrainerMixin):
         """None: TRL would write a README.md beside the model that says what it was not told."""
 
 
-class WindowTrainer(JobTrainer, transformers.Trainer):
-    """For windows of text."""
+class TextTrainer(JobTrainer, transformers.Trainer):
+    """For sequences of text."""
 
 
 def make_trainer(
@@ -85,7 +85,7 @@ def make_trainer(
     arguments = arguments_of(settings, use_cpu=use_cpu)
     use_cache = getattr(model.config, "use_cache", None)
     if not data.rows:
-        trainer: Any = WindowTrainer(
+        trainer: Any = TextTrainer(
             model=model,
             args=transformers.TrainingArguments(**arguments),
             data_collator=transformers.default_data_collator,

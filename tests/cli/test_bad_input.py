@@ -156,7 +156,8 @@ def test_text_that_is_missing_empty_or_short(gemini_command: Gemini, tmp_path: P
     (tmp_path / "folder").mkdir()
     refused(train("--data", tmp_path / "folder"), "no file that matches *.txt *.md *.py", "--glob")
     (tmp_path / "short.txt").write_text("too short")
-    refused(train("--data", tmp_path / "short.txt"), "The text has 10 tokens; windows of --seq-len 16 need at least 16")
+    short = train("--data", tmp_path / "short.txt")
+    refused(short, "The text has 10 tokens; sequences of --seq-len 16 need at least 16")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_a_run_whose_evaluation_gets_worse_ends_early(train: Gemini, tmp_path: P
 
 
 def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    """transformers' Trainer with torch's AdamW, from the same weights on the same windows."""
+    """transformers' Trainer with torch's AdamW, from the same weights on the same sequences."""
     from gemini.jobs.settings import TrainSettings
     from gemini.jobs.train import TrainRun
     from gemini.jobs.trainer import arguments_of

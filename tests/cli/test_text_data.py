@@ -1,4 +1,4 @@
-"""From what --data names to rows or windows: nothing lost or doubled, what is no use refused by name."""
+"""From what --data names to rows or sequences: nothing lost or doubled, what is no use refused by name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError
+from gemini.jobs.sequences import BYTE_BOUNDARY, TextSequences
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.text_files import find_text_files, fingerprint
 from gemini.jobs.tokenizers import byte_tokenizer
-from gemini.jobs.windows import BYTE_BOUNDARY, Windows
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:
@@ -82,7 +82,7 @@ def test_fingerprint_sees_names_and_sizes(tmp_path: Path) -> None:
     assert one == same and len({one, longer, renamed}) == 3
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
+# ---- sequences -------------------------------------------------------------------------------------------------------
 
 
 class LengthTokenizer:
@@ -95,35 +95,35 @@ class LengthTokenizer:
         return [len(word) for word in text.split()]
 
 
-def row_of(windows: Windows) -> list[int]:
-    assert all(torch.equal(window["input_ids"], window["labels"]) for window in windows)
-    return [token for window in windows for token in window["input_ids"].tolist()]
+def row_of(sequences: TextSequences) -> list[int]:
+    assert all(torch.equal(sequence["input_ids"], sequence["labels"]) for sequence in sequences)
+    return [token for sequence in sequences for token in sequence["input_ids"].tolist()]
 
 
-@given(documents=st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), window=st.integers(1, 7))
+@given(documents=st.lists(st.binary(min_size=1, max_size=9), min_size=1, max_size=5), sequence=st.integers(1, 7))
 @settings(max_examples=60, deadline=None)
-def test_windows_of_bytes_are_the_row(tmp_path_factory: pytest.TempPathFactory, documents, window) -> None:
+def test_sequences_of_bytes_are_the_row(tmp_path_factory: pytest.TempPathFactory, documents, sequence) -> None:
     root = write(tmp_path_factory.mktemp("text"), {f"{i}.txt": document for i, document in enumerate(documents)})
     row = [token for document in documents for token in (*document, BYTE_BOUNDARY)]
     files = find_text_files([root])
-    if len(row) < window:
-        with pytest.raises(JobError, match=f"has {len(row)} tokens; windows of --seq-len {window} need at least"):
-            Windows(files, None, window, scratch=root)
+    if len(row) < sequence:
+        with pytest.raises(JobError, match=f"has {len(row)} tokens; sequences of --seq-len {sequence} need at least"):
+            TextSequences(files, None, sequence, scratch=root)
         return
-    windows = Windows(files, None, window, scratch=root)
-    assert row_of(windows) == row[: len(row) // window * window] and windows.num_tokens == len(row)
+    sequences = TextSequences(files, None, sequence, scratch=root)
+    assert row_of(sequences) == row[: len(row) // sequence * sequence] and sequences.num_tokens == len(row)
 
 
 def test_a_tokenizer_encodes_once_with_boundaries(tmp_path: Path) -> None:
     files = find_text_files([write(tmp_path / "text", {"a.txt": b"one three\nsevenxx", "b.txt": b"go"})])
-    assert row_of(Windows(files, LengthTokenizer(), 2, scratch=tmp_path)) == [3, 5, 7, 99, 2, 99]
+    assert row_of(TextSequences(files, LengthTokenizer(), 2, scratch=tmp_path)) == [3, 5, 7, 99, 2, 99]
     assert [path.name for path in tmp_path.iterdir()] == ["text"], "the encoded text must have no name"
 
 
 def test_tokenizer_needs_utf8_and_says_so(tmp_path: Path) -> None:
     files = find_text_files([write(tmp_path, {"latin.txt": "caf\xe9".encode("latin-1")})])
     with pytest.raises(JobError, match=r"latin\.txt is not UTF-8 text.*iconv.*byte-level"):
-        Windows(files, LengthTokenizer(), 2, scratch=tmp_path)
+        TextSequences(files, LengthTokenizer(), 2, scratch=tmp_path)
 
 
 def test_the_tokenizer_of_bytes_has_their_ids() -> None:
@@ -187,7 +187,7 @@ def test_rows_of_no_use_are_refused(tmp_path: Path, values: list[dict[str, Any]]
 def test_what_is_kept_to_evaluate_on_is_not_trained_on(tmp_path: Path) -> None:
     text = write(tmp_path, {"a.txt": bytes(range(33, 113))}) / "a.txt"
     data = opened(tmp_path, text, validation=3)
-    kept, left = ([window["input_ids"][0].item() for window in part] for part in (data.evaluation, data.train))
+    kept, left = ([sequence["input_ids"][0].item() for sequence in part] for part in (data.evaluation, data.train))
     assert kept == [33, 57, 85] and sorted(kept + left) == [*range(33, 113, 4)]
     with pytest.raises(JobError, match="keeps all of the 20 sequences"):
         opened(tmp_path, text, validation=20)

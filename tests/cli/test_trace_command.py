@@ -76,7 +76,7 @@ def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Gemini, tiny_
 
 
 def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: Path) -> None:
-    """The largest of those that divide the windows of a step: where eight at once are a little too much, four."""
+    """The largest of those that divide the sequences of a step: where eight at once are a little too much, four."""
     sizes = ("--cpu", "64MiB", "--gradients", "accumulate", "--json")
     eight = ("plan", tiny_config, "--batch-size", 8, "--accumulate", 2, *sizes)
     needed = re.search(r"needs ([\d.]+) MiB", json.loads(gemini_command(*eight, "--gpu", "1MiB").stdout)["refusal"])

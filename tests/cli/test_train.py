@@ -236,12 +236,16 @@ def test_two_runs_in_one_folder_are_refused(train: Gemini, tmp_path: Path) -> No
     assert train("--out", tmp_path / "out").exit_code == 0
 
 
-def test_a_model_that_does_not_fit_is_told_in_options(train: Gemini, tmp_path: Path) -> None:
+def test_a_model_that_does_not_fit_is_told_in_options(train: Gemini, gemini_command: Gemini, tmp_path: Path) -> None:
     small = ("--out", tmp_path / "out", "--cpu-memory")
     refused = train(*small, "800KiB")
     assert refused.exit_code == 2 and "nvme_path=" not in refused.stderr and "only evaluated" not in refused.stderr
     found = re.search(r"give --nvme-path FOLDER --nvme-memory (\d+ ?\w+), or raise the cpu", refused.stderr)
     assert found, refused.stderr
+    planned = shlex.split(refused.stderr.partition("Other ways: gemini ")[2])
+    assert {"--seq-len", "--cpu", "800KiB", "--alternatives"} <= {*planned}
+    ways = gemini_command(*planned)
+    assert ways.exit_code == 2 and re.search("as asked +no", ways.output) and "--states compact" in ways.output
     assert train(*small, "800KiB", "--nvme-path", tmp_path, "--nvme-memory", found[1]).exit_code == 0
 
 

@@ -1,4 +1,4 @@
-"""Plain text as training windows: files through a tokenizer, or as bytes, into one row of ids that is cut evenly.
+"""Plain text as training sequences: files through a tokenizer, or as bytes, into one row of ids that is cut evenly.
 
 The row is encoded once into a file that has no name and goes away with the process, so that a corpus of any size costs
 no memory; each of several processes encodes into one of its own. A boundary id stands after every document.
@@ -24,17 +24,17 @@ BYTE_VOCABULARY = 257
 _PIECE = 1 << 20
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
-    """``num_tokens`` ids in windows of ``window_tokens``; what does not fill the last one is left out.
+class TextSequences(Dataset[dict[str, torch.Tensor]]):
+    """``num_tokens`` ids in sequences of ``sequence_tokens``; what does not fill the last one is left out.
 
     Args:
         tokenizer: None for bytes: ids 0..255, 256 ends a document, and text need not be UTF-8.
 
     Raises:
-        JobError: if the text is shorter than one window, cannot be read, or there is no room for it in ``scratch``.
+        JobError: if the text is shorter than one sequence, cannot be read, or there is no room for it in ``scratch``.
     """
 
-    def __init__(self, files: Sequence[TextFile], tokenizer: Any, window_tokens: int, *, scratch: Path) -> None:
+    def __init__(self, files: Sequence[TextFile], tokenizer: Any, sequence_tokens: int, *, scratch: Path) -> None:
         # Unlinked from the start where the system can do it (O_TMPFILE), so that no death leaves it behind.
         self._file = tempfile.TemporaryFile(dir=scratch)
         self.num_tokens = 0
@@ -46,13 +46,13 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
                     raise JobError(f"Cannot keep the encoded text in {scratch}: {e.strerror}. Is there room?") from e
                 self.num_tokens += len(ids)
         self._file.flush()
-        count = self.num_tokens // window_tokens
+        count = self.num_tokens // sequence_tokens
         if count < 1:
             raise JobError(
-                f"The text has {self.num_tokens} tokens; windows of --seq-len {window_tokens} need at least "
-                f"{window_tokens}. Give more text, or a shorter --seq-len."
+                f"The text has {self.num_tokens} tokens; sequences of --seq-len {sequence_tokens} need at least "
+                f"{sequence_tokens}. Give more text, or a shorter --seq-len."
             )
-        self._row = numpy.memmap(self._file, dtype=numpy.uint32, mode="r", shape=(count, window_tokens))
+        self._row = numpy.memmap(self._file, dtype=numpy.uint32, mode="r", shape=(count, sequence_tokens))
 
     def __len__(self) -> int:
         return len(self._row)
@@ -72,7 +72,7 @@ def _encoded(file: TextFile, tokenizer: Any) -> Iterator[Any]:
         else:
             with open(file.path, encoding="utf-8", newline="") as text:
                 while lines := text.readlines(_PIECE):
-                    # verbose=False: a document longer than the model's window is cut later, nothing to warn about.
+                    # verbose=False: a document longer than the model can read is cut later, nothing to warn about.
                     yield tokenizer.encode("".join(lines), add_special_tokens=False, verbose=False)
     except UnicodeDecodeError as e:
         raise JobError(
