@@ -28,7 +28,7 @@ from gemini.ranks.waiting import WaitingGroup
 from gemini.ranks.wire import Tag, Wire
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The ranks of one job as one of them sees them.
 
@@ -59,19 +59,19 @@ class Ranks:
     """
 
     wire: Wire
-    replicas: Wire | None
-    copies: Wire | None
+    replicas: Wire | None = None
+    copies: Wire | None = None
     everyone: Wire
     alike: Wire
     job: Wire
-    same_batch: Wire | None
-    stages: Wire | None
-    parts: Wire | None
-    context: Wire | None
-    experts: Wire | None
-    collective: dist.ProcessGroup | None
-    context_collective: dist.ProcessGroup | None
-    experts_collective: dist.ProcessGroup | None
+    same_batch: Wire | None = None
+    stages: Wire | None = None
+    parts: Wire | None = None
+    context: Wire | None = None
+    experts: Wire | None = None
+    collective: dist.ProcessGroup | None = None
+    context_collective: dist.ProcessGroup | None = None
+    experts_collective: dist.ProcessGroup | None = None
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -255,12 +255,16 @@ def join(
     if len(ranks) == 1:
         return None
     everyone = _wire(ranks, process_group)
-    collective = _collective(ranks) if cuda else None
-    waiting, local_size = WaitingGroup(everyone.global_ranks), _count_local(everyone, len(ranks))
     return Ranks(
-        everyone, None, None, everyone, everyone, everyone, None, None, None, None, None, collective, None, None,
-        everyone, waiting, local_size,
-    )  # fmt: skip
+        wire=everyone,
+        everyone=everyone,
+        alike=everyone,
+        job=everyone,
+        collective=_collective(ranks) if cuda else None,
+        writers=everyone,
+        waiting=WaitingGroup(everyone.global_ranks),
+        local_size=_count_local(everyone, len(ranks)),
+    )
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -295,21 +299,34 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
     parts = (same_batch or stages) if in_parts else None
     if in_parts and same_batch is not None and stages is not None:
         parts = along("pp", "tp")
-    collective = context_collective = experts_collective = None
-    if cuda:
-        collective = _collective(wire.global_ranks)
-        context_collective = None if context is None else _collective(context.global_ranks)
-        experts_collective = None if experts is None else _collective(experts.global_ranks)
+    collective, context_collective, experts_collective = (
+        _collective(group.global_ranks) if cuda and group is not None else None for group in (wire, context, experts)
+    )
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
-    slice_ = ", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by)
     writers = job if in_parts else everyone
     return Ranks(
-        wire, replicas, copies, everyone, alike, job, same_batch, stages, parts, context, experts, collective,
-        context_collective, experts_collective, writers, WaitingGroup(writers.global_ranks), local_size, slice_,
-        sliced_by,
-    )  # fmt: skip
+        wire=wire,
+        replicas=replicas,
+        copies=copies,
+        everyone=everyone,
+        alike=alike,
+        job=job,
+        same_batch=same_batch,
+        stages=stages,
+        parts=parts,
+        context=context,
+        experts=experts,
+        collective=collective,
+        context_collective=context_collective,
+        experts_collective=experts_collective,
+        writers=writers,
+        waiting=WaitingGroup(writers.global_ranks),
+        local_size=local_size,
+        slice_=", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by),
+        sliced_by=sliced_by,
+    )
 
 
 def _collective(ranks: list[int]) -> dist.ProcessGroup:
