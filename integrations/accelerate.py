@@ -22,6 +22,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.train.context.batch import sequence_batch
 from gemini.train.ddp import GeminiDDP
+from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.optimizers.optimizer import HybridOptimizer
@@ -30,7 +31,7 @@ from gemini.train.params.owner import owner_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, recursively_apply
 except ImportError as e:
     raise ImportError(
         f"the integrations of Trainer and Accelerate need accelerate 1.1 or newer ({e}), part of the extra 'trainer' "
@@ -59,8 +60,8 @@ class GeminiAccelerator(SavingAccelerator):
         gemini_config: how to manage models; None for measured budgets. Without a precision in it, ``mixed_precision``
             says that.
         parallelism_config: accelerate's: chunks are divided over ``dp_shard_size`` (and over ``cp_size``), replicated
-            over ``dp_replicate_size``, and sequences divided over ``cp_size``, or over ``sp_size`` by Ulysses. A batch
-            is cut by ``accelerator.sequence_batch(batch)``.
+            over ``dp_replicate_size``, layers sliced over ``tp_size``, and sequences divided over ``cp_size``, or over
+            ``sp_size`` by Ulysses. A batch is cut by ``accelerator.sequence_batch(batch)``.
         mixed_precision: "bf16", "fp16" or "no" (fp32, unless the config says another); must not contradict the config.
         **kwargs: accelerate's.
 
@@ -114,12 +115,24 @@ class GeminiAccelerator(SavingAccelerator):
             self.state.device_mesh = self._gemini_parallel.mesh  # by which accelerate's data loaders divide samples
             if self._gemini_parallel.attention is not None:
                 config = replace(config or GeminiConfig(), context_attention=self._gemini_parallel.attention)
+            self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag
         self._gemini_replaced: list[tuple[Any, HybridOptimizer]] = []
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
             self._scale_losses()
         if reduce_always:
             self.gradient_state.plugin_kwargs["sync_each_batch"] = True
+
+    def _let_ranks_read(self) -> None:
+        """accelerate reads an iterable dataset in one process for all, each of which gets other samples, also those
+        that share a batch: each reads its own in its place.
+        """
+        if self.dataloader_config.dispatch_batches:
+            raise ValueError(
+                "dispatch_batches=True gives every process other samples, also those that share a batch (cp_size, "
+                "sp_size, tp_size): leave it out, each process reads the dataset"
+            )
+        self.dataloader_config.dispatch_batches = False
 
     def _scale_losses(self) -> None:
         """Make the scaler that fp16 needs, as a ``GradScalerKwargs`` handler says."""
@@ -155,11 +168,33 @@ class GeminiAccelerator(SavingAccelerator):
     @property
     def context_size(self) -> int:
         """Ranks that have parts of the same sequences: ``cp_size`` or ``sp_size`` of the ``parallelism_config``."""
-        return 1 if self._gemini_parallel is None else self._gemini_parallel.context_size
+        return 1 if self._gemini_parallel is None else self._gemini_parallel.size_of("cp")
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks that have slices of the same layers: ``tp_size`` of the ``parallelism_config``."""
+        return 1 if self._gemini_parallel is None else self._gemini_parallel.size_of("tp")
 
     def sequence_batch(self, batch: Any) -> Any:
         """This rank's part of a batch (:func:`gemini.sequence_batch`); without ``cp_size`` the batch as it is."""
         return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)  # type: ignore[union-attr]
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As accelerate's. Ranks that share a batch (``cp_size``, ``sp_size``, ``tp_size``) have the same: it counts
+        once.
+        """
+        sharing = self.context_size * self.tensor_size
+        if sharing == 1:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        gather = self.gather
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.unflatten(0, (self.num_processes // sharing, sharing, -1))[:, 0].flatten(0, 1)
+
+        if use_gather_object or not _is_of_tensors(input_data):
+            return super().gather_for_metrics([] if self.process_index % sharing else input_data, True)
+        with replaced(self, "gather", lambda data: recursively_apply(once, gather(data))):
+            return super().gather_for_metrics(input_data)
 
     def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Any:
         """Refused where it would have to do something.
@@ -298,6 +333,14 @@ class GeminiAccelerator(SavingAccelerator):
         """``model.no_sync()``: whole gradients stay on each rank until the next backward outside."""
         with model.no_sync() if isinstance(model, GeminiDDP) else super().no_sync(model):
             yield
+
+
+def _is_of_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _said(config: GeminiConfig) -> GeminiConfig:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ class GeminiTrainerMixin:
             self._gemini_config, self.args.mixed_precision, reduce_always="sync_each_batch" not in chosen,
             parallelism=self.args.parallelism_config,
         )  # fmt: skip
+        gather = self.accelerator.gather_for_metrics  # what the Trainer keeps of it is of the class before
+        self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         if self.model is not None:
             self.accelerator.check_managed(self.model)
 
@@ -137,6 +140,11 @@ class GeminiTrainerMixin:
         ones.
         """
         return 1 if self._gemini_evaluates else self.accelerator.context_size
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """As the Trainer's: slices of a layer compute with the same samples."""
+        # get_tp_size() stays 1: what the Trainer divides by it differs among its versions, and undivided all is right.
+        return int(super().get_total_train_batch_size(args)) // self.accelerator.tensor_size  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, on this rank's part of the sequences if ``args.parallelism_config`` divides them."""

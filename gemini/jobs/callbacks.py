@@ -53,10 +53,12 @@ class Shown(TrainerCallback):
 
     Args:
         num_tokens: of a step of whole sequences, on all ranks.
+        sharing: ranks that compute with the same sequences, whose tokens the Trainer counts on each.
     """
 
-    def __init__(self, console: Console, engine: Any, *, num_tokens: int, metrics: Path | None) -> None:
-        self._console, self._engine, self._num_tokens, self._metrics = console, engine, num_tokens, metrics
+    def __init__(self, console: Console, engine: Any, *, num_tokens: int, sharing: int, metrics: Path | None) -> None:
+        self._console, self._engine, self._metrics = console, engine, metrics
+        self._num_tokens, self._sharing = num_tokens, sharing
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._words = ""
@@ -99,7 +101,8 @@ class Shown(TrainerCallback):
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, state.global_step - self._at)
         # Rows are counted as they come, without what fills them up; sequences are full.
-        tokens = (state.num_input_tokens_seen - self._seen) / max(1, state.global_step - self._at) or self._num_tokens
+        counted = (state.num_input_tokens_seen - self._seen) / self._sharing
+        tokens = counted / max(1, state.global_step - self._at) or self._num_tokens
         self._since, self._at, self._seen = now, state.global_step, state.num_input_tokens_seen
         words = self._line(logs, tokens / max(seconds, 1e-9), seconds, state.max_steps - state.global_step)
         if self._bar is not None:

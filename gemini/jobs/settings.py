@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import check, one_of, opt
+from gemini.jobs.options import check, one_of, opt, spelled
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.planning.compact import STATES
 from gemini.planning.planes import PRECISIONS
 
 _WHAT, _HOW, _MEMORY = "What is trained, on what", "How", "In how much memory"
+_RANKS = "Among several processes (torchrun)"
 _LOOK, _FILES = "What is looked at on the way", "What is written"
 
 
@@ -96,12 +97,11 @@ class TrainSettings:
     compile: bool = opt(False, "Compile the repeated blocks with torch.compile.", _HOW)
     seed: int = opt(0, "Draws the weights, the order of the data and dropout.", _HOW, least=0)
     device: str | None = opt(None, "cpu or cuda. (Default: cuda if there is one.)", _HOW)
-    replicas: int = opt(
-        1, "Of several processes: groups that keep a whole model each; a group shares its model.", _HOW, least=1
-    )
-    rank_timeout: int = opt(
-        600, "Of several processes (torchrun): seconds to wait for another one before it counts as lost.", _HOW, least=1
-    )
+    replicas: int = opt(1, "Groups that keep a whole model each; a group shares its model.", _RANKS, least=1)
+    tp: int = opt(1, "Processes that share each layer, in slices (tensor parallel).", _RANKS, least=1)
+    cp: int = opt(1, "Processes that share each sequence, in parts (context parallel).", _RANKS, least=1)
+    ep: int = opt(1, "Processes that share the experts of each layer (expert parallel).", _RANKS, least=1)
+    rank_timeout: int = opt(600, "Seconds to wait for another process before it counts as lost.", _RANKS, least=1)
 
     gpu_memory: str | None = opt(
         None, "Budget on the GPU of each process, such as 20GiB. (Default: what is free.)", _MEMORY, size=True
@@ -188,6 +188,7 @@ class TrainSettings:
             raise JobError(f"--lora {self.lora} adapts trained weights, and a preset has none: give a model folder.")
         if self.load_in_4bit and self.lora is None:
             raise JobError("--load-in-4bit freezes the weights in 4 bits: give --lora as well, which is trained then.")
+        self._check_mesh()
         if self.epochs is not None and self.epochs == 0:
             raise JobError("--epochs must be more than 0.")
         if self.eval_data and self.validation:
@@ -201,6 +202,27 @@ class TrainSettings:
             raise JobError(f"--{asked.replace('_', '-')} needs something to evaluate on: --validation or --eval-data.")
         if self.patience is not None and not (self.save_every or self.eval_every):
             raise JobError("--patience keeps the best weights in checkpoints: give --save-every or --eval-every.")
+
+    def _check_mesh(self) -> None:
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+        asked = [f"--{name} {size}" for name, size in sizes.items() if size > 1]
+        if len(asked) > 1 and self.ep > 1:
+            raise JobError(f"{' and '.join(asked)}: --ep goes with --replicas alone. Leave one of them out.")
+        if self.tp > 1 or self.ep > 1:
+            for name in ("lora", "tile_tokens", "durable_every"):
+                if getattr(self, name):
+                    raise JobError(f"{asked[0]} and {spelled(name)}: a model in slices has none. Leave one out.")
+        if asked and self.plan is not None:
+            raise JobError(f"{asked[0]} and --plan: a plan is of a whole model. Leave --plan out.")
+        if self.cp > 1 and self.packing == "bfd":
+            raise JobError(f"--cp {self.cp} and --packing bfd: packed rows cannot be cut. Use none or wrapped.")
+        if self.seq_len % self.cp:
+            raise JobError(f"--cp {self.cp} does not divide --seq-len {self.seq_len}.")
+
+    @property
+    def sharing(self) -> int:
+        """Processes that compute with the same sequences."""
+        return self.tp * self.cp
 
     @property
     def evaluates(self) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from gemini.jobs.sequences import BYTE_VOCABULARY
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
 from gemini.jobs.tokenizers import byte_tokenizer, load_tokenizer
-from gemini.jobs.train_config import make_config, mesh_of, plan_command
+from gemini.jobs.train_config import make_config, mesh_of, parallelism_of, plan_command
 from gemini.jobs.trainer import POSITION, make_trainer
 from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
@@ -92,8 +92,10 @@ class TrainRun:
                     _compile_blocks(outline.model)
         checkpoint = self._compare(found)
         config = make_config(settings, source, self.device)
+        mesh = mesh_of(settings, self.team.size)
         with refusing_in_options("--nvme-path FOLDER --nvme-memory", f"Other ways: {plan_command(settings)}"):
-            model = fill_model(outline, config, seed=settings.seed, mesh=mesh_of(settings, self.team.size))
+            with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
+                model = fill_model(outline, config, seed=settings.seed, mesh=mesh)
         self.model = model
         if settings.compile:
             _compile_blocks(model)  # drawing builds the model anew
@@ -115,9 +117,11 @@ class TrainRun:
             more = f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else ""
             self._console.print(f"not in its files, and therefore drawn at random: {', '.join(lacking[:3])}{more}")
         if self.team.size > 1:
+            batch = counted(self._batches * settings.batch_size, "sequence")
+            who = "each" if settings.sharing == 1 else f"{settings.sharing} of them together"
             self._console.print(
-                f"{self.team.size} processes: each keeps a share of the model and of the memory, and takes "
-                f"{settings.batch_size} of the {self.team.size * settings.batch_size} sequences of a batch"
+                f"{self.team.size} processes: each keeps a share of the model and of the memory; {who} "
+                f"{'takes' if settings.sharing == 1 else 'take'} {settings.batch_size} of the {batch} of a batch"
             )
         self._console.print(f"plan{' of rank 0' if self.team.size > 1 else ''}: {model._gemini_engine.decision.plan}")
         self._wish = StopWish(_STOPPING if self.team.is_first else "")
@@ -126,11 +130,13 @@ class TrainRun:
             console,
             model._gemini_engine,
             num_tokens=self._sequences * settings.seq_len,
+            sharing=settings.sharing,
             metrics=settings.out / "metrics.jsonl" if self.team.is_first else None,
         )
         self.trainer = self._make_trainer()
         if self.team.size > 1:
-            draw_from(settings.seed + self.team.rank)  # or dropout would drop the same on every rank
+            # Or dropout would drop the same on every rank; slices of a layer drop the same.
+            draw_from(settings.seed + self.team.rank // settings.tp)
         self._resumed = self._look_into(checkpoint)
 
     # ---- before the first step ---------------------------------------------------------------------------------------
@@ -173,12 +179,17 @@ class TrainRun:
         settings = self.settings
         if settings.epochs is None:
             return settings.steps
-        batches = math.ceil(sequences / (settings.batch_size * self.team.size))
+        batches = math.ceil(sequences / (settings.batch_size * self._batches))
         return math.ceil(settings.epochs * math.ceil(batches / settings.accumulate))
 
     @property
+    def _batches(self) -> int:
+        """That the processes take at once: those that share one count once."""
+        return self.team.size // self.settings.sharing
+
+    @property
     def _sequences(self) -> int:
-        return self.settings.accumulate * self.settings.batch_size * self.team.size
+        return self.settings.accumulate * self.settings.batch_size * self._batches
 
     @property
     def _position(self) -> dict[str, Any]:
@@ -206,8 +217,9 @@ class TrainRun:
             callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
         with as_job_error(asked="The settings cannot be used together"):
             trainer = make_trainer(
-                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu", callbacks=callbacks
-            )
+                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu",
+                parallelism=parallelism_of(settings, self.team.size), callbacks=callbacks,
+            )  # fmt: skip
         self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
         trainer.position = self._position
         return trainer

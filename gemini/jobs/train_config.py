@@ -7,8 +7,10 @@ import shlex
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 
 import gemini
+from gemini.integrations.parallelism import parallel_of
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.options import spelled
@@ -36,6 +38,8 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
         _check_plan(plan, settings)
     trace, kind = None, registered_device(settings.device)
     if plan is None and settings.activations is None and (device.type == "cuda" or kind is not None):
+        if settings.ep > 1:
+            raise JobError(f"--ep {settings.ep} needs --activations, such as 4GiB: its step is not traced ahead.")
         trace = trace_of(settings, source)
     with as_job_error(asked="The settings cannot be used together"):
         return gemini.GeminiConfig(
@@ -64,24 +68,54 @@ def rule_called(name: str) -> Any:
     return {"adamw": None, "lion": LionRule(), "sgd": SGDRule(), "adan": AdanRule()}[name]
 
 
-def mesh_of(settings: TrainSettings, num_processes: int) -> Any:
-    """The mesh of ``--replicas``; None where all processes share one model.
+def parallelism_of(settings: TrainSettings, num_processes: int) -> ParallelismConfig | None:
+    """How processes share sequences and layers, as the Trainer is told it; None where none do.
 
     Raises:
-        JobError: if the processes cannot be dealt out evenly.
+        JobError: for numbers of processes that do not go together.
     """
-    if settings.replicas == 1:
-        return None
-    if num_processes % settings.replicas:
+    groups = settings.replicas * settings.sharing * settings.ep
+    if num_processes % groups:
+        asked = [f"--{name} {size}" for name in _DIMS if (size := getattr(settings, name)) > 1]
         raise JobError(
-            f"--replicas {settings.replicas}: {num_processes} processes cannot be dealt out into so many groups."
+            f"{' '.join(asked)} takes {groups} processes or a multiple of that, and there "
+            f"{'is' if num_processes == 1 else 'are'} {num_processes}: torchrun --nproc-per-node {groups} -m gemini ..."
         )
+    if settings.sharing == 1:
+        return None
+    if settings.replicas > 1 and num_processes == groups:  # accelerate does not know replicas that shard nothing
+        raise JobError(
+            f"--replicas {settings.replicas} leaves each of {num_processes} processes without another one to share its "
+            "part of the model with: leave --replicas out, or start more processes."
+        )
+    return ParallelismConfig(
+        dp_replicate_size=settings.replicas,
+        dp_shard_size=num_processes // groups,
+        cp_size=settings.cp,
+        tp_size=settings.tp,
+    )
+
+
+def mesh_of(settings: TrainSettings, num_processes: int) -> Any:
+    """The mesh of the job's processes; None where all of them share one model.
+
+    Raises:
+        JobError: as :func:`parallelism_of`.
+    """
+    kind = "cuda" if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda") else "cpu"
+    parallelism = parallelism_of(settings, num_processes)
+    if parallelism is not None:
+        found = parallel_of(parallelism, num_processes, kind)
+        return None if found is None else found.mesh
+    if settings.replicas == settings.ep == 1:
+        return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    kind = "cuda" if torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda") else "cpu"
-    return init_device_mesh(
-        kind, (settings.replicas, num_processes // settings.replicas), mesh_dim_names=("dp_replicate", "dp")
-    )
+    sizes = (settings.replicas, num_processes // (settings.replicas * settings.ep), settings.ep)
+    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp", "ep"))
+
+
+_DIMS = ("replicas", "tp", "cp", "ep")
 
 
 def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace:
@@ -96,6 +130,8 @@ def trace_of(settings: TrainSettings, source: ModelSource) -> gemini.MemoryTrace
         precision=settings.precision,
         checkpointing="non-reentrant" if settings.gradient_checkpointing else None,
         tile_tokens=settings.tile_tokens,
+        tensor_parallel=settings.tp,
+        context_parallel=settings.cp,
     )
 
 

@@ -75,14 +75,15 @@ def make_trainer(
     tokenizer: Any,
     *,
     use_cpu: bool,
+    parallelism: Any,
     callbacks: Sequence[Any],
 ) -> Any:
-    """The Trainer of a job; ``model`` is managed already.
+    """The Trainer of a job; ``model`` is managed already, over the mesh of accelerate's ``parallelism``.
 
     Raises:
         JobError: for rows that TRL cannot make tokens of.
     """
-    arguments = arguments_of(settings, use_cpu=use_cpu)
+    arguments = {**arguments_of(settings, use_cpu=use_cpu), "parallelism_config": parallelism}
     use_cache = getattr(model.config, "use_cache", None)
     if not data.rows:
         trainer: Any = TextTrainer(
@@ -174,6 +175,7 @@ def _row_trainer(
                 gradient_checkpointing=False,  # done before, where it was asked for, so that it is planned for
                 include_num_input_tokens_seen="non_padding",
                 max_length=settings.seq_len,
+                pad_to_multiple_of=settings.cp if settings.cp > 1 else None,
                 packing=settings.packing != "none",
                 packing_strategy="bfd" if settings.packing == "none" else settings.packing,
                 completion_only_loss=completions if "prompt" in data.rows else None,

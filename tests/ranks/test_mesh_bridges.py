@@ -1,14 +1,16 @@
-"""accelerate's ``ParallelismConfig``: sequences divided in its own loop and in the Trainer, as in one process."""
+"""accelerate's ``ParallelismConfig``: sequences divided and layers sliced in its own loop and in the Trainer, as in one
+process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import ParallelismConfig
 
 import gemini
@@ -49,13 +51,16 @@ def loop(sizes: dict[str, int]) -> tuple[list[float], list[float], str]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(float(accelerator.gather(loss.detach().reshape(1)).mean()))
+            mine = whole["input_ids"].sum(1)
+            assert accelerator.gather_for_metrics(mine).tolist() == mine.tolist()
+            assert accelerator.gather_for_metrics(["text"]) == ["text"]
         return norms, losses, model._gemini_engine.config.context_attention
     finally:
         forget_state()
 
 
 @pytest.mark.sweep(every=1)
-@pytest.mark.parametrize("by", ["cp_size", "sp_size"])
+@pytest.mark.parametrize("by", ["cp_size", "sp_size", "tp_size"])
 def test_the_loop_of_accelerate(by: str, pool_of: Pools) -> None:
     norms, losses, kind = pool_of(2).run(loop, {by: 2})[0]
     one = loop({})
@@ -66,37 +71,79 @@ def test_the_loop_of_accelerate(by: str, pool_of: Pools) -> None:
 def test_sizes_that_cannot_be(pool_of: Pools) -> None:
     for sizes, says in (
         ({"cp_size": 2, "dp_shard_size": 4}, "is 8, and there are 2 processes: dp_shard_size=1 would do"),
-        ({"tp_size": 2}, "tp_size=2 slices the model"),
+        ({"tp_size": 3}, "x tp_size=3 is 3, and there are 2 processes"),
     ):
         for outcome in pool_of(2).outcomes(loop, sizes):
             assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and says in outcome.text, outcome
 
 
-def train(folder: str) -> list[tuple[Any, Any, Any]]:
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """The same samples, one after the other."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return iter(samples())
+
+
+def train(folder: str, sizes: dict[str, int], streamed: bool = False) -> list[tuple[Any, Any, Any]]:
     import transformers
     from gemini.integrations.huggingface import GeminiTrainer
 
-    several = dist.is_initialized()
     arguments = transformers.TrainingArguments(
-        folder, use_cpu=True, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, report_to=[],
+        folder, use_cpu=True, max_steps=2, report_to=[], gradient_accumulation_steps=2, per_device_eval_batch_size=2,
+        per_device_train_batch_size=2 // sizes.get("dp_shard_size", 1),
         save_strategy="no", logging_steps=1, learning_rate=1e-2, max_grad_norm=0.5, eval_strategy="steps", eval_steps=2,
         train_sampling_strategy="sequential", disable_tqdm=True,
-        parallelism_config=ParallelismConfig(cp_size=2) if several else None,
+        parallelism_config=ParallelismConfig(**sizes) if sizes else None,
     )  # fmt: skip
     try:
-        data: Any = samples()
-        trainer = GeminiTrainer(make(Case()), arguments, train_dataset=data, eval_dataset=data, gemini_config=CONFIG)
+        data: Any = Stream() if streamed else samples()
+        number = 8 if streamed else 7  # which do not fill the last batch
+        trainer = GeminiTrainer(
+            make(Case()), arguments, train_dataset=data, eval_dataset=samples()[:number], gemini_config=CONFIG
+        )
         trainer.train()
+        assert trainer.get_total_train_batch_size(arguments) == 4
         return [(line.get("loss"), line.get("grad_norm"), line.get("eval_loss")) for line in trainer.state.log_history]
     finally:
         forget_state()
 
 
-def test_the_trainer(pool_of: Pools, tmp_path: Path) -> None:
-    """Tokens are counted over gradient accumulation; evaluation has whole sequences."""
-    found, other = pool_of(2).run(train, str(tmp_path / "two"), seconds=120)
-    one = train(str(tmp_path / "one"))
-    assert len(found) == len(one) == 4
-    for line, wanted in zip(found + other, one + one, strict=True):
+def same(several: Any, one: Any) -> None:
+    assert len(several[0]) == len(one) == 4
+    for line, wanted in zip((line for found in several for line in found), len(several) * one, strict=True):
         for value, expected in zip(line, wanted, strict=True):
             assert value == (None if expected is None else pytest.approx(expected, rel=1e-5))
+
+
+@pytest.mark.parametrize("by", ["cp_size", "tp_size"])
+def test_the_trainer(by: str, pool_of: Pools, tmp_path: Path) -> None:
+    """Tokens are counted over gradient accumulation; evaluation has whole sequences."""
+    same(pool_of(2).run(train, str(tmp_path / "two"), {by: 2}, seconds=120), train(str(tmp_path / "one"), {}))
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"cp_size": 2}, pytest.param({"tp_size": 2, "dp_shard_size": 2}, marks=pytest.mark.slow)], ids=str
+)
+def test_ranks_that_share_a_batch_read_the_same_of_a_stream(
+    sizes: dict[str, int], pool_of: Pools, tmp_path: Path
+) -> None:
+    several = pool_of(math.prod(sizes.values())).run(train, str(tmp_path / "all"), sizes, True, seconds=120)
+    same(several, train(str(tmp_path / "one"), {}, True))
+
+
+def dispatched() -> None:
+    from accelerate import DataLoaderConfiguration
+    from gemini.integrations.accelerate import GeminiAccelerator
+
+    try:
+        GeminiAccelerator(
+            cpu=True, parallelism_config=ParallelismConfig(tp_size=2),
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
+        )  # fmt: skip
+    finally:
+        forget_state()
+
+
+def test_batches_that_one_process_deals_out_are_refused(pool_of: Pools) -> None:
+    for outcome in pool_of(2).outcomes(dispatched):
+        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and "dispatch_batches=True" in outcome.text
