@@ -29,12 +29,22 @@ class JobTrainer(GeminiTrainerMixin):
     position: dict[str, Any]
     job: TrainSettings
     processing_class: Any
+    args: Any
+    current_gradient_accumulation_steps: int
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         """The model's own loss: what was planned for is what runs, and tiles are Gemini's."""
         if getattr(model.config, "use_cache", None) is not None:  # it would keep keys and values of all layers
             inputs = {**inputs, "use_cache": False}
-        return transformers.Trainer.compute_loss(self, model, inputs, *args, **kwargs)
+        loss, outputs = transformers.Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        balance = outputs.get("aux_loss") if isinstance(outputs, dict) else None
+        if balance is not None and num_items_in_batch is not None:
+            # The Trainer's factors are for sums over tokens; the loss for the balance of experts is a mean.
+            excess = self.args.world_size - 1 / self.current_gradient_accumulation_steps
+            loss = loss - excess * model.config.get_text_config().router_aux_loss_coef * balance.to(loss.device)
+        return (loss, outputs) if return_outputs else loss
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

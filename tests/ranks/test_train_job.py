@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -98,6 +99,72 @@ def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: PoolOf, folder: Pa
     assert alone.losses[-1] < 0.8 * alone.losses[0], "without learning any data would do"
     assert two[0].state == two[1].state == alone.state
     assert "takes 2 of the 4 sequences of a batch" in two[0].output
+
+
+def moe(folder: Path) -> Path:
+    model = {"model_type": "qwen3_moe", "vocab_size": 258, "hidden_size": 32, "moe_intermediate_size": 16}
+    model |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    model |= {"num_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 256, "eos_token_id": 256}
+    (folder / "moe.json").write_text(json.dumps(model))
+    return folder / "moe.json"
+
+
+def chats(folder: Path) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n * n}" + n % 5 * "."}]}
+        for n in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "chats.jsonl"
+
+
+MESHES = [
+    ("moe", {"tp": 2}, "text.txt"), ("plain", {"cp": 2}, "chats.jsonl"), ("moe", {"ep": 2}, "text.txt"),
+    pytest.param("moe", {"tp": 2}, "chats.jsonl", marks=pytest.mark.slow),
+    pytest.param("plain", {"cp": 2}, "text.txt", marks=pytest.mark.slow),
+    pytest.param("moe", {"tp": 2, "cp": 2}, "text.txt", marks=pytest.mark.slow),
+    pytest.param("moe", {"ep": 2, "replicas": 2}, "text.txt", marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "mesh", "data"), MESHES, ids=str)
+def test_a_mesh_trains_as_one_process(
+    model: str, mesh: dict[str, int], data: str, pool_of: PoolOf, folder: Path
+) -> None:
+    """Layers in slices, sequences in parts, experts apart: losses, weights and evaluations agree within rounding, and
+    one process goes on from the checkpoint of a mesh.
+    """
+    chats(folder)
+    moe(folder)
+    size, batch = math.prod(mesh.values()), mesh.get("ep", 1) * mesh.get("replicas", 1)
+    options = options_of(folder, model=folder / f"{model}.json", data=(folder / data,), validation=5, eval_every=3)
+    options |= {"seq_len": 32, "accumulate": 2, "steps": 6, "save_every": 3, "keep": 9}
+    one = train_here(options | {"batch_size": 4, "out": folder / "one"})
+    several = pool_of(size).run(train_here, options | mesh | {"batch_size": 4 // batch, "out": folder / "mesh"})
+    for rank in several:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-5) and rank.state == one.state
+        for name, weight in one.weights.items():
+            assert (rank.weights[name] - weight).abs().max() < 1e-4, name
+    found = [evaluations(folder / out) for out in ("one", "mesh")]
+    assert len(found[0]) == 2 and (batch > 1 or found[1] == pytest.approx(found[0], rel=1e-5))
+    resume = {"batch_size": 4, "out": folder / "rest", "resume": str(folder / "mesh" / "checkpoint-3")}
+    assert train_here(options | resume).losses == pytest.approx(one.losses[3:], rel=1e-5)
+
+
+def evaluations(out: Path) -> list[float]:
+    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [row["eval_loss"] for row in rows if "eval_loss" in row]
+
+
+def test_meshes_that_cannot_be(pool_of: PoolOf, folder: Path) -> None:
+    for more, says in (
+        ({"tp": 3}, "--tp 3 takes 3 processes or a multiple of that, and there are 2"),
+        ({"tp": 2, "model": folder / "plain.json", "bytes": True}, "cut along dim 0, which that does not divide"),
+        ({"ep": 2}, "has no experts that a plan of transformers spreads"),
+    ):
+        outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out") | more)
+        assert all(isinstance(outcome, Failure) and outcome.kind == "SaidByRanks" for outcome in outcomes), outcomes
+        assert says in outcomes[0].text, outcomes[0].text
 
 
 def test_dropout_differs_between_ranks(pool_of: PoolOf, folder: Path) -> None:
