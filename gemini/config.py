@@ -122,7 +122,7 @@ class GeminiConfig:
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if spec_of(self.optimizer) is self.optimizer:
-            raise TypeError(f"optimizer= is an update rule, got the spec of one alone: {self.optimizer!r}")
+            raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
         check_gradients(self.gradients, self.rule_spec)
         tiles = self.tile_tokens
         if tiles not in (None, "auto") and (type(tiles) is not int or tiles < 2):

@@ -52,13 +52,13 @@ def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: its decoder reads what the encoder gives in every block, "
-            "which a pipeline does not hand on. Use dp or tp"
+            f"{type(model).__name__} is an encoder-decoder: every block of its decoder reads the output of the "
+            "encoder, which pipeline stages do not pass on. Use dp or tp"
         )
     if getattr(config, "output_router_logits", False):
         raise ValueError(
-            f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), which every block gives "
-            "and a pipeline does not hand on. Set it to False"
+            f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), to which every block "
+            "contributes and which pipeline stages do not pass on. Set it to False"
         )
     order, given, flops = list[str](), dict[str, Any](), Counter[str]()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,8 +87,8 @@ def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
     ran = [name for name in order if name in blocks]
     if ran != list(blocks):
         raise ValueError(
-            f"{type(model).__name__} does not run its blocks {blocks[0]} to {blocks[-1]} once each and in their order: "
-            "they cannot be stages of a pipeline. Use dp or tp"
+            f"{type(model).__name__} does not run each of its blocks {blocks[0]} to {blocks[-1]} once and in order, so "
+            "they cannot be divided into pipeline stages. Use dp or tp"
         )
     _check_crossings(fake, blocks, given, loss)
     first, last = order.index(blocks[0]), order.index(blocks[-1])
@@ -99,8 +99,8 @@ def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
     again = [name for name in before if name in order[last:]]
     if between or again:
         raise ValueError(
-            f"{type(model).__name__} runs {(between or again)[0]} between its blocks, or before and after them: it "
-            "would be on several stages. Use dp or tp"
+            f"{type(model).__name__} runs {(between or again)[0]} between its blocks, or both before and after them, "
+            "so several stages would need it. Use dp or tp"
         )
     gives = given[f"{blocks[0]} gives"]
     width = (gives[0] if isinstance(gives, tuple) else gives).shape[-1]
@@ -156,8 +156,8 @@ def _check_crossings(model: nn.Module, blocks: tuple[str, ...], given: Mapping[s
             own = found.startswith(f"{name}.") or (is_last and not _inside(found, blocks))
             if not own:
                 raise ValueError(
-                    f"{type(model).__name__} hands on something with gradients ({found}) past {name} beside the hidden "
-                    "states, which a pipeline does not. Use dp or tp"
+                    f"{type(model).__name__} passes something with gradients ({found}) across {name} besides the "
+                    "hidden states, and pipeline stages pass on hidden states alone. Use dp or tp"
                 )
 
 
@@ -204,7 +204,7 @@ def _blocks_in(model: nn.Module) -> tuple[str, ...]:
             numel = sum(param.numel() for param in module.parameters())
             best = max(best, (numel, tuple(f"{name}.{i}" if name else str(i) for i in range(len(module)))))
     if not best[1]:
-        raise ValueError(f"{type(model).__name__} has no numbered blocks (nn.ModuleList): nothing can be stages")
+        raise ValueError(f"{type(model).__name__} has no numbered blocks (nn.ModuleList) to make stages of")
     return best[1]
 
 

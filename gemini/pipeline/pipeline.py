@@ -166,8 +166,8 @@ class Pipeline:
         if lacking and mesh is not None and size_of(mesh, "pp") > 1:
             raise ValueError(
                 f"the files of {path} lack {len(lacking)} of this {type(skeleton.model).__name__}'s weights, for "
-                f"example {lacking[0]!r}, which would be drawn: over ranks no stage knows what the others draw. Load "
-                "the model with transformers on every rank, from the same seed, and give it to gemini.Pipeline"
+                f"example {lacking[0]!r}. They would be initialized at random, by each stage in another way. Load the "
+                "model with transformers on every rank, with the same seed, and pass it to gemini.Pipeline"
             )
         return cls(
             skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example,
@@ -374,8 +374,8 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         raise ValueError(f"stages={stages!r}: a number of stages on each rank, 1 or more")
     if size == 1 and schedule != "bfs":
         raise ValueError(
-            f"schedule={schedule!r} in one process: stages take turns there, schedule='bfs'. For the others give a "
-            "mesh with a dim pp"
+            f"schedule={schedule!r} needs several ranks: pass a mesh with a dimension pp, or use schedule='bfs', which "
+            "runs the stages one after the other in one process"
         )
     if size > 1 and schedule in ("1f1b", "gpipe") and stages not in (None, 1):
         raise ValueError(f"schedule={schedule!r} has one stage on each rank, got stages={stages}")
@@ -392,8 +392,8 @@ def _check(schedule: str, size: int, micro_batches: int, stages: int | None, con
         )
     if config.precision == "fp16":
         raise ValueError(
-            'precision="fp16" in a pipeline: gradients pass from stage to stage, where the loss scale of each would be '
-            'another one. Use precision="bf16"'
+            'precision="fp16" in a pipeline: each stage would have a loss scale of its own, and gradients pass from '
+            'stage to stage. Use precision="bf16"'
         )
     if config.gradients == "transient":
         raise ValueError(

@@ -75,7 +75,9 @@ class Hardware:
     def __post_init__(self) -> None:
         for key, figure in self.figures.items():
             if key not in FIGURES:
-                raise ValueError(f"hardware {self.name!r}: {key!r} is no figure; there are {', '.join(FIGURES)}")
+                raise ValueError(
+                    f"hardware {self.name!r}: unknown figure {key!r}; the known ones are {', '.join(FIGURES)}"
+                )
             value = figure.value
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"hardware {self.name!r}: {key} must be a positive number, got {value!r}")

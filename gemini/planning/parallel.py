@@ -209,7 +209,7 @@ def _stages(trace: MemoryTrace, number: int, boundary: int) -> Iterator[tuple[in
         return
     blocks = Blocks(trace)
     if number > blocks.number:
-        raise ValueError(f"{number} stages of {trace.model}, which has {blocks.number} blocks: fewer")
+        raise ValueError(f"{number} stages of {trace.model}, which has only {blocks.number} blocks: use fewer stages")
     for start, stop in balanced(blocks.weights([float(moment.flops) for moment in trace.moments]), number):
         yield start, stop, stage_trace(trace, blocks, start, stop, boundary_bytes=boundary)
 

@@ -386,9 +386,11 @@ def check_fits(problem: Problem, placement: Placement) -> None:
 def _check_streamed(problem: Problem, placement: Placement) -> None:
     frozen = [index for index in placement.streamed if not problem.layout.chunks[index].trainable]
     if placement.streamed and problem.compute is not Tier.GPU:
-        raise ValueError("the placement streams updates through the GPU, and there is none: leave streamed= out")
+        raise ValueError("the placement streams updates through a GPU, and this machine has none: leave streamed= out")
     if frozen:
-        raise ValueError(f"the placement streams updates of chunks {sorted(frozen)}, which are frozen: there are none")
+        raise ValueError(
+            f"the placement streams updates of frozen chunks {sorted(frozen)}: leave them out of streamed="
+        )
 
 
 def _without_streaming(problem: Problem, placement: Placement, used: Mapping[Tier, int]) -> str | None:

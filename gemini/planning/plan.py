@@ -175,7 +175,7 @@ class Plan:
         lengths = {len(moves), len(again) or len(moves)}
         lengths |= {len(problem.quiet) or len(moves)}
         if len(homes) != len(problem.layout.chunks) or lengths != {len(trace.moments)}:
-            raise ValueError("its homes or moves are not as many as its chunks or moments")
+            raise ValueError("it does not have one home per chunk, or one list of moves per moment")
         placement = Placement(homes, frozenset(map(int, body.get("streamed", ()))))  # older plans stream nothing
         return cls(trace, problem, placement, moves, body["offload_activations"], body["accumulate"], again)
 

@@ -167,7 +167,7 @@ def budgets_of(
             found[tier] = declared if tier is Tier.GPU else declared // sharing
     if Tier.CPU not in found:
         raise ValueError(
-            "a plan needs a budget of host memory: give cpu=, or hardware with a capacity (staging stands there)"
+            "a plan needs a budget of host memory, for staging buffers: give cpu=, or hardware with a capacity of it"
         )
     return found
 

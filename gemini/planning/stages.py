@@ -60,7 +60,7 @@ class Blocks:
                     sizes[path] += param.numel
                     numbers.setdefault(path, set()).add(int(part))
         if not sizes:
-            raise ValueError(f"{trace.model} has no numbered blocks: nothing can be stages of a pipeline")
+            raise ValueError(f"{trace.model} has no numbered blocks to make pipeline stages of")
         path = max(sizes, key=lambda path: (sizes[path], -len(path)))
         self.number = max(numbers[path]) + 1
         self._pattern = re.compile(re.escape(f"{path}." if path else "") + r"(\d+)(?:\.|$)")

@@ -45,8 +45,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     if given is None:
         if mesh.ndim not in (1, 2):
             raise ValueError(
-                f"mesh has {mesh.ndim} dimensions without names: one shards; of two the first replicates. Name more "
-                f"than two: init_device_mesh(..., mesh_dim_names=), any of {', '.join(NAMES)}"
+                f"mesh has {mesh.ndim} dimensions without names. Without names one dimension shards, and of two the "
+                f"first replicates. Name them: init_device_mesh(..., mesh_dim_names=), any of {', '.join(NAMES)}"
             )
         return ("dp_replicate", "dp")[-mesh.ndim :]
     names = tuple(_SAME.get(name, name) for name in given)
@@ -61,8 +61,8 @@ def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     sizes = dict(zip(names, mesh.mesh.shape, strict=True))
     if sizes.get("ep", 1) > 1 and sizes.get("tp", 1) > 1:
         raise ValueError(
-            f"mesh has ep={sizes['ep']} and tp={sizes['tp']}: experts over ranks go with every other dim but tp. Use "
-            "dp in place of tp, or in place of ep"
+            f"mesh has ep={sizes['ep']} and tp={sizes['tp']}: ep cannot be combined with tp. Use "
+            "dp in place of one of them"
         )
     return names
 

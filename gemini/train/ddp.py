@@ -165,9 +165,9 @@ class GeminiDDP(nn.Module):
         ranks = _engine(self).ranks
         if ranks is not None and ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
             raise GeminiError(
-                f"clip_grad_norm_ of a model that the caller has cut (this rank has {ranks.slice_}): which params are "
-                "parts and which are whole on every slice is not known, so their norm over all slices is not either. "
-                "Leave it out, or let gemini.slice_tensors cut the model"
+                f"clip_grad_norm_ of a model that was sliced by hand (this rank has {ranks.slice_}): Gemini does not "
+                "know which params are slices and which are whole on every rank, so it cannot compute their norm. "
+                "Leave it out, or slice the model with gemini.slice_tensors"
             )
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]

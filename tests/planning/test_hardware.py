@@ -66,7 +66,7 @@ def test_a_figure_must_be_a_positive_number(value: Any) -> None:
 
 
 def test_an_unknown_figure_is_refused_with_the_list_of_those_there_are() -> None:
-    with pytest.raises(ValueError, match="'h2g' is no figure; there are .*h2d, d2h"):
+    with pytest.raises(ValueError, match="unknown figure 'h2g'; the known ones are .*h2d, d2h"):
         Hardware("mine", {"h2g": Figure(1.0, "")})
 
 
@@ -80,7 +80,7 @@ def test_an_unknown_figure_is_refused_with_the_list_of_those_there_are() -> None
         (written(name=None), "damaged: KeyError: 'name'"),
         (written(figures={"h2d": {"value": -3, "source": ""}}), "h2d must be a positive number, got -3"),
         (written(figures={"h2d": {"value": 3}}), "damaged: KeyError: 'source'"),
-        (written(figures={"speed": {"value": 3, "source": ""}}), "'speed' is no figure"),
+        (written(figures={"speed": {"value": 3, "source": ""}}), "unknown figure 'speed'"),
         (written(figures=[1]), "damaged"),
         # What json itself lets through:
         (BOX.to_json().replace("31500000000.0", "NaN"), "h2d must be a positive number, got nan"),

@@ -90,7 +90,7 @@ def test_parts_of_slices() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="tensor parallel over 3 ranks: .* Sizes that do: 2, 4, 8"):
+    with pytest.raises(ValueError, match="tensor parallel over 3 ranks: .* Sizes that divide it: 2, 4, 8"):
         traced(tensor_parallel=3)
     with pytest.raises(ValueError, match="tile_tokens=16 with tensor_parallel=2: leave one of them out"):
         traced(tensor_parallel=2, tile_tokens=16)
@@ -182,5 +182,5 @@ def test_no_step_is_shorter_than_its_bound(sizes: MeshSizes) -> None:
 def test_a_stage_that_does_not_fit_is_named() -> None:
     with pytest.raises(BudgetExceeded, match=r"stage \d of 2 \(blocks \d to \d\): "):
         played(MeshSizes(pp=2), traced(), 8, gpu=2**20)
-    with pytest.raises(ValueError, match="8 stages of LlamaForCausalLM, which has 4 blocks"):
+    with pytest.raises(ValueError, match="8 stages of LlamaForCausalLM, which has only 4 blocks: use fewer"):
         played(MeshSizes(pp=8), traced(), 8)

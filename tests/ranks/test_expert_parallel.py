@@ -387,19 +387,19 @@ def refusals(hows: list[str]) -> list[str]:
         (
             2,
             {
-                "size": "has 3 experts, which that does not divide. Sizes that do: 3",
-                "dense": "LlamaForCausalLM has no experts that a plan of transformers spreads over ranks",
-                "adapters": "expert parallel of experts with adapters ('base_model.model.model.layers.0.mlp.experts')",
+                "size": "has 3 experts, which is not a multiple of 2. Sizes that divide it: 3",
+                "dense": "LlamaForCausalLM has no plan of transformers for dividing experts",
+                "adapters": "does not divide adapters of experts ('base_model.model.model.layers.0.mlp.experts')",
                 "seed": "'model.norm.weight' is not the same on all ranks of ep",
                 "whole": "looks at whole params, and a mesh with ep leaves",
-                "trace": "a trace or a plan that was made ahead is of all experts",
+                "trace": "made with gemini.trace includes all experts",
                 "tiles": "tile_tokens=8 with a model in slices (ep)",
             },
         ),
         (
             4,
             {
-                "tp": "ep=2 and tp=2: experts over ranks go with every other dim but tp. Use dp in place of tp",
+                "tp": "ep=2 and tp=2: ep cannot be combined with tp. Use dp in place of one of them",
             },
         ),
     ],

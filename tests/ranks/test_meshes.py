@@ -82,7 +82,7 @@ def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any)
         names_of(mesh_of(**sizes))
     with pytest.raises(ValueError, match="3 dimensions without names"):
         gemini.data_rank(init_device_mesh("cpu", (2, 2, 2)))
-    with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: experts over ranks go with every other dim but tp"):
+    with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: ep cannot be combined with tp"):
         gemini.data_rank(mesh_of(tp=2, ep=4))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
         gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of(dp=2, ep=4))
@@ -224,7 +224,7 @@ def test_a_model_in_slices_trains(pool_of: Pools, tmp_path: Path) -> None:
     ("wrong", "kind", "says"),
     [
         ("batch", "RankMismatch", "the first batch of rank [13] has another argument 0 than that of rank [02]"),
-        ("clip", "GeminiError", "clip_grad_norm_ of a model that the caller has cut"),
+        ("clip", "GeminiError", "clip_grad_norm_ of a model that was sliced by hand"),
         ("folder", "ValueError", "slices tp 0 and tp 1 of the model, which would overwrite each other"),
         ("fp16", "ValueError", 'precision="fp16" with a model in slices'),
     ],

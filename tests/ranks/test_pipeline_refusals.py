@@ -56,12 +56,12 @@ class Skipping(nn.Module):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"schedule": "1f1b"}, "in one process: stages take turns there"),
+        ({"schedule": "1f1b"}, "needs several ranks: pass a mesh with a dimension pp"),
         ({"schedule": "zero-bubble"}, "gradients of weights apart from those of inputs"),
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"stages": 9}, "9 stages .* which has 8 blocks"),
         ({"model": "t5"}, "is an encoder-decoder"),
-        ({"model": Skipping}, r"hands on something with gradients \(first\..* past blocks.1"),
+        ({"model": Skipping}, r"passes something with gradients \(first\..* across blocks.1"),
         ({"model": Stack, "example": None}, "give it an example= batch"),
         ({"gradients": "transient"}, 'gradients="transient" in a pipeline'),
         ({"rows": 15}, "input_ids has 15 samples, which micro_batches=4 does not divide: give a batch of 16"),

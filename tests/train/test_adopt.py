@@ -386,7 +386,7 @@ def test_arguments_that_are_no_optimizer_are_refused() -> None:
         (lambda rule, p: rule.make(p, lr=-1.0), ValueError, "refuses HybridOptimizer: Invalid learning rate: -1.0"),
         (lambda rule, p: rule.make(p, lr=math.nan), ValueError, "lr of HybridOptimizer must be finite"),
         (lambda rule, p: rule.make(p, lr="much"), TypeError, "lr of HybridOptimizer must be a number"),
-        (lambda rule, p: rule.make(p, betas=3), TypeError, "betas= is no hyperparameter"),
+        (lambda rule, p: rule.make(p, betas=3), TypeError, "betas= is not a hyperparameter"),
         (lambda rule, p: rule.make(p, momentum=0.0), ValueError, r"'momentum': 0.0.* keeps other states"),
         (
             lambda rule, p: rule.make(p, centered=True),

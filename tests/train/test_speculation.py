@@ -353,7 +353,7 @@ def test_a_wrong_guess_ends_at_its_next_tile(tmp_path: Path, monkeypatch: pytest
 
 def test_settings_that_do_not_go_together(tmp_path: Path) -> None:
     model = model_of(tmp_path, gradients="transient")
-    with pytest.raises(ValueError, match="goes with step_in_backward=True"):
+    with pytest.raises(ValueError, match="needs step_in_backward=True"):
         adam(model, speculate=True)
     optimizer = adam(model, **GUESSES)
     assert optimizer.speculate

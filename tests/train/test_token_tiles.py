@@ -242,9 +242,9 @@ def test_auto_is_the_planners(tmp_path: Path) -> None:
         gemini.GeminiDDP(make(), replace(base, tile_tokens=None))
     with pytest.raises(gemini.PlanMismatch, match="the trace has tile_tokens=None and the config tile_tokens=512"):
         gemini.GeminiDDP(make(), replace(base, tile_tokens=512))
-    with pytest.warns(UserWarning, match=r'tile_tokens="auto" has no effect: what activations take is not known'):
+    with pytest.warns(UserWarning, match=r'tile_tokens="auto" has no effect: the size of the activations is not known'):
         gemini.GeminiDDP(make(), replace(base, trace=None))
-    with pytest.warns(UserWarning, match='tile_tokens="auto" has no effect: .* does something with its logits'):
+    with pytest.warns(UserWarning, match='tile_tokens="auto" has no effect: .* may mix the logits of different tokens'):
         model = make()
         model.loss_function = lambda logits, labels, **_: logits.float().mean()
         assert gemini.trace(model, batch(0, rows=2, length=600), tile_tokens="auto").tiled is None

@@ -180,7 +180,9 @@ class StoreFolder:
         newest = max((record.sequence for record in own), default=-1)
         said = smallest([last, -last, int(alike), newest])
         if said[0] != -said[1]:
-            raise StorageError(f"{self.directory}: ranks see different stores in it; give all of them one folder")
+            raise StorageError(
+                f"{self.directory}: the ranks see different stores in it: give all of them the same folder"
+            )
         taken = next((record for record in own if record.sequence == said[3]), None) if said[2] else None
         whole = smallest([0 if taken is None else 1])[0]  # on all ranks or on none
         self.folder = self.directory / f"store-{last if said[2] else last + 1:04d}"

@@ -166,7 +166,7 @@ class Foresight:
             GeminiError: inside of a scope.
         """
         if self._course is self._scoped:
-            raise GeminiError("step_scope() inside step_scope(): one is for all micro-batches of a step")
+            raise GeminiError("step_scope() inside step_scope(): use one for all micro-batches of a step")
         self.interrupt()
         self._course = self._scoped
         try:

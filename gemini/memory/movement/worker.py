@@ -77,9 +77,9 @@ class Job(Event):
         while not self._done.wait(min(timeout, _LOOK_SECONDS)):
             timeout -= _LOOK_SECONDS
             if timeout <= 0:
-                raise GeminiError("a job of a worker thread is not over in the given time")
+                raise GeminiError("a job of a worker thread did not finish in the given time")
             if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
-                raise GeminiError(f"the thread {self.worker.name} is gone with a job of it undone")
+                raise GeminiError(f"the thread {self.worker.name} ended before it finished its job")
 
 
 def _nothing() -> None:

@@ -167,6 +167,6 @@ def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
         for kind in chunk.planes:
             if kind not in GRADS and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
                 raise GeminiError(
-                    f"{chunk.name} has come to be trained since the model was wrapped, and the durable store has no "
-                    f"room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"
+                    f"{chunk.name} was frozen when the model was wrapped and is trained now, and the durable store has "
+                    f"no room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"
                 )

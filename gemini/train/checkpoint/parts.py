@@ -33,8 +33,8 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet) -> M
     handles = params.handles
     if params.of_stages and any(handle_of(p) is None for group in optimizer.param_groups for p in group["params"]):
         raise TypeError(
-            "a checkpoint of a pipeline over ranks is of managed params alone, and the optimizer has others as well: "
-            "give these an optimizer of their own"
+            "a checkpoint of a pipeline over ranks holds managed params alone, and this optimizer has others too: give "
+            "those to an optimizer of their own"
         )
     described = {
         h.whole_name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
@@ -57,8 +57,8 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     first = parts[0]
     if len({len(part.groups) for part in parts}) > 1:
         raise RankMismatch(
-            f"the stages of a pipeline have {sorted({len(part.groups) for part in parts})} param groups: make as many "
-            "on each of them, with params or without, so that one checkpoint can hold them"
+            f"the stages of a pipeline have {sorted({len(part.groups) for part in parts})} param groups: make the same "
+            "number on each of them (groups may be empty), so that one checkpoint can hold them"
         )
     groups = []
     for index, group in enumerate(first.groups):

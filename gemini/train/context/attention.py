@@ -82,8 +82,8 @@ class Attend:
         """
         if not self.in_forward and not torch.is_grad_enabled():  # what is computed again in backward has gradients
             raise GeminiError(
-                "a part of a model under context parallel was called by itself: call the model, with a batch of "
-                "gemini.sequence_batch, or without gradients with whole sequences"
+                "a part of a model under context parallel was called by itself: call the whole model, with a batch "
+                "of gemini.sequence_batch, or (without gradients) with whole sequences"
             )
         self._refuse_what_is_not_divided(module, attention_mask, how)
         self.num_calls += 1
@@ -102,8 +102,8 @@ class Attend:
         if self._kind == ULYSSES and heads % self._exchange.size:
             can = ", ".join(str(n) for n in range(2, heads + 1) if heads % n == 0)
             raise GeminiError(
-                f'context_attention="ulysses" divides {heads} heads over cp={self._exchange.size}, which does not go: '
-                f'cp can be {can}; or leave it "auto", or say "gathered", which takes any number of heads'
+                f'context_attention="ulysses" divides {heads} heads among cp={self._exchange.size} ranks, and they '
+                f'must divide evenly: cp can be {can}. Or leave it "auto", or set "gathered", for any number of heads'
             )
         return self._kind
 

@@ -89,8 +89,8 @@ def _cut(name: str, value: Any, tokens: int, part: slice) -> Any:
         return value
     if value.dim() < 2 or value.shape[1] != tokens:
         raise ValueError(
-            f"sequence_batch: {name!r} has shape {tuple(value.shape)}, of which the second dim is not that of the "
-            f"{tokens} tokens: it cannot be cut"
+            f"sequence_batch: {name!r} has shape {tuple(value.shape)}, and its second dimension should be the "
+            f"{tokens} tokens, so it cannot be cut"
         )
     return value[:, part].contiguous()
 

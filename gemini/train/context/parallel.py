@@ -111,8 +111,8 @@ class ContextParallel:
                 self._attend.in_forward = False
             if not self._attend.num_calls:
                 raise GeminiError(
-                    f"context parallel: {type(self._model).__name__} computed a part of a sequence without asking "
-                    "transformers for attention, so that no rank saw the others' parts. Use a mesh without cp"
+                    f"context parallel: {type(self._model).__name__} did not call the attention functions of "
+                    "transformers, so no rank saw the parts of the others. Use a mesh without cp"
                 )
             return output
 
@@ -168,8 +168,8 @@ class ContextParallel:
         name = getattr(original, "__name__", type(original).__name__)
         if name != _LOSS:
             raise GeminiError(
-                f"context parallel: {type(model).__name__} has the loss {name}, and labels are cut for {_LOSS} of "
-                "transformers alone. Leave labels out of the batch, and make the loss of the logits"
+                f"context parallel: {type(model).__name__} has the loss {name}, and labels can be cut only for {_LOSS} "
+                "of transformers. Leave labels out of the batch, and compute the loss from the logits"
             )
         seen: list[bool] = []
 
@@ -188,6 +188,6 @@ class ContextParallel:
                 model._loss_function = own
         if not all(seen) or not seen:
             raise GeminiError(
-                f"context parallel: {type(model).__name__} does not hand shift_labels to its loss, and would shift "
-                "labels again. Leave labels out of the batch, and make the loss of the logits"
+                f"context parallel: {type(model).__name__} does not pass shift_labels to its loss, and would shift "
+                "labels again. Leave labels out of the batch, and compute the loss from the logits"
             )

@@ -41,7 +41,7 @@ def move_moments_down(
     if missing > 0 or going > room:
         raise BudgetExceeded(
             f"staging asked for {human_bytes(num_bytes)} of cpu, where {human_bytes(ledger.free(Tier.CPU))} are free, "
-            f"and states cannot make way for it: nvme has {human_bytes(max(room, 0))} for them"
+            f"and states cannot move to nvme to make room: {human_bytes(max(room, 0))} are free there"
         )
     assert spill is not None
     below: list[FilePlane] = []

@@ -202,7 +202,7 @@ class Logits:
 
     def _refuse(self, what: str) -> NoReturn:
         raise GeminiError(
-            f"{self._head.label} does something with its logits that is not known to be each token's own ({what}), so "
+            f"{self._head.label} may mix the logits of different tokens ({what}), so "
             "head and loss cannot be computed in tiles. Leave tile_tokens out"
         )
 
@@ -256,7 +256,7 @@ class Head:
                 if not self._has_promised:
                     raise
                 raise GeminiError(
-                    f"{self.label} does not make its loss of its logits by operations that are each token's own "
+                    f"{self.label} computes its loss by operations that may mix the logits of different tokens "
                     f"({type(e).__name__}: {e}), so head and loss cannot be computed in tiles. Leave tile_tokens out"
                 ) from e
             finally:

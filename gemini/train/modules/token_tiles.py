@@ -144,7 +144,7 @@ class TokenTiles:
             if not torch.allclose(alone.float(), among.float(), rtol=1e-2, atol=1e-3):
                 raise GeminiError(
                     f"tile_tokens={self.tokens}: {path!r} ({kind.__name__}) gives a token another result when it is "
-                    "computed without those around it, so it cannot be computed in tiles. Leave tile_tokens out"
+                    "computed without its neighbours, so it cannot be computed in tiles. Leave tile_tokens out"
                 )
         return self._can_be_cut[kind]
 

@@ -78,12 +78,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
         if unknown:
-            raise TypeError(f"{unknown[0]}= is no hyperparameter of the rule {rule.spec.name!r}: {list(rule.defaults)}")
+            raise TypeError(f"{unknown[0]}= is not a hyperparameter of {rule.spec.name!r}: {list(rule.defaults)}")
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
         self.check_group(defaults, type(self).__name__)
         if speculate and not step_in_backward:
-            raise ValueError("speculate=True is about updates inside backward: it goes with step_in_backward=True")
+            raise ValueError("speculate=True needs step_in_backward=True: it is about updates inside backward")
         self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
         self.may_guess = speculate is None and not step_in_backward
         self._is_made = False

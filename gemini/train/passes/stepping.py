@@ -103,7 +103,7 @@ class Stepping:
             )
         if speculate and self._reduction is not None and self._reduction.has_replicas:
             raise GeminiError(
-                "speculate=True with replicas: their gradients are added up behind backward. Leave speculate and "
+                "speculate=True with replicas: their gradients are added up after backward. Leave speculate and "
                 "step_in_backward out, or shard the model over all ranks"
             )
         scaled = scaled and not speculate

@@ -124,19 +124,19 @@ def prepare(
     """
     if ranks.replicas is not None and ranks.experts is None and config.gradients == "transient":
         raise ValueError(
-            'gradients="transient" updates inside backward, when only the ranks of one replica have added up their '
-            'gradients: with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
+            'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
+            'with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
     if config.memory.durable and (ranks.replicas is not None or ranks.slice_):
         raise ValueError(
             f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
-            f"{'replicas' if ranks.replicas is not None else 'slices'} of it: whose store would be resumed is not "
-            "settled. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
+            f"{'replicas' if ranks.replicas is not None else 'slices'} of it, each with a "
+            "store of its own. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
     if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
         raise ValueError(
-            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): whether a step overflowed would '
-            'be found out by each slice for itself. Use precision="bf16"'
+            f'precision="fp16" with a model in slices (this rank has {ranks.slice_}): each slice would decide for '
+            'itself whether a step overflowed. Use precision="bf16"'
         )
     if ranks.shares_params:
         refuse_on_ranks(model)
@@ -264,8 +264,8 @@ def decide(
     parts = 1 if ranks is None or ranks.context is None else ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
-            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}: its "
-            "room for activations would not do. Trace with the same (gemini.trace(..., context_parallel=))"
+            f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "
+            "its activation memory is wrong for this run. Trace again with gemini.trace(..., context_parallel={parts})"
         )
     if any(is_read_as_a_whole(module) for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
@@ -310,7 +310,7 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
     if trace.source is not Source.AHEAD:
         if wanted == "auto" and trace.source is Source.STRUCTURE:
             warn(
-                'tile_tokens="auto" has no effect: what activations take is not known. Give a trace of both: '
+                'tile_tokens="auto" has no effect: the size of the activations is not known. Pass a trace: '
                 'trace=gemini.trace(model, batch, tile_tokens="auto")'
             )
         return trace
@@ -320,9 +320,9 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
         if found is not None and found.tile_tokens == wanted:
             return found
     raise PlanMismatch(
-        f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={wanted}: its room for activations "
-        'would not do. Trace with the same (gemini.trace(..., tile_tokens=)), or say the same here ("auto" takes what '
-        "the trace or the plan has)"
+        f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={wanted}, so the activation "
+        "memory in the trace is wrong for this run. Trace again with gemini.trace(..., tile_tokens=), or set the same "
+        'value here ("auto" takes the one of the trace or the plan)'
     )
 
 

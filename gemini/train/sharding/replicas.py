@@ -170,8 +170,8 @@ class ReplicaSums:
         if not bool((heard == heard[0]).all()):
             raise RankMismatch(
                 f"{chunk.name} is about to be updated inside backward, and ranks with other experts (ep) update "
-                "another chunk, have gradients of other params, or other hyperparameters: all must run the same "
-                "forward and backward, with the same settings"
+                "another chunk, have gradients of other params, or use other hyperparameters. Run the same forward "
+                "and backward with the same settings on all ranks"
             )
         across = self._wires.get(chunk.spec.index)
         if across is None:

@@ -75,8 +75,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     adapted = next((name for name in found if any(map(is_tuner_layer, model.get_submodule(name).modules()))), None)
     if adapted is not None:
         raise ValueError(
-            f"expert parallel of experts with adapters ({adapted!r}), which would have to be cut as experts are: let "
-            "adapters leave experts alone (target_modules=, target_parameters=), or use dp in place of ep"
+            f"expert parallel does not divide adapters of experts ({adapted!r}): choose other modules for the adapters "
+            "(target_modules=, target_parameters=), or use dp in place of ep"
         )
     cuts: dict[str, TensorSlice] = {}
     for name in found:
@@ -86,14 +86,14 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
                 continue
             if param.shape[0] % size:
                 raise ValueError(
-                    f"expert parallel over ep={size} ranks: {name} has {param.shape[0]} experts, which that does not "
-                    f"divide. Sizes that do: {sizes_that_divide(param.shape[0])}"
+                    f"expert parallel over ep={size} ranks: {name} has {param.shape[0]} experts, which is not a "
+                    f"multiple of {size}. Sizes that divide it: {sizes_that_divide(param.shape[0])}"
                 )
             cuts[f"{name}.{own}"] = TensorSlice(tuple(param.shape), 0, 1, place_in(mesh, "ep"), size)
     if not cuts:
         raise ValueError(
-            f"mesh has ep={size}, and {type(model).__name__} has no experts that a plan of transformers spreads over "
-            "ranks (ep_plan): use dp in place of ep"
+            f"mesh has ep={size}, and {type(model).__name__} has no plan of transformers for dividing experts "
+            "(ep_plan): use dp in place of ep"
         )
     if is_filled and (differing := first_differing(model, mesh, "ep")) is not None:
         raise RankMismatch(

@@ -124,13 +124,13 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
     adapted = [name for name, module in model.named_modules() if is_tuner_layer(module)]
     if adapted:
         raise ValueError(
-            f"tensor parallel of a model with adapters ({adapted[0]!r}): of a layer in slices an adapter would have "
-            "to be cut as well. Use dp in place of tp"
+            f"tensor parallel does not slice adapters ({adapted[0]!r}), as it would have to with their layers. Use dp "
+            "in place of tp"
         )
     if (coded := first_coded(model)) is not None:
         raise ValueError(
-            f"tensor parallel of a model with 4-bit codes ({coded!r}): their scales are of blocks, which slices would "
-            "cut through. Use dp in place of tp, which divides codes among ranks"
+            f"tensor parallel does not slice 4-bit weights ({coded!r}), which share scales in blocks. Use dp in place "
+            "of tp: it divides 4-bit weights among ranks"
         )
     styles = expanded(model, plan_of(model) if plan is None else plan)
     cuts = cuts_of(model, styles, slices.rank, slices.size)
@@ -168,9 +168,9 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
         return None
     if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
         warn(
-            f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is taken "
-            "as cut by hand. A whole model is sliced by itself if it is the same on all of them: load the same "
-            "weights, or draw them from the same seed"
+            f"{type(model).__name__} has other weights on each rank of tp ({differing!r} is the first), so it is "
+            "treated as sliced by hand already. If it is meant to be a whole model, give all ranks the same weights: "
+            "load the same files, or set the same seed"
         )
         return None
     return _cut_params(model, _slices_of(mesh))
@@ -295,8 +295,8 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
             length = cut.shape[cut.dim] // cut.groups
             if length % size:
                 raise ValueError(
-                    f"tensor parallel over {size} ranks: {full} has {length} to cut along dim {cut.dim}, which that "
-                    f"does not divide. Sizes that do: {sizes_that_divide(length)}"
+                    f"tensor parallel over {size} ranks: {full} has {length} elements along dim {cut.dim}, which is "
+                    f"not a multiple of {size}. Sizes that divide it: {sizes_that_divide(length)}"
                 )
             found[full] = cut
     return found
@@ -314,6 +314,6 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None
     for what, number in heads.items() if cuts_heads else ():
         if number % size:
             raise ValueError(
-                f"tensor parallel over {size} ranks: the model has {what}={number}, which that does not divide. Sizes "
-                f"that do: {sizes_that_divide(math.gcd(*heads.values()))}"
+                f"tensor parallel over {size} ranks: the model has {what}={number}, which is not a multiple of {size}. "
+                f"Sizes that divide it: {sizes_that_divide(math.gcd(*heads.values()))}"
             )

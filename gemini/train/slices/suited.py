@@ -19,8 +19,8 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
     dim = "tp" if ranks.experts is None else "ep"
     if config.gradients == "transient" and ranks.experts is None:
         raise ValueError(
-            'gradients="transient" updates inside backward, when a slice of a model (tp) knows of its own part of '
-            'each gradient only whether it is finite: use gradients="retain" or "accumulate"'
+            'gradients="transient" updates inside backward, when a slice of a model (tp) can only check its own '
+            'part of each gradient for inf and NaN: use gradients="retain" or "accumulate"'
         )
     if rule.whole:
         raise ValueError(
@@ -29,14 +29,14 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
         )
     if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts is not None):
         raise ValueError(
-            f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): its layers meet other ranks, which is "
-            "not done in tiles. Leave tile_tokens out"
+            f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): layers that communicate with other "
+            "ranks cannot be computed in tiles. Leave tile_tokens out"
         )
     trace = config.placement.trace if isinstance(config.placement, Plan) else config.trace
     if ranks.experts is not None and trace is not None and trace.source is Source.AHEAD:
         raise ValueError(
-            "a trace or a plan that was made ahead is of all experts, and a mesh with ep leaves each rank some. "
-            "Leave it out (trace=, placement=)"
+            "a trace (or plan) made with gemini.trace includes all experts, but with ep each rank has only some of "
+            "them. Leave it out (trace=, placement=)"
         )
     if ranks.stages is not None and not in_stages:
         raise ValueError(
