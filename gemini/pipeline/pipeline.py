@@ -46,7 +46,7 @@ _EXAMPLE_TOKENS = 16
 
 
 class Pipeline:
-    """A managed model whose blocks are in stages.
+    """A managed model whose blocks are divided into pipeline stages.
 
         pipe = gemini.Pipeline(model, config, mesh=mesh, micro_batches=8, schedule="1f1b")
         optimizer = gemini.HybridAdam(pipe.parameters(), lr=1e-4)
@@ -56,28 +56,31 @@ class Pipeline:
         optimizer.zero_grad()
 
     Args:
-        model: whole, on every rank of ``pp`` and ``tp`` with the same weights. It is changed in place: what other ranks
-            run is let go of. Its forward takes ``labels`` and gives the mean loss of a micro-batch, as ``loss`` or
-            alone. :meth:`from_pretrained` makes one of which no rank holds more than its own stages.
-        config: how to manage it. With a measured ``trace`` of the whole model (:class:`gemini.MemoryTracer`) stages
-            are balanced by its seconds, else by floating point operations. Over ranks it is used for nothing else.
-        mesh: with a dim ``pp``, beside any others. None for one process.
-        micro_batches: into how many equal parts each batch is divided.
-        schedule: "1f1b" or "gpipe" with one stage on each rank; "interleaved" or "bfs" (breadth first) with several. In
-            one process "bfs".
-        stages: how many each rank has; by default 1, 2 with "interleaved" and "bfs" over ranks, and in one process one
-            for each block.
-        example: a batch, to see how a forward runs through the model; by default made of the model's config.
-        no_sync: with ``dp`` in the mesh: gradients are divided among its ranks once per step, in the last backward of
-            this rank, and not once for each micro-batch. Until then each rank keeps them whole, 4 bytes per param of
-            its stages, which no plan has room for.
+        model: the whole model, with the same weights on every rank of ``pp`` and ``tp``. It is changed in place: each
+            rank keeps its own stages and drops the rest. Its forward must take ``labels`` and return the mean loss of a
+            micro-batch, as ``.loss`` or alone. With :meth:`from_pretrained` no rank ever holds more than its own
+            stages.
+        config: the settings of :class:`gemini.GeminiDDP`. If it has a measured ``trace`` of the whole model
+            (:class:`gemini.MemoryTracer`), the stages are balanced by its seconds, else by floating point operations.
+            With several ranks the trace is used for nothing else.
+        mesh: a ``DeviceMesh`` with a dimension named ``pp``, and any others. None for one process.
+        micro_batches: the number of equal parts into which each batch is divided.
+        schedule: "1f1b" or "gpipe" with one stage per rank; "interleaved" or "bfs" (breadth first) with several. In one
+            process only "bfs".
+        stages: stages per rank. By default 1 for "1f1b" and "gpipe", and 2 for "interleaved" and "bfs"; in one process
+            one for each block.
+        example: a batch with which to find out how a forward runs through the model. By default it is made from the
+            model's config.
+        no_sync: with ``dp`` in the mesh, reduce gradients once per step instead of once per micro-batch. Each rank then
+            keeps the gradients of its stages whole until its last backward: 4 bytes per param, which plans do not
+            count.
 
     Attributes:
-        model: the managed model, of which other ranks have the other stages.
+        model: the managed model, with the stages of this rank only.
 
     Raises:
-        ValueError: for schedules that are not known, for sizes that do not go with them, and for models whose blocks
-            cannot be stages, naming why.
+        ValueError: for an unknown schedule, for sizes that do not fit it, and for a model whose blocks cannot be
+            divided into stages. The message gives the reason.
     """
 
     def __init__(
@@ -145,17 +148,17 @@ class Pipeline:
         example: Mapping[str, Any] | None = None, no_sync: bool = False, model_class: Any = None,
         attn_implementation: Any = None, **kwargs: Any,
     ) -> Pipeline:  # fmt: skip
-        """A pipeline of a transformers model whose weights are streamed from files, a param at a time: each rank keeps
-        those of its stages, in their home tiers.
+        """Load a transformers model into a pipeline. Weights are streamed from the files one param at a time: each rank
+        reads those of its own stages into their home tiers.
 
         Args:
-            path, model_class, attn_implementation: as of :func:`gemini.from_pretrained`.
-            config, mesh, micro_batches, schedule, stages, example, no_sync: as of :class:`Pipeline`.
-            **kwargs: for ``from_pretrained`` of the model class.
+            path, model_class, attn_implementation: as in :func:`gemini.from_pretrained`.
+            config, mesh, micro_batches, schedule, stages, example, no_sync: as in :class:`Pipeline`.
+            **kwargs: passed to ``from_pretrained`` of the model class.
 
         Raises:
-            ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and if the files lack weights, which
-                would be drawn: over ranks no stage knows what the others draw.
+            ValueError: as :class:`Pipeline` and :func:`gemini.from_pretrained`; and, with several ranks, if the files
+                lack weights, since each stage would initialize them in another way.
         """
         config = (GeminiConfig() if config is None else config).resolved()
         skeleton, info = skeleton_from_pretrained(
@@ -175,28 +178,33 @@ class Pipeline:
         )  # fmt: skip
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the stages of this rank, for an optimizer."""
+        """The params of this rank's stages, for an optimizer."""
         return self.model.parameters()  # type: ignore[no-any-return]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same, by the names that they have in the whole model."""
+        """The params of this rank's stages with their names in the whole model."""
         return self.model.named_parameters()  # type: ignore[no-any-return]
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As :meth:`GeminiDDP.clip_grad_norm_`, with the norm of all stages."""
+        """Clip gradients by the norm over all stages. See :meth:`GeminiDDP.clip_grad_norm_`."""
         return self.model.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
 
     def step(self, **batch: Any) -> torch.Tensor:
-        """Forward and backward of all micro-batches: the mean of their losses, the same on all ranks of ``pp``, ``tp``
-        and ``cp``.
+        """Run forward and backward of all micro-batches. Call the optimizer's ``step()`` afterwards, as after
+        ``loss.backward()``.
 
-        All of these are given the same batch, whole; with ``cp`` each takes its part of the sequences by itself.
-        Gradients wait for the optimizer as after ``loss.backward()``.
+        Args:
+            **batch: the tensors of a whole batch, samples first. All ranks of ``pp``, ``tp`` and ``cp`` must pass the
+                same batch; with ``cp`` each rank takes its part of the sequences itself.
+
+        Returns:
+            The mean loss of the micro-batches: one number, the same on all ranks of ``pp``, ``tp`` and ``cp``.
 
         Raises:
-            ValueError: if ``micro_batches`` does not divide the batch, and as :func:`gemini.sequence_batch`.
-            RankMismatch: if another rank of ``pp`` refuses its batch so, or has one of another shape, or another one in
-                the first step.
+            ValueError: if the batch cannot be divided into ``micro_batches`` equal parts, and as
+                :func:`gemini.sequence_batch`.
+            RankMismatch: if another rank of ``pp`` refuses its batch, or has one of another shape. In the first step
+                also if its values differ.
             RankLost: if another rank does not answer.
         """
         parts = self._parts_of(batch)

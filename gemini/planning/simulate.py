@@ -38,38 +38,39 @@ def simulate(
     efficiency: Efficiency | None = None,
     mesh: MeshSizes | None = None,
 ) -> Timeline:
-    """Predict one optimizer step of ``plan`` on ``hardware``: step time, stalls by cause, bytes moved, memory.
+    """Predict one optimizer step of ``plan`` on ``hardware``: its time, stalls by cause, moved bytes and memory.
 
-    Ranks are alike, so one is played, with its part of what its machine has (host memory, drives and threads are
-    divided among the ranks of a machine, ``num_gpus`` of them at most); what ranks send each other goes around a ring.
+    One rank is simulated, as all do the same. The ranks of one machine (at most its ``num_gpus``) share its host
+    memory, drives and CPU threads equally. Communication among ranks uses rings.
 
     Args:
-        plan: what to do; its trace says how much work each moment is. Where the trace was recorded on the kind of
-            device that the plan computes on, its seconds are taken as those of this machine.
-        hardware: the machine. Figures whose source begins with "measured" are taken as they are, others as peaks.
-        schedule: "serial": every move is waited for, and the update comes after backward; "overlapped": moves and
-            updates run beside computing, and the time is that of a step among others like it.
-        gpus: ranks that share the model; by default those of the plan. A plan of one rank is played as one in which
-            ``gpus`` ranks divide every plane of every chunk, all homes and moves as they are; what it keeps on the GPU
-            is then gathered from all ranks at each use.
-        clipping: whether updates wait for the norm of all gradients (overlapped only); by default they do unless
-            the plan's gradients are "transient".
-        order: of updates beside computing: "next use", what the next forward reads first goes first, or "fifo", the
-            order in which gradients became complete.
-        update_threads: threads of an update beside computing on the host, as ``GeminiConfig(update_threads=...)``.
-        efficiency: the share of specified peaks that is reached.
-        mesh: how the ranks are arranged, where they share more than params: ``dp`` times ``cp`` are those of the plan.
-            What slices and parts of sequences send each other is what the trace says; stages are not played together
-            (:mod:`gemini.planning.parallel`).
+        plan: what to simulate. Its trace has the work of each module. If the trace was recorded on the kind of device
+            that the plan computes on, the recorded seconds are used.
+        hardware: the machine. Measured values (those whose source begins with "measured") are used as they are; all
+            others are peaks and are multiplied by ``efficiency``.
+        schedule: "overlapped": moves and updates run at the same time as computing, and the time is that of one step in
+            a long run. "serial": every move is waited for, and updates run after backward.
+        gpus: the number of ranks that share the model. By default that of the plan. A plan for one rank can be
+            simulated for more: ``gpus`` ranks then divide every chunk, and homes and moves stay the same.
+        clipping: whether updates wait for the norm of all gradients (only "overlapped"). By default True, except with
+            ``gradients="transient"``.
+        order: which updates run first during computing: "next use", those that the next forward needs first, or "fifo",
+            in the order in which gradients are complete.
+        update_threads: CPU threads for updates during computing, as in ``GeminiConfig(update_threads=...)``.
+        efficiency: which share of the peak values is reached, between 0 and 1 each.
+        mesh: the sizes of all mesh dimensions; ``dp`` times ``cp`` must be the number of ranks of the plan.
+            Communication of tensor and context parallel is taken from the trace. For pipeline stages use
+            :mod:`gemini.planning.parallel`.
 
     Returns:
-        ``step_seconds`` and all else of one rank, ``tokens`` of all ranks, ``flops`` of one.
+        A :class:`Timeline`. Its times (seconds), bytes and ``flops`` are those of one rank; its ``tokens`` are those of
+        all.
 
     Raises:
-        MissingFigure: naming the figure of the hardware and what needs it.
-        PlanMismatch: for a plan without moments or work in them, of a tier that the machine does not have or that is
-            too small there, or of another number of ranks.
-        ValueError: for an unknown schedule or order, or clipping with gradients that are not kept.
+        MissingFigure: if the hardware lacks a value; the message names it and what needs it.
+        PlanMismatch: if the plan's trace has no work in it, the plan needs a tier or more memory than the machine has,
+            or is for another number of ranks.
+        ValueError: for an unknown schedule or order, or for clipping with gradients that are not kept.
     """
     if order not in ORDERS:
         raise ValueError(f"order={order!r}: choose one of {', '.join(map(repr, ORDERS))}")

@@ -49,25 +49,34 @@ from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
 class GeminiDDP(nn.Module):
-    """Manage ``model`` in chunks over GPU, CPU and NVMe; returns ``model`` itself.
+    """Manage the params, gradients and optimizer states of ``model`` in chunks on GPU, CPU and NVMe. Returns ``model``
+    itself.
 
     Args:
         model: any ``nn.Module`` with dense floating-point params. It is changed in place.
-        config: how to manage it; the defaults measure budgets and use bf16.
-        process_group: the ranks that share the model (ZeRO-3); by default those of the default process group, which is
-            made if torchrun has started this process. Every rank starts from the weights of rank 0.
-        mesh: a DeviceMesh instead, its dimensions named any of ``pp dp_replicate dp cp tp ep``: chunks are divided over
-            ``dp`` and ``cp``, gradients summed up over ``dp_replicate`` as well, sequences divided over ``cp``
-            (:func:`gemini.sequence_batch`). Over ``tp`` each process keeps a slice of every matrix that the model's
-            ``tp_plan`` cuts (:func:`gemini.slice_tensors`), over ``ep`` some of the experts of every layer; the model
-            is whole on all of them before. A model without a plan, and stages of one (``pp``), the caller has cut.
-            Without names one dimension shards; of two the first replicates and the second shards.
+        config: the settings. By default the model computes in bf16, and each budget is 80 % of the free memory.
+        process_group: the ranks among which the chunks are divided (as in ZeRO-3). By default all processes that
+            torchrun has started; the default process group is created if there is none. All ranks start from the
+            weights of rank 0. Give either ``process_group`` or ``mesh``.
+        mesh: a ``DeviceMesh`` for several kinds of parallelism. Each of its dimensions has one of these names:
+
+            - ``dp``: data parallel. Chunks are divided among these ranks.
+            - ``dp_replicate``: replicas of the model. Their gradients are added up.
+            - ``cp``: context parallel. Every sequence is divided among these ranks (:func:`gemini.sequence_batch`), and
+              chunks are too.
+            - ``tp``: tensor parallel. Each rank keeps a slice of every matrix in the model's ``tp_plan``. Pass the
+              whole model: it is sliced here. Slice it before with :func:`gemini.slice_tensors` to give another plan.
+            - ``ep``: expert parallel. Each rank keeps some of the experts of every layer. Pass the whole model here
+              too.
+            - ``pp``: pipeline stages. Use :class:`gemini.Pipeline` instead, or pass the stage of this rank.
+
+            The dimensions of a mesh without names are ``dp``, or ``dp_replicate`` and ``dp``.
 
     Raises:
         RankMismatch: if the ranks differ in model, config or versions.
-        BudgetExceeded: if the budgets cannot hold it, with the missing bytes and the cheapest change.
-        StorageError: if the spill file cannot be made.
-        ValueError, TypeError: for a model that is empty, wrapped already, or has params that cannot be managed.
+        BudgetExceeded: if the model does not fit. The message has the missing bytes and the cheapest change.
+        StorageError: if the spill file cannot be created.
+        ValueError, TypeError: if the model has no params, is wrapped already, or has params that cannot be managed.
     """
 
     _gemini_original: type[nn.Module]
@@ -113,12 +122,15 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside only accumulate. In one process that is what every backward does, unless the optimizer steps
-        in backward (``HybridAdam(step_in_backward=True)``): then those inside leave the weights alone.
+        """Inside this block, backward only adds up gradients.
 
-        With several ranks the gradients of backwards inside stay whole on each rank (4 bytes per param, in fp32) and
-        are reduced with those of the next backward outside. Without ``no_sync`` every backward leaves each rank its
-        shard of the sum only: the same result within rounding, more traffic, far less memory.
+        In one process every backward does that, unless params are updated in backward
+        (``HybridAdam(step_in_backward=True)``): then backwards inside the block do not update them.
+
+        With several ranks, each rank keeps the gradients of all params (fp32, 4 bytes per param) until the next
+        backward outside of the block, which reduces them. Without ``no_sync`` every backward reduces its gradients, and
+        each rank keeps its share only: this takes far less memory and more communication. Both give the same sums
+        within rounding.
         """
         engine = _engine(self)
         not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
@@ -127,14 +139,14 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
-        """All forwards and backwards inside are one step of the schedule: around the micro-batches of a step.
+        """Put the forwards and backwards of all micro-batches of a step inside this block, to schedule them together.
 
-        Gemini records their order the first time, for example two forwards and then their two backwards, and from then
-        on plans over all of them when to gather which weights. The results are the same bits as without. If each
-        backward directly follows its forward, nothing is gained. With several ranks it has no effect.
+        Gemini records their order the first time (for example two forwards, then two backwards). From the next step on
+        it plans for this order when to gather which weights. Results keep their bits. It saves time only where several
+        forwards run before their backwards. With several ranks it has no effect.
 
         Raises:
-            GeminiError: inside of another ``step_scope``.
+            GeminiError: inside another ``step_scope``.
         """
         engine = _engine(self)
         with contextlib.nullcontext() if engine.shards is not None else engine.store.manager.foresight.scope():
@@ -148,15 +160,25 @@ class GeminiDDP(nn.Module):
         *,
         params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all params to a total 2-norm of ``max_norm``; returns the norm before clipping, in
-        fp32 on ``model.device``. Reading its value waits for the GPU.
+        """Clip the gradients of all params to a total 2-norm of ``max_norm``.
 
-        The gradients are scaled when the update reads them, in fp32, by ``max_norm / (norm + 1e-6)`` if that is below
-        1, as ``torch.nn.utils.clip_grad_norm_`` does. ``params``: only those of one of several optimizers.
+        Call it between the last backward of a step and ``optimizer.step()``. Gradients are multiplied by
+        ``max_norm / (norm + 1e-6)`` if this is below 1, as in ``torch.nn.utils.clip_grad_norm_``. The update does this
+        in fp32 when it reads them.
+
+        Args:
+            max_norm: the largest norm, 0 or more.
+            norm_type: must be 2.
+            error_if_nonfinite: raise an error if the norm is inf or NaN.
+            params: clip only these params, for example those of one of several optimizers. By default all.
+
+        Returns:
+            The norm before clipping: one fp32 number on ``model.device``. Reading its value waits for the GPU.
 
         Raises:
             ValueError: for another norm than the 2-norm, a negative ``max_norm``, or params of another model.
-            NonFiniteGradient: with ``error_if_nonfinite``, before anything was touched.
+            NonFiniteGradient: with ``error_if_nonfinite``, before anything is changed.
+            GeminiError: for a model that was sliced by hand, where the norm of the whole is not known.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type}: gradients are clipped by their 2-norm only")
@@ -174,10 +196,10 @@ class GeminiDDP(nn.Module):
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
 
     def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:
-        """Clipping where gradients are kept nowhere (``gradients="transient"``): backward is run twice, as in LOMO.
+        """Clip gradients with ``gradients="transient"``, which keeps none: run backward twice, as LOMO does.
 
-        The one inside the block leaves the norm and nothing else; the one after it updates with the bits that
-        ``clip_grad_norm_(max_norm)`` gives where gradients are kept::
+        The backward inside the block only measures the norm. The backward after it updates the params, with the same
+        bits as ``clip_grad_norm_(max_norm)`` where gradients are kept::
 
             loss = model(**batch).loss
             with model.measuring_grad_norm(1.0) as measured:
@@ -186,32 +208,33 @@ class GeminiDDP(nn.Module):
             optimizer.step()
             print(measured.norm)
 
-        ``retain_graph`` keeps activations for the second one; computing the forward again instead, with the same
-        random numbers, keeps none.
+        ``retain_graph=True`` keeps the activations for the second backward. To save this memory, run the forward a
+        second time instead, with the same random numbers.
 
         Raises:
             ValueError: for a negative ``max_norm``.
-            GeminiError: with other ``gradients``, with several ranks, and if no backward ran inside.
-            NonFiniteGradient: at the end of the block; no weight was changed.
+            GeminiError: with other ``gradients``, with several ranks, and if no backward ran inside the block.
+            NonFiniteGradient: at the end of the block, if a gradient contains inf or NaN. No weight was changed.
         """
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         return _engine(self).stepping.measuring(float(max_norm))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, or with ``set_to_none=False`` let zeros take their place
+        """Drop the gradients of all params. ``set_to_none=False`` sets them to zero instead
         (:meth:`gemini.HybridOptimizer.zero_grad`).
         """
         _engine(self).stepping.discard(to_zero=not set_to_none)
 
     def compile(self, **options: Any) -> None:  # type: ignore[override]
-        """Compile each repeated block in place: ``block.compile(**options)``, the options of ``torch.compile``.
+        """Compile each repeated block in place: ``block.compile(**options)``, with the options of ``torch.compile``.
 
-        The weights of a compiled block are gathered together. Its results are other bits than those of the plain block,
-        and the same ones wherever chunks live. The model as a whole cannot be compiled.
+        All weights of a compiled block are gathered together. Compiled blocks round differently from ordinary ones, but
+        give the same bits wherever chunks are placed. The model as a whole cannot be compiled.
 
         Raises:
-            GeminiError: if the model has no repeated blocks. With the next forward, if there is no room for a block.
+            GeminiError: if the model has no repeated blocks, or is under context parallel.
+            BudgetExceeded: from the next forward, if there is not enough memory to gather a block.
         """
         if "_gemini_context" in self.__dict__:
             raise GeminiError(
@@ -225,13 +248,17 @@ class GeminiDDP(nn.Module):
     def gathered(
         self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, write: bool = False
     ) -> AbstractContextManager[None]:
-        """Show the full weights of ``params`` (all, if None) as ordinary tensors inside the block.
+        """Inside this block ``params`` (by default all) are ordinary tensors with their full weights.
 
-        With ``write=True`` what was written there becomes the fp32 master exactly; elements that were not written keep
-        theirs. An exception inside undoes the writes.
+        With ``write=True`` their values are written back to the exact fp32 masters at the end of the block. Elements
+        that were not changed keep their masters. If the block raises an exception, nothing is written.
+
+        Args:
+            params: one param, or several.
+            write: whether the block may change the values.
 
         Raises:
-            BudgetExceeded: if the computing tier has no room for all of them at once; pass fewer.
+            BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
             ValueError: for params of another model.
         """
         engine = _engine(self)
@@ -243,19 +270,26 @@ class GeminiDDP(nn.Module):
         return engine.gathering.gathered(handles, write=write)
 
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.
+        """A copy of one param on the CPU, in the compute dtype. ``dtype=torch.float32`` gives the exact master.
 
-        For a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` have to call it together. The same
-        goes for :meth:`full_grad` and :meth:`state_dict`.
+        Of a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` must call this together. The same
+        holds for :meth:`full_grad` and :meth:`state_dict`.
+
+        Raises:
+            KeyError: for an unknown name.
         """
         engine = _engine(self)
         return engine.by_names.read_whole(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
-        """A copy of one param's gradient on the CPU, as backward computed it, or None without one.
+        """A copy of one param's gradient on the CPU, as backward computed it, or None if it has none.
 
-        Clipping does not change it before the step. After the step it shows only in the gradient of a param that no
-        optimizer owns, since that gradient is kept.
+        Call it between backward and ``optimizer.step()``. Clipping does not change the copy, since it takes effect in
+        the step. The step consumes the gradients of the optimizer's params; the gradient of a param without an
+        optimizer stays.
+
+        Raises:
+            KeyError: for an unknown name.
         """
         engine = _engine(self)
         handle = engine.by_names[name]
@@ -263,7 +297,9 @@ class GeminiDDP(nn.Module):
         return None if grad is None else engine.by_names.joined(handle, grad)
 
     def memory_report(self) -> MemoryReport:
-        """Per tier "budget", "used" and "peak" in bytes, and under "moved" what crossed each boundary last step."""
+        """Budgets, current and peak bytes of each tier, and what moved and waited in the last step. ``print`` shows a
+        table.
+        """
         engine = _engine(self)
         engine.drain()
         return make_report(
@@ -272,17 +308,18 @@ class GeminiDDP(nn.Module):
         )  # fmt: skip
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
-        """Record whole training steps: where their time went, and what every tier held::
+        """Record whole training steps: what took how long, and what each tier held::
 
             with model.recording() as recording:
                 train_one_step()
             print(recording.timeline)
 
-        Weights, gradients and losses keep their bits. On a GPU every boundary is waited for, so recorded steps are
-        slower there. Per rank: what this process did.
+        Weights, gradients and losses keep their bits. On a GPU recorded steps are slower, because every module is
+        waited for. Each rank records itself only.
 
         Args:
-            trace: of this model and batch, for the floating point operations of a step (else they count as 0).
+            trace: a trace of this model and batch, which has the floating point operations of a step. Without it they
+                are 0.
 
         Raises:
             GeminiError: if the model is being recorded already.
@@ -300,9 +337,12 @@ class GeminiDDP(nn.Module):
         keep_vars: bool = False,
         dtype: torch.dtype | None = None,
     ) -> dict[str, Any]:
-        """Full weights and buffers on the CPU under their original names, in the compute dtype.
+        """All weights and buffers, as copies on the CPU under their original names, in the compute dtype.
 
-        ``dtype=torch.float32`` gives the exact masters. The tensors are copies; ``keep_vars`` is not supported.
+        ``dtype=torch.float32`` gives the exact masters.
+
+        Raises:
+            GeminiError: for ``keep_vars=True``.
         """
         if args:
             destination, prefix, keep_vars = (*args, "", False)[:3]
@@ -314,11 +354,12 @@ class GeminiDDP(nn.Module):
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read_whole(handle, dtype))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load full weights by their original names; fp32 values become masters with every bit.
+        """Load whole weights by their original names. fp32 values become the masters without rounding.
 
         Raises:
-            RuntimeError: as ``nn.Module`` does, for missing or unexpected keys (``strict``) and wrong shapes; then
-                nothing was changed.
+            RuntimeError: for missing or unexpected keys (with ``strict``) and wrong shapes, as ``nn.Module`` does.
+                Nothing was changed then.
+            GeminiError: for ``assign=True``.
         """
         if assign:
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
@@ -327,14 +368,16 @@ class GeminiDDP(nn.Module):
         return load_model_state(self, engine.by_names, state_dict, strict)
 
     def save_pretrained(self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-        """As in transformers: an ordinary directory of safetensors, written shard by shard from where chunks live.
+        """Save a Hugging Face model folder (safetensors), as in transformers. Weights are written one file after
+        another from where they are stored, so it needs little memory.
 
         Args:
-            dtype: None for the compute dtype; ``torch.float32`` writes the exact masters, and says so in the config.
+            dtype: None for the compute dtype. ``torch.float32`` writes the exact masters, and sets this dtype in the
+                config.
 
         Raises:
-            ValueError: for another dtype, or one beside a ``state_dict`` of the caller's.
-            StorageError: if it cannot be written.
+            ValueError: for another dtype, or for ``dtype`` together with ``state_dict``.
+            StorageError: if the folder cannot be written.
         """
         engine = _engine(self)
         engine.drain()

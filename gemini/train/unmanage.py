@@ -19,15 +19,16 @@ from gemini.train.params.handle import ParamHandle, ParamSet
 
 
 def release(model: nn.Module) -> nn.Module:
-    """Give an ordinary model back: the same object, of its original class, its full weights on the CPU in the compute
-    dtype. It can be wrapped again, with other budgets or in another precision.
+    """Make a managed model an ordinary one again: the same object, of its original class, with all its weights on the
+    CPU in the compute dtype. It can be wrapped again, for example with other budgets or in another precision.
 
-    Optimizers of it are of no use any more, and exact masters are gone: save a checkpoint first to go on from it. With
-    several ranks all of them call it, and each gets the whole model.
+    The optimizer states and the exact masters are dropped, and optimizers of the model cannot be used any more. Save a
+    checkpoint first if you want to continue from it. With several ranks, call it on all of them; each gets the whole
+    model.
 
     Raises:
         ValueError: for a model that is not managed.
-        BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
+        BudgetExceeded: if host memory has not enough free bytes for the weights. Nothing was changed.
     """
     if "_gemini_engine" not in model.__dict__:
         raise ValueError(

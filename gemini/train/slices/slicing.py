@@ -69,18 +69,21 @@ class SlicedModel(WholeParams):
 
 
 def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
-    """Leave this rank's slice of every matrix that ``plan`` cuts, in place, for :class:`gemini.GeminiDDP` with the same
-    mesh; which does it by itself for a model that has a plan.
+    """Slice the matrices of ``model`` for tensor parallel, in place: each rank keeps its own slice. Returns ``model``.
+
+    :class:`gemini.GeminiDDP` calls it for a model that has a ``tp_plan``. Call it yourself, before ``GeminiDDP`` and
+    with the same mesh, to give another plan.
 
     Args:
-        model: whole, on every rank of ``tp`` with the same weights.
-        mesh: with a dim ``tp``.
-        plan: names of modules and params (``*`` for numbers) to styles; the model's own ``tp_plan`` by default.
+        model: the whole model, with the same weights on every rank of ``tp``.
+        mesh: a ``DeviceMesh`` with a dimension named ``tp``. Without one the model is not changed.
+        plan: which modules and params to slice, and how: ``{"model.layers.*.mlp.up_proj": "colwise", ...}``, where
+            ``*`` stands for a number. The styles are those of transformers. By default the ``tp_plan`` of the model.
 
     Raises:
-        ValueError: for a model without a plan or with adapters, styles that mean nothing, and sizes that do not divide;
-            nothing is changed then.
-        RankMismatch: on every rank, if they have other weights.
+        ValueError: if there is no plan, a style is unknown, a size is not a multiple of the number of ranks, or the
+            model has adapters, 4-bit weights, or slices already. Nothing was changed.
+        RankMismatch: on all ranks, if their weights differ.
     """
     sliced = cut_whole(model, mesh, plan)
     if sliced is not None:
