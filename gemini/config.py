@@ -21,53 +21,58 @@ class GeminiConfig:
     """How ``GeminiDDP`` manages a model.
 
     Args:
-        precision: dtype of forward and backward. "bf16" (split fp32 master), "fp16" (fp32 master, `gemini.GradScaler`)
-            or "fp32". The optimizer always updates an exact fp32 master. None says nothing: bf16, and in a framework
-            (Trainer, Accelerate, Lightning) what its own flags say, which is fp32 without any.
-        memory: budgets per tier; what is left out is measured.
-        placement: "auto" (what :func:`gemini.plan` chooses for ``trace`` and ``hardware``), a :class:`StaticPlacement`,
-            a :class:`~gemini.planning.plan.Plan` (its homes and moves exactly), or a whole
-            :class:`~gemini.planning.placement.Placement`.
-        gradients: what is kept between backward and update. "retain": one backward per step, +2 bytes per param in half
-            precision (+4 in fp32); a second backward before the step promotes it to "accumulate" if there is room.
-            Replicas (``dp_replicate``) add up in every backward then, and once per step otherwise.
-            "accumulate": fp32 sums, +4 bytes. "accumulate_bf16", with compact states: bf16 sums, +2 bytes, and +1 for
-            what rounding them has lost, which the next addition gets. "transient": nothing; needs
-            ``HybridAdam(step_in_backward=True)``.
-        device: "cuda", "cuda:1", "cpu", or None for "cuda" if there is one, else "cpu".
-        activations: bytes of the ``gpu`` budget to leave to activations and workspaces ("4GiB"). None for what
-            ``trace`` has of them, and for nothing without a trace; no effect without a GPU.
-        offload_activations: where the inputs of checkpointed blocks wait for backward: None (where they are), "cpu"
-            (on a GPU), "nvme", or "auto" (on the CPU if the plan gains by it, which takes a ``trace``). Takes effect
-            where the model checkpoints: ``model.gradient_checkpointing_enable()``.
-        reduce_dtype: what gradients are sent in between ranks: "fp32", "bf16", "fp16", or None for ``precision``. They
-            are divided by the number of ranks before and summed up in fp32, so that the mean does not overflow.
-        max_chunk: elements above which a block of the model is cut into several chunks.
-        trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without one the order of
-            the modules is taken, and the first step that runs says what is needed when.
-        hardware: the machine to plan for, from ``gemini doctor --measure`` or a named one. Without one typical speeds.
-        overlap: let updates, fetches and writes run beside computing. The bits are the same without.
-        update_threads: threads that share an update on the CPU that runs beside computing; None for the processors that
-            computing leaves. Where torch takes them all, None makes updates that need no drive at once, with all.
-        optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own) whose
-            planes the chunks get; the optimizer of the params must have the same one. None for Adam's, which
-            :class:`gemini.HybridAdam` has.
-        states: "exact" (fp32 masters and states: 12 bytes per param with Adam) or "compact" (bf16 weights and 8 more
-            bits of the master, states in 8 bits: 5.03 bytes per param; small params stay exact). In bf16 only, for
-            Adam, Lion and SGD.
-        tile_tokens: let the MLPs of the model, and its output head with its loss, be computed so many tokens at a
-            time, so that neither their inner activations nor logits of a whole sequence ever exist; the rest is
-            computed again in backward. Losses keep their bits, gradients are the same sums in another order, and an
-            output of a training step has no logits. ``trace`` is then to be of the tiled model as well
-            (``gemini.trace(..., tile_tokens=)``). "auto" leaves it to the planner: on, with the size that ``trace``
-            has, where activations do not fit the budget without. None for a model as it is: whether gradients are
-            added up in another order is not for a budget to decide, unless it is asked to.
-        context_attention: how attention is divided over the dimension ``cp`` of a mesh: "ulysses" (each rank computes a
-            part of the heads), "gathered" (each rank gathers all keys and values), or "auto": Ulysses where ``cp``
-            divides the heads.
+        precision: the dtype of forward and backward: "bf16", "fp16" (with `gemini.GradScaler`) or "fp32". The optimizer
+            always updates an exact fp32 master. By default bf16. In Trainer, Accelerate and Lightning the default is
+            what their own flags say, which is fp32 without any flag.
+        memory: how many bytes each tier may hold. Tiers that are left out are measured.
+        placement: where everything is stored. "auto": what :func:`gemini.plan` chooses for ``trace`` and ``hardware``.
+            A :class:`StaticPlacement`: fractions. A :class:`~gemini.planning.plan.Plan`: exactly its homes and moves.
+            Or a whole :class:`~gemini.planning.placement.Placement`.
+        gradients: what is kept between backward and update.
+
+            - "retain": the gradients of one backward per step, in 2 bytes per param in half precision, 4 in fp32. If
+              memory allows, a second backward before the step switches to "accumulate". Replicas (``dp_replicate``)
+              then add up their gradients in every backward, otherwise once per step.
+            - "accumulate": fp32 sums of several backwards, 4 bytes per param.
+            - "accumulate_bf16", only with compact states: bf16 sums (2 bytes per param) and their rounding errors (1
+              byte), which the next addition corrects.
+            - "transient": nothing; params are updated during backward. Needs ``HybridAdam(step_in_backward=True)``.
+        device: "cuda", "cuda:1" or "cpu". By default "cuda" if there is one, else "cpu".
+        activations: how many bytes of the ``gpu`` budget are reserved for activations and workspaces ("4GiB"). By
+            default as many as ``trace`` needs, or none without a trace. No effect without a GPU.
+        offload_activations: where the inputs of checkpointed blocks are kept until backward: None (where they are),
+            "cpu" (only on a GPU), "nvme", or "auto" (on the CPU if that makes the plan faster; needs a ``trace``). Only
+            for models that checkpoint: ``model.gradient_checkpointing_enable()``.
+        reduce_dtype: the dtype in which ranks send gradients to each other: "fp32", "bf16", "fp16", or None for
+            ``precision``. Gradients are divided by the number of ranks before they are sent, so that the mean does not
+            overflow, and are added up in fp32.
+        max_chunk: the largest number of elements in a chunk. Larger blocks of a model are divided into several chunks.
+        trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without a trace Gemini
+            uses the order of the modules, and replaces it by what the first step does.
+        hardware: the machine to plan for, as a :class:`Hardware` (:func:`gemini.planning.machines.load_hardware` reads one
+            from a file of ``gemini doctor --measure``, or knows it by name). By default typical speeds.
+        overlap: whether updates, fetches and writes run at the same time as computing. Results have the same bits
+            without.
+        update_threads: the number of CPU threads for an update that runs during computing. By default those processors
+            that computing does not use. If torch uses all of them, the default is to run updates that need no drive
+            immediately, on all processors.
+        optimizer: the update rule (a :class:`gemini.rules.UpdateRule`: one of ``gemini.optim``, or your own). It
+            decides which states there are, and the optimizer must have the same rule. By default Adam's, which
+            :class:`gemini.HybridAdam` uses.
+        states: "exact": fp32 masters and states, 12 bytes per param with Adam. "compact": bf16 weights with 8 more bits
+            of the master, and states in 8 bits, 5.03 bytes per param; small params stay exact. "compact" needs bf16,
+            and Adam, Lion or SGD.
+        tile_tokens: compute MLPs, and the output head with its loss, this many tokens at a time. Their inner
+            activations and the logits of a whole sequence then never exist in memory, and are computed again in
+            backward. Losses keep their bits; gradients are added up in another order; the output of a training step has
+            no logits. ``trace`` must be of the tiled model too (``gemini.trace(..., tile_tokens=)``). "auto": the
+            planner tiles, with the size that ``trace`` has, if activations do not fit otherwise. None: never.
+        context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
+            of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
+            number of heads.
 
     Raises:
-        ValueError, TypeError: for values that make no sense, naming what is accepted.
+        ValueError, TypeError: for an invalid value. The message says what is accepted.
     """
 
     # None is "not said", until resolved(): all that is handed down from the entrances has a precision.

@@ -26,7 +26,7 @@ def warn(message: str) -> None:
 
 
 class GeminiError(RuntimeError):
-    """Base of the errors below. Catch it to catch anything Gemini refuses on purpose."""
+    """The base class of all errors below. Catch it to catch everything that Gemini raises on purpose."""
 
 
 class BudgetExceeded(GeminiError):
@@ -34,15 +34,17 @@ class BudgetExceeded(GeminiError):
 
 
 class IllegalTransition(GeminiError):
-    """A chunk or a plane was asked to take a step that the table in ``gemini.memory.chunks.states`` does not have."""
+    """A chunk or a plane was asked for a change that the table in ``gemini.memory.chunks.states`` does not allow: a
+    bug.
+    """
 
 
 class PlanMismatch(GeminiError):
-    """A trace, plan, hardware file or checkpoint is of another model, kind or version than what is at hand."""
+    """A trace, plan, hardware file or checkpoint is of another model, kind or version."""
 
 
 class MissingFigure(GeminiError):
-    """A plan or a simulation needs a figure of the hardware that its description does not have."""
+    """A plan or a simulation needs a value that the description of the hardware does not have."""
 
 
 class StorageError(GeminiError):
@@ -50,19 +52,19 @@ class StorageError(GeminiError):
 
 
 class ParamAccessError(GeminiError):
-    """A managed param was read or written where its value is not there to be read or written."""
+    """A managed param was used where its value cannot be read or written."""
 
 
 class NonFiniteGradient(GeminiError):
-    """A gradient holds inf or NaN. Raised before any weight was touched."""
+    """A gradient contains inf or NaN. With updates in backward other params may have been updated; the message says so."""
 
 
 class RankLost(GeminiError):
-    """Another rank died or does not answer. Only a restart from the last checkpoint helps."""
+    """Another rank died or does not answer. Start again from the last checkpoint."""
 
 
 class RankMismatch(GeminiError):
-    """The ranks of one model differ: in model, config or versions at the start, or in what they were asked to do."""
+    """The ranks of one model differ: in model, config or versions at the start, or in what they do later."""
 
 
 _UNITS = {

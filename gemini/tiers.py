@@ -19,7 +19,7 @@ from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 
 
 class Tier(Enum):
-    """A kind of memory, fastest first. The value is its public name in budgets and reports."""
+    """A kind of memory, fastest first. The value is its name in budgets and reports."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -30,24 +30,27 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How many bytes each tier may hold. ``None`` means: measure what is free when the model is wrapped.
+    """How many bytes each tier may hold. A size is a string such as "20GiB" or a number of bytes. Tiers that are left
+    out are measured when the model is wrapped: 80 % of what is free.
 
     Args:
-        gpu: everything that the process may take on the accelerator ("20GiB" or bytes), its context and kernels
-            included. If room for activations is reserved (by a trace or ``GeminiConfig(activations=)``), torch's
-            allocator is limited to what the budget leaves while the model lives, also for tensors that are not managed.
-            Tensors that existed before come on top.
-        cpu: chunks, staging and pools in host memory (the interpreter and activations computed on the CPU come on top).
-        nvme: bytes of the spill file. Without ``nvme_path`` the NVMe tier does not exist.
-        nvme_path: an existing, writable directory ("~": home). The spill file in it has no name and vanishes with
-            the process.
-        durable: keep weights and states in a store in ``nvme_path`` that outlives the process, however it ends.
-            ``save_checkpoint(nvme_path, ...)`` then makes a checkpoint of what training has written there anyway: it
-            adds only what lives in memory, and a record of a few KiB. The store takes two slots on NVMe for every
-            weight and state.
+        gpu: all GPU memory that the process may use, the CUDA context and kernels included. If memory is reserved for
+            activations (by a trace or ``GeminiConfig(activations=)``), torch's allocator is limited to the rest of the
+            budget while the model exists, also for tensors that Gemini does not manage. Tensors that existed before are
+            not counted.
+        cpu: chunks, staging buffers and pools in host memory. The Python process itself and activations that are
+            computed on the CPU are not counted.
+        nvme: the size of the spill file. Needs ``nvme_path``.
+        nvme_path: an existing, writable directory ("~" is your home). Without it there is no NVMe tier. The spill file
+            in it has no name, and its space is free again when the process ends.
+        durable: keep weights and optimizer states in a store in ``nvme_path`` that remains when the process ends, in
+            whatever way. ``save_checkpoint(nvme_path, ...)`` then only adds what is in memory and a record of a few
+            KiB, because training has written the rest already. The store takes twice the space of all weights and
+            states.
 
     Raises:
-        ValueError, TypeError: for sizes that :func:`gemini.errors.parse_bytes` refuses.
+        ValueError, TypeError: for an invalid size (:func:`gemini.errors.parse_bytes`), or for ``nvme`` or ``durable``
+            without ``nvme_path``.
     """
 
     gpu: str | int | None = None

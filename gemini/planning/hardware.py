@@ -63,10 +63,10 @@ class Figure(NamedTuple):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine by name and figures.
+    """A machine: its name, and its figures (speeds, capacities), each with its source.
 
     Raises:
-        ValueError: for a figure that is not in :data:`FIGURES`, or not a positive number.
+        ValueError: for a figure that is not in :data:`FIGURES`, or is not a positive number.
     """
 
     name: str

@@ -33,15 +33,19 @@ Homes = Mapping[PlaneKind, Tier]
 
 @dataclass(frozen=True)
 class StaticPlacement:
-    """Fractions of bytes, each between 0 and 1, met to within one chunk; what no fraction covers lives on the CPU tier.
+    """Place fixed fractions of weights and optimizer states on the tiers. Each fraction is between 0 and 1 and is met
+    to within one chunk. What is not covered stays in host memory.
 
     Args:
-        weights_on_gpu: gathered for good on the accelerator (first chunks first). Ignored with a warning without one.
-        optimizer_on_gpu: residual and states there, so that their update runs there (first chunks first).
+        weights_on_gpu: weights that stay on the GPU (first chunks first). Without a GPU it has no effect, and warns.
+        optimizer_on_gpu: masters and states on the GPU, where they are then updated (first chunks first).
         weights_on_nvme: weights in the spill file (last chunks first).
-        optimizer_on_nvme: residual, states and retained gradients in the spill file (last chunks first).
-        updates_on_gpu: states that live in host memory and are streamed through the accelerator, where their update
-            runs (first chunks first). Ignored with a warning without one.
+        optimizer_on_nvme: masters, states and retained gradients in the spill file (last chunks first).
+        updates_on_gpu: states in host memory that are copied to the GPU for their update, and back (first chunks
+            first). Without a GPU it has no effect, and warns.
+
+    Raises:
+        ValueError: for a fraction outside of 0 to 1, or two that add up to more than 1.
     """
 
     weights_on_gpu: float = 0.0

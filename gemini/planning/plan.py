@@ -24,7 +24,9 @@ VERSION = 1
 
 
 class Moves(NamedTuple):
-    """At the beginning of a moment: chunks whose gathered weights are let go, then those that are gathered."""
+    """What to do at the beginning of a moment: drop the gathered weights of the chunks in ``evict``, then gather those
+    of the chunks in ``fetch``.
+    """
 
     evict: tuple[int, ...] = ()
     fetch: tuple[int, ...] = ()
@@ -32,18 +34,19 @@ class Moves(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Made by :func:`gemini.plan`.
+    """Where everything is stored and what moves when. Made by :func:`gemini.plan`.
 
     Attributes:
-        trace: the step it is for.
-        problem: layout, precision, budgets and the bytes that no plane may take.
+        trace: the step that it is for.
+        problem: layout, precision, budgets, and the bytes that are reserved for other uses.
         placement: the home tier of every plane of every chunk.
-        moves: one per moment of the trace. A step begins with the gathered weights of frozen chunks that the one before
-            left, and without those of trained ones, which an update has overtaken.
-        again: those of every further micro-batch of a step, which begins with what the one before left, of trained
-            chunks too; empty where they are ``moves``.
-        offload_activations: where the inputs of checkpointed blocks wait: None (where they are), "cpu" or "nvme".
-        accumulate: micro-batches of one optimizer step.
+        moves: one :class:`Moves` per moment of the trace, for the first micro-batch of a step. At its beginning,
+            gathered weights of frozen chunks are still there from the step before; those of trained chunks are not, as
+            the update has changed them.
+        again: the same for all further micro-batches of a step, where gathered weights of trained chunks are still
+            there too. Empty if it equals ``moves``.
+        offload_activations: where the inputs of checkpointed blocks are kept: None (where they are), "cpu" or "nvme".
+        accumulate: micro-batches per optimizer step.
     """
 
     trace: MemoryTrace

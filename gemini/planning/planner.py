@@ -78,33 +78,40 @@ def plan(
     optimizer: Any = None,
     states: str = "exact",
 ) -> Plan:
-    """Where every plane of every chunk lives and what moves when, so that a step costs least and no tier overflows.
+    """Choose where the planes of every chunk are stored and what moves when, so that a step is fast and no tier exceeds
+    its budget. (A plane is one kind of data of a chunk: its weights, gradients, or one optimizer state.)
 
     Args:
-        trace: one micro-batch of the step to plan for. Of one that has its step in tiles of tokens too, those are
-            planned for where the step as it is does not fit; the plan's own trace says which it is.
-        hardware: the machine; None for typical speeds, of which only the order matters.
-        budget: bytes per tier of one machine. What a :class:`~gemini.tiers.MemoryBudget` leaves out is the machine's
-            capacity times ``MARGIN``; a mapping has exactly its tiers.
-        precision: as of ``GeminiConfig``; None for the trace's.
-        gradients: as of ``GeminiConfig``.
-        compute: the tier that computes; None for the GPU if there is a budget for one, else the CPU.
-        placement: fixed homes, for which only moves are made; None to choose them.
-        offload_activations: as of ``GeminiConfig``, or "auto": to host memory if the step costs less for it or does
-            not fit without.
-        activations: bytes of the GPU to leave to activations and workspaces; None for what the trace has.
+        trace: one micro-batch of the step to plan for. If it has a tiled form of the step as well, that is used where
+            the ordinary one does not fit; ``plan.trace`` is the one that was used.
+        hardware: the machine. None for typical speeds.
+        budget: bytes per tier of one machine. If a tier is missing in a :class:`~gemini.tiers.MemoryBudget`, most of
+            the machine's capacity is used (``gemini.planning.working.MARGIN`` of it). A mapping has exactly the tiers
+            it names.
+        precision: as in ``GeminiConfig``. By default that of the trace.
+        gradients: as in ``GeminiConfig``.
+        compute: the tier that computes. By default the GPU if it has a budget, else the CPU.
+        placement: fixed homes, for which only moves are planned. By default homes are chosen too.
+        offload_activations: as in ``GeminiConfig``. "auto": to host memory if the step is faster with it, or does not
+            fit without.
+        activations: bytes of GPU memory for activations and workspaces. By default what the trace needs.
         accumulate: micro-batches per optimizer step.
-        ranks: processes that divide the model among them; ``local_ranks`` of them share this machine (default: all).
-        max_chunk: as of ``GeminiConfig``.
-        schedule: what the step's cost is: "overlapped" (the busiest track) or, for ``GeminiConfig(overlap=False)``,
-            "serial" (the sum of all that is done).
-        optimizer: as of ``GeminiConfig``: the update rule, or its spec; None for Adam.
-        states: as of ``GeminiConfig``: "exact" or "compact".
+        ranks: the number of processes that divide the model among them.
+        local_ranks: how many of them are on this machine. By default all.
+        max_chunk: as in ``GeminiConfig``.
+        schedule: which time of a step is made small. "overlapped": that of the busiest of all units that work at the
+            same time. "serial": the sum of everything, for ``GeminiConfig(overlap=False)``.
+        optimizer: as in ``GeminiConfig``: the update rule, or its spec. By default Adam.
+        states: as in ``GeminiConfig``: "exact" or "compact".
+
+    Returns:
+        A :class:`Plan`: for ``GeminiConfig(placement=)``, :func:`gemini.simulate`, or a file.
 
     Raises:
-        BudgetExceeded: if it does not fit, with the numbers and the cheapest change.
+        BudgetExceeded: if the model does not fit. The message has the numbers and the cheapest change.
         MissingFigure: if the hardware lacks a speed that the plan needs.
-        ValueError: for settings that are not known.
+        PlanMismatch: if the trace is not of a whole forward and backward.
+        ValueError: for an unknown setting.
     """
     for name, value, known in (
         ("precision", precision or trace.precision, PRECISIONS),

@@ -18,7 +18,9 @@ VERSION = 1
 
 
 class Track(Enum):
-    """What can be busy at one time, each with its own queue."""
+    """A unit that works on one thing at a time: the processor that computes, a copy direction, a drive, a kind of
+    communication.
+    """
 
     COMPUTE = "compute"
     UPDATE = "update"
@@ -36,8 +38,9 @@ class Track(Enum):
 
 
 class Span(NamedTuple):
-    """A track at work: seconds since the step began, what it did ("forward model.layers.0", "fetch chunk 3"), the
-    moment of the trace (-1 outside of them), the chunk (-1 for none) and the bytes that crossed a boundary.
+    """One piece of work of a track: its start and end (seconds since the step began), its name ("forward
+    model.layers.0", "fetch chunk 3"), the index of its moment in the trace and of its chunk (-1 for none), and the
+    bytes that it moved.
     """
 
     track: Track
@@ -50,7 +53,7 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What the tiers hold from ``seconds`` on: bytes by tier and holder ("weights", "windows", "exp_avg", ...)."""
+    """What the tiers hold from ``seconds`` on: bytes by tier and by holder ("weights", "windows", "exp_avg", ...)."""
 
     seconds: float
     moment: int
@@ -62,18 +65,18 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """One optimizer step, predicted or measured.
+    """One optimizer step, predicted (:func:`gemini.simulate`) or measured (``model.recording()``).
 
     Attributes:
         source: "predicted" or "measured".
-        title: what ran where, for a heading.
-        step_seconds: from the first moment of a step to the first moment of the next one.
-        tokens: positions that one step works on (all micro-batches, all ranks).
+        title: a heading: what ran where.
+        step_seconds: seconds from the start of a step to the start of the next one.
+        tokens: tokens of one step, of all micro-batches and all ranks.
         flops: floating point operations of one step on one rank.
-        spans: in the order of their starts.
+        spans: all pieces of work, in the order of their starts.
         stalls: seconds that computing waited, by cause ("fetch from nvme", "update", ...).
-        moved: bytes over each boundary, named as in ``memory_report()["moved"]`` ("cpu->gpu").
-        samples: what the tiers hold, one at every change, in order of time.
+        moved: bytes moved between two tiers, named as in ``memory_report()["moved"]`` ("cpu->gpu").
+        samples: what the tiers hold, one sample for every change, in the order of time.
         budgets: bytes per tier.
         moments: the label of each moment of the trace, by index.
     """
@@ -96,7 +99,7 @@ class Timeline:
 
     @property
     def busy(self) -> dict[Track, float]:
-        """Seconds that each track worked (overlapping spans of one track counted once)."""
+        """Seconds that each track worked. Spans of one track that overlap are counted once."""
         found: dict[Track, float] = {}
         for track in Track:
             end, total = 0.0, 0.0
@@ -114,7 +117,7 @@ class Timeline:
 
     @property
     def bound_by(self) -> Track:
-        """The track that is busiest: what a faster step would have to speed up first."""
+        """The track that is busiest. To make a step faster, speed this up first."""
         return max(self.busy.items(), key=lambda item: item[1], default=(Track.COMPUTE, 0.0))[0]
 
     def to_json(self) -> str:

@@ -96,13 +96,13 @@ def ranks_along(mesh: DeviceMesh, *names: str) -> list[int]:
 
 
 def data_rank(mesh: DeviceMesh | None = None) -> DataRank:
-    """Which part of the data this process reads: for samplers.
+    """Which part of the data this process must read: its number among the readers, and how many readers there are.
 
         rank, world = gemini.data_rank(mesh)
         sampler = DistributedSampler(data, num_replicas=world, rank=rank, drop_last=True)
 
-    Ranks that differ in ``tp``, ``pp`` or ``cp`` alone read the same samples. Without a mesh every process that
-    torchrun or srun has started reads its own; a process alone reads all.
+    Ranks that differ only in ``tp``, ``pp`` or ``cp`` must read the same samples, so they get the same number. Without
+    a mesh every process that torchrun or srun has started reads its own part; a single process reads everything.
 
     Raises:
         ValueError: for a mesh that :class:`gemini.GeminiDDP` would refuse.

@@ -18,30 +18,29 @@ _FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
 
 
 class MemoryReport(dict[str, Any]):
-    """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``; ``str(report)`` is a small table.
+    """``report["cpu"]["peak"]`` in bytes, ``report["moved"]["nvme->cpu"]``, and so on. ``print(report)`` shows a table.
 
-    With several ranks the tiers are those of this rank, and "sent" has the bytes it sent in the last step, by
-    collective.
+    Its keys:
 
-    "speculation" has how many updates inside backward that were guesses (``HybridAdam(speculate=True)``) were "kept",
-    and how many "undone" (or not made, where no slot was free), since the model was wrapped.
+    - "gpu", "cpu", "nvme": for each tier "budget", "used", "peak" and "holders" (bytes by what uses them). With several
+      ranks, those of this rank.
+    - "moved": bytes moved between two tiers in the last step.
+    - "sent": with several ranks, bytes that this rank sent in the last step, by collective.
+    - "stalls": seconds that the training thread waited in the last step (from the end of one ``optimizer.step()`` to
+      the end of the next), by cause, the longest first. Causes are for example "fetch from nvme" (waiting for weights),
+      "gradient landing", "update", "activation", and with several ranks "other ranks", "all-gather" and
+      "reduce-scatter". If one wait happens inside another, all of it counts for the outer one.
+    - "params": the number of managed params. "bytes_per_param": bytes of weights and states. "grad_bytes_per_param":
+      bytes reserved for gradients between backward and update. Both are per trained param.
+    - "tile_tokens": as in the config, or with "auto" what the planner chose. None: not tiled.
+    - "speculation": how many of the updates that ``HybridAdam(speculate=True)`` made during backward were "kept" and
+      how many "undone" (or not made, for lack of room), since the model was wrapped.
+    - "allocator", on CUDA: torch's "allocated" and "reserved" bytes, their peaks ("allocated_peak", "reserved_peak"),
+      and "driver", the bytes of the GPU that all programs use. Compared with what Gemini manages: "unmanaged" bytes are
+      allocated by torch for something else (activations, workspaces, your own tensors), "cached" ones are reserved by
+      torch and not in use (fragmentation too), and "elsewhere" are not torch's (CUDA itself, other programs).
 
-    "stalls" has the seconds that the training thread waited in the last step, from the end of the ``optimizer.step()``
-    before to its own end, by cause, the longest first: "fetch from nvme" and the like for weights that a module needs,
-    "gradient landing", "update", "activation", and with several ranks "other ranks", "all-gather" and "reduce-scatter".
-    Where one wait has another in it, all of it counts to the outer one's cause.
-
-    Each tier has "budget", "used", "peak" and "holders" (bytes by what holds them). "params" counts the managed params,
-    "bytes_per_param" their persistent planes (weights, residual, states) and "grad_bytes_per_param" what is reserved
-    for gradients between backward and update, both over the params that are trained. "tile_tokens" is what the config
-    said, or with "auto" what the planner chose: None for a model that is computed as it is.
-
-    On CUDA "allocator" has what others say of the same memory: torch's "allocated" and "reserved" bytes with their
-    peaks ("allocated_peak", "reserved_peak"), and "driver", what is used of the GPU by whatever program. Reconciled
-    with the ledger: "unmanaged" bytes are allocated by torch and by nothing that is managed here (activations, the
-    program's own tensors, workspaces), "cached" ones are reserved by torch and used by nobody (fragments are in here),
-    "elsewhere" are the driver's and not torch's (CUDA itself, other programs). There a wait of the GPU for weights is
-    none of the training thread, so "stalls" does not have it.
+    On CUDA "stalls" does not contain the time in which the GPU waits for weights, since the training thread does not.
     """
 
     def __str__(self) -> str:

@@ -70,9 +70,9 @@ def test_what_cannot_be_streamed_is_refused() -> None:
         Placement((homes,), frozenset({3}))
     problem = problem_of(layout=layout_of(2, frozen=(1,)))
     both = Placement((homes, {WEIGHTS: CPU}), frozenset({0, 1}))
-    with pytest.raises(ValueError, match=r"chunks \[1\], which are frozen"):
+    with pytest.raises(ValueError, match=r"frozen chunks \[1\]: leave them out"):
         check_fits(problem, both)
-    with pytest.raises(ValueError, match="and there is none"):
+    with pytest.raises(ValueError, match="this machine has none"):
         check_fits(replace(problem, compute=CPU, budgets={CPU: MUCH}), replace(both, streamed=frozenset({0})))
 
 

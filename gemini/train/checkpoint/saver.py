@@ -197,22 +197,25 @@ class Saver(WriteObserver):
 
 
 class PendingCheckpoint:
-    """A checkpoint that may still be being written."""
+    """A checkpoint that may still be being written; what :func:`save_checkpoint` returns."""
 
     def __init__(self, saver: Saver):
         self._saver = saver
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Whether writing has ended, successfully or not."""
         return self._saver.done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Block until the checkpoint is whole under its name.
+        """Block until the checkpoint is complete.
+
+        Args:
+            timeout: the longest time to wait, in seconds. By default without limit.
 
         Raises:
-            StorageError: if it could not be written, with several ranks on every rank and naming the one that failed;
-                an existing checkpoint is as it was.
-            TimeoutError: if it is still being written after ``timeout`` seconds; it goes on.
+            StorageError: if it could not be written; with several ranks on all of them, with the rank that failed. An
+                existing checkpoint is unchanged.
+            TimeoutError: if it is not complete after ``timeout`` seconds. Writing continues.
         """
         self._saver.join(timeout)
         self._saver.raise_if_unseen()

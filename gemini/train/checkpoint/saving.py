@@ -57,37 +57,39 @@ def save_checkpoint(
     *,
     wait: bool = True,
 ) -> PendingCheckpoint:
-    """Write masters, states, step counts, buffers, scheduler, loss scale, RNG states and ``extra`` to ``directory``.
+    """Save everything that is needed to continue training: masters, optimizer states, step counts, buffers, scheduler,
+    loss scale, random number generators, and ``extra``.
 
-    An existing checkpoint there is replaced only when the new one is complete. Call it between steps. With several
-    ranks all of them call it with the same directory, which they must share; each writes what it keeps, RNG states are
-    kept of every rank, and buffers, scheduler and ``extra`` are those of the first rank.
+    An existing checkpoint is replaced only when the new one is complete. Call it between steps. With several ranks,
+    call it on all of them with the same directory, on a file system that they share. Each rank writes its own part.
+    Buffers, scheduler and ``extra`` are those of the first rank; random number generators are saved for each rank.
 
     Args:
-        directory: its parent must exist; or the ``nvme_path`` of a ``MemoryBudget(durable=True)``, where the call is a
-            commit of what training has written. Taken as it is at the call: a relative path is made absolute, a
-            symbolic link stays one and the data land where it points. The folder itself is renamed, so it cannot be
-            the working folder or a mount point.
+        directory: where to save; its parent must exist. The folder itself is replaced, so it cannot be the working
+            folder or a mount point. A symbolic link is kept, and the data go where it points. With
+            ``MemoryBudget(durable=True)`` it may be the ``nvme_path``: then only what training has not written there
+            yet is saved.
         model: a GeminiDDP model.
         optimizer: the HybridAdam or HybridOptimizer of that model.
-        scheduler: anything with ``state_dict()`` of plain values.
-        extra: plain values and dense tensors of any dtype (the data position, for example), given back by
-            :func:`load_checkpoint` on the CPU.
-        wait: False writes behind the training, which goes on: what is written is the state of this call, because an
-            update waits until what it is about to change has been written. No copy of the model is made; the memory
-            that states on NVMe or a GPU pass through is reserved as "checkpoint", and where the budget has no room for
-            it the checkpoint is written at once, with a warning.
+        scheduler: any object with a ``state_dict()`` of plain values.
+        extra: plain values and dense tensors, for example the position in the data. :func:`load_checkpoint` returns
+            them, on the CPU.
+        wait: False saves in the background while training continues. What is saved is the state at this call: an update
+            waits until the data that it changes are written. The model is not copied. Buffers for states on NVMe or a
+            GPU are reserved as "checkpoint"; if the cpu budget has no room for them, the checkpoint is written before
+            the call returns, with a warning.
 
     Returns:
-        A handle, whose ``wait()`` lets the checkpoint become whole, or raises what went wrong. A failure nobody has
-        waited for is raised by the next ``save_checkpoint``. Another save or load waits for a pending one first, and so
-        do the end of the model and of the program.
+        A handle. Its ``wait()`` blocks until the checkpoint is complete, and raises the error if saving failed. If you
+        do not call it, the next ``save_checkpoint`` raises that error. The next save or load, and the end of the
+        program, wait until the checkpoint is complete.
 
     Raises:
-        GeminiError: between backward and step (gradients are not saved).
-        StorageError: if it cannot be written, on every rank and naming the rank where it failed; an existing
-            checkpoint is as it was.
-        TypeError: if scheduler, buffers or extra hold what is not plain; nothing was written.
+        GeminiError: between backward and step, since gradients are not saved.
+        StorageError: if writing fails; on all ranks, with the rank where it failed. An existing checkpoint is
+            unchanged.
+        TypeError: if the scheduler, a buffer or ``extra`` contains something else than plain values and dense tensors.
+            Nothing was written.
     """
     engine = _engine(model)
     refusal: Exception | None = None
@@ -157,20 +159,19 @@ def save_checkpoint(
 def load_checkpoint(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any = None
 ) -> Any:
-    """Make ``model``, ``optimizer`` and ``scheduler`` what they were; returns ``extra``.
+    """Load a checkpoint into ``model``, ``optimizer`` and ``scheduler``. Returns the ``extra`` that was saved.
 
-    Budgets, tiers and the number of ranks may be others than when it was saved. Rank r takes the RNG states of the
-    saved rank r; ranks beyond the saved ones keep their own. With several ranks all of them call it. Ctrl-C while the
-    model is overwritten takes effect when all of it is.
+    Budgets, placement and the number of ranks may differ from those when it was saved. With several ranks, call it on
+    all of them. Rank r restores the random number generators of the saved rank r; further ranks keep their own. Ctrl-C
+    during loading takes effect when the model is complete.
 
-    Exact states go into a model that keeps compact ones, and compact ones into one that keeps them exact. In the first
-    case a warning says how much was lost.
+    A checkpoint with exact states can be loaded into a model with compact ones, and the other way round. The former
+    warns how much precision was lost.
 
     Raises:
-        StorageError: if it is missing, damaged, or holds what :func:`save_checkpoint` does not write; nothing was
-            changed, on any rank.
-        PlanMismatch: if it was saved for another model, precision or update rule, other groups or buffers, or another
-            kind of scheduler; nothing was changed.
+        StorageError: if the checkpoint is missing, damaged, or not one. Nothing was changed, on any rank.
+        PlanMismatch: if it is of another model, precision, update rule, kind of scheduler, or has other param groups or
+            buffers. Nothing was changed.
     """
     with ExitStack() as using:
         return _load(directory, model, optimizer, scheduler, using)

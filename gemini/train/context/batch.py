@@ -19,26 +19,27 @@ IGNORED = -100
 
 
 def sequence_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
-    """This rank's part of a batch for a causal language model, along ``cp`` of the mesh: ``model(**part)``.
+    """This rank's part of a batch for a causal language model, along ``cp`` of the mesh. Call ``model(**part)`` with
+    it.
 
-    Labels are shifted before they are cut, so that the last token of a part is compared with the first one of the next.
-    The mean of the ranks' losses is the mean over all labelled tokens of the batch (``labels`` of -100 do not count),
-    however they are distributed over the parts, and the gradients are those of that mean.
+    Labels are shifted before they are cut, so the last token of a part still predicts the first token of the next part.
+    The mean of the losses of all ranks is the mean over all labelled tokens of the batch (``labels`` of -100 do not
+    count), however many are in each part. Gradients are those of this mean.
 
     Args:
-        batch: ``input_ids`` (batch x tokens) or ``inputs_embeds`` (batch x tokens x width), ``labels`` as transformers
-            takes them (not shifted; or ``shift_labels``), and more tensors whose second dim is that of tokens. An
-            ``attention_mask`` may have padding at the end, with labels of -100. ``num_items_in_batch`` is what the sum
-            of losses is divided by, if that is not the number of rated tokens of this batch.
-        mesh: without a dimension ``cp`` of two or more, or None, the batch comes back as it is.
+        batch: ``input_ids`` (batch x tokens) or ``inputs_embeds`` (batch x tokens x width); ``labels`` as in
+            transformers (not shifted), or ``shift_labels``; and any other tensors whose second dimension is the tokens.
+            An ``attention_mask`` may only hide padding at the end, where labels must be -100. ``num_items_in_batch``:
+            what the sum of the losses is divided by, if it is not the number of labelled tokens of this batch.
+        mesh: None, or a mesh without a dimension ``cp`` of 2 or more, returns the batch unchanged.
 
     Returns:
-        Tensors alone, so that the whole can be moved to a device: the parts, ``position_ids``, ``shift_labels``,
-        ``num_items_in_batch`` and ``sequence_part``, by which the model recognizes a part.
+        A dict of tensors: the parts, ``position_ids``, ``shift_labels``, ``num_items_in_batch``, and ``sequence_part``,
+        by which the model recognizes a part.
 
     Raises:
-        ValueError: for a length that ``cp`` does not divide, padding elsewhere, packed sequences (``position_ids`` that
-            begin again), and tensors that cannot be cut.
+        ValueError: if ``cp`` does not divide the number of tokens, for padding elsewhere than at the end, for packed
+            sequences (``position_ids`` that start again), and for tensors that cannot be cut.
     """
     size = 1 if mesh is None else size_of(mesh, "cp")
     if size == 1 or mesh is None:

@@ -44,26 +44,27 @@ def from_config(
     mesh: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """A managed transformers model with fresh weights, which are drawn straight into their home tiers.
+    """A managed transformers model with new random weights, which are initialized directly in their home tiers.
 
-    Host memory takes ``gemini.train.loading.paging.ROOM`` bytes of params at once, or twice the largest one, whatever
-    the size of the model. The values are those that ``model_class.from_config(hf_config)`` draws from the same seed (on
-    several ranks: from the state of the first rank's generator).
+    Whatever the size of the model, host memory needs only ``gemini.train.loading.paging.ROOM`` bytes beside its budget,
+    or twice the largest param. The weights are those that ``model_class.from_config(hf_config)`` gives with the same
+    seed. With several ranks the random number generator of the first rank is used.
 
     Args:
-        hf_config: a transformers config object.
-        config: how to manage the model.
-        model_class: a model class or an auto class of transformers; by default what ``hf_config.architectures`` names,
-            else ``AutoModelForCausalLM``.
-        attn_implementation: "eager", "sdpa", "flash_attention_2", ... (or a dict by sub-config), as in transformers.
-            None or "auto": what ``hf_config`` says; else FlashAttention on a GPU in half precision where the package
-            is installed and the model has it, unless deterministic algorithms are on; else what transformers chooses.
+        hf_config: a config object of transformers.
+        config: the settings, as for :class:`gemini.GeminiDDP`.
+        model_class: a model class or an auto class of transformers. By default the class in
+            ``hf_config.architectures``, else ``AutoModelForCausalLM``.
+        attn_implementation: "eager", "sdpa", "flash_attention_2", ... as in transformers (or a dict by sub-config). By
+            default, or with "auto", what ``hf_config`` says. If it says nothing: FlashAttention on a GPU in half
+            precision, if the package is installed, the model supports it and deterministic algorithms are off; else the
+            choice of transformers.
         process_group, mesh: as for :class:`gemini.GeminiDDP`.
-        **kwargs: for the model class: ``dtype=`` (by default that of ``hf_config``), ...
+        **kwargs: passed to the model class, for example ``dtype=`` (by default that of ``hf_config``).
 
     Raises:
-        BudgetExceeded: before anything is drawn, if the budgets cannot hold the model.
-        ValueError: if no model class follows from the config, and for FlashAttention where it cannot run.
+        BudgetExceeded: if the model does not fit, before anything is initialized.
+        ValueError: if no model class follows from the config, or if FlashAttention cannot run.
         TypeError: for a path or a dict instead of a config object.
     """
     if isinstance(hf_config, (str, os.PathLike, dict)):

@@ -56,33 +56,32 @@ def from_pretrained(
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """A managed transformers model whose weights are streamed into their home tiers.
+    """Load a transformers model from a folder into a managed model. Its weights are streamed into their home tiers.
 
-    Host memory takes a param at a time (all experts of a layer at a time, where transformers fuses them), whatever the
-    size of the model; over ``tp`` and ``ep`` the slice of it that is here. As in transformers: the dtype is the
-    checkpoint's unless ``dtype=`` says otherwise, missing and unexpected keys are reported, params that the checkpoint
-    lacks are initialized, and the model is in ``eval()`` mode.
+    Whatever the size of the model, host memory needs only one param at a time beside its budget (all experts of a layer
+    together, where transformers fuses them); with ``tp`` and ``ep`` only this rank's slice of it. As in transformers,
+    the dtype is that of the files unless you give ``dtype=``, missing and unexpected keys are reported, missing params
+    are initialized, and the model is in ``eval()`` mode.
 
     Args:
-        path: a directory of transformers (or a name it resolves) with safetensors, in one file or with an index.
-        config: how to manage the model.
-        model_class: a model class or an auto class of transformers; by default what ``config.json`` names.
-        adapt: changes the model before its chunks are placed and returns what is to be managed, for example
-            ``lambda model: peft.get_peft_model(model, lora_config)``. The weights of the files cannot be read yet; what
-            it adds is kept as it is.
+        path: a transformers folder with safetensors, in one file or with an index; or a name that transformers finds.
+        config: the settings, as for :class:`gemini.GeminiDDP`.
+        model_class: a model class or an auto class of transformers. By default the class in ``config.json``.
+        adapt: a function that changes the model before it is placed and returns it, for example
+            ``lambda model: peft.get_peft_model(model, lora_config)``. It cannot read the weights of the files yet. The
+            values of what it adds are kept.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
-        process_group, mesh: as for :class:`gemini.GeminiDDP`; every rank reads the files and keeps its part; over
+        process_group, mesh: as for :class:`gemini.GeminiDDP`. Every rank reads the files and keeps its part. With
             ``tp`` and ``ep`` it reads only its slices.
-        output_loading_info: also return the dict of missing, unexpected and mismatched keys.
-        **kwargs: for ``from_pretrained`` of the model class: ``dtype=``, ``key_mapping=``, ...
+        output_loading_info: return ``(model, info)``, where ``info`` has the missing, unexpected and mismatched keys.
+        **kwargs: passed to ``from_pretrained`` of the model class, for example ``dtype=`` or ``key_mapping=``.
 
     Raises:
-        BudgetExceeded: before a weight is read, if the budgets cannot hold the model.
-        OSError: as transformers, for a path that is no model.
-        StorageError: for a file of weights that is damaged, naming it.
-        ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``; and if
-            ``adapt`` computed with weights that are not there yet (as DoRA's start does). For FlashAttention where it
-            cannot run.
+        BudgetExceeded: if the model does not fit, before a weight is read.
+        OSError: as transformers, if ``path`` is not a model.
+        StorageError: if a file is damaged; the message names it.
+        ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``. Also if
+            ``adapt`` computes with weights, which are not loaded yet (as DoRA does), or if FlashAttention cannot run.
     """
     refuse_config_fields("gemini.from_pretrained(path, ", kwargs)
     need_transformers("gemini.from_pretrained")

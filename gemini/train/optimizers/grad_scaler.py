@@ -29,19 +29,19 @@ from gemini.train.sharding.shards import Shards
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for losses of managed models: the same methods, the same numbers.
+    """``torch.amp.GradScaler`` for losses of managed models in fp16: the same methods and the same numbers.
 
     Args:
-        device: type of the device losses are on; None for "cuda" if there is one, else "cpu".
-        init_scale: what losses are multiplied by at first.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without inf or NaN.
-        backoff_factor: what it is multiplied by after a step that was skipped.
-        growth_interval: steps.
+        device: the type of device that the losses are on. By default "cuda" if there is one, else "cpu".
+        init_scale: the first loss scale.
+        growth_factor: the scale is multiplied by this after ``growth_interval`` steps in a row without inf or NaN.
+        backoff_factor: the scale is multiplied by this after a step with inf or NaN, which is skipped.
+        growth_interval: the number of steps before the scale grows.
         enabled: if False, losses are not scaled and ``step`` is ``optimizer.step()``.
 
-    One scaler serves several losses, models and optimizers. ``get_scale``, ``is_enabled``, ``state_dict`` and the rest
-    are torch's. On several ranks a step is skipped on all of them or on none. After a skipped step gradients of managed
-    params are dropped, as every step does.
+    One scaler can be used for several losses, models and optimizers. ``get_scale``, ``is_enabled``, ``state_dict`` and
+    the other methods are those of torch. With several ranks a step is skipped on all of them or on none. A skipped step
+    drops the gradients of managed params, as every step does.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class GradScaler(torch.amp.GradScaler):
         self._current: Scale | None = None
 
     def scale(self, outputs: Any) -> Any:
-        """A loss (or several, in lists or tuples) times the scale.
+        """Multiply a loss (or several, in lists or tuples) by the loss scale.
 
         Raises:
-            ValueError: for what is neither a tensor nor an iterable of tensors.
+            ValueError: for something that is neither a tensor nor an iterable of tensors.
         """
         if not self._enabled:
             return outputs
@@ -82,14 +82,15 @@ class GradScaler(torch.amp.GradScaler):
         return map(self._tell, scaled)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let gradients be seen as the loss gives them, by clipping above all. Optional, after the last backward.
+        """Show gradients without the loss scale, for example to clip them. Optional; call it after the last backward of
+        a step.
 
-        On a GPU the host waits here for what the kernels found in the gradients, once in a step.
+        On a GPU the host waits here, once per step, for the check of the gradients.
 
         Raises:
-            RuntimeError: if it was done already, or after :meth:`step`.
+            RuntimeError: if it was called already in this step, or after :meth:`step`.
             GeminiError: for gradients of a managed model whose loss was not scaled.
-            RankMismatch: if ranks have scaled their losses differently.
+            RankMismatch: if the ranks have scaled their losses differently.
         """
         super().unscale_(optimizer)
 

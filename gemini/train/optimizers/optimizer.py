@@ -35,33 +35,33 @@ Group = dict[str, Any]
 
 
 class HybridOptimizer(torch.optim.Optimizer):
-    """The optimizer of a rule.
+    """An optimizer with any update rule. Exact fp32 masters are updated on the tier where the states are stored.
+
+    It is a ``torch.optim.Optimizer``: param groups, LR schedulers and ``state_dict`` work as in torch.
 
     Args:
-        params: params or param groups, managed or not; may be made before or after ``GeminiDDP(model)``. A param
-            belongs to the optimizer that was given it last, and starts anew there (no steps, states of zero), as in
-            torch; in bf16 the residual stays, which is the other half of the model's master.
-        rule: what an update is. The model of managed params was wrapped with ``GeminiConfig(optimizer=rule)``.
-        step_in_backward: update params inside ``loss.backward()`` as soon as the gradients of their chunk are there.
-            They cannot be clipped then, but for ``speculate``. With ``GeminiConfig(gradients="transient")`` they are
-            used from where they were computed and take no memory of their own; with "retain" or "accumulate" they wait
-            in their planes, and all backwards of a step but the last go inside ``model.no_sync()``. ``step()`` still
-            ends every step.
-        speculate: with ``step_in_backward`` and gradients that are kept: updates inside backward are guesses, made as
-            if the step clipped nothing and all were finite. A step that asks for just these keeps them; else they are
-            undone, and it makes its own. The bits are always those of ``step_in_backward=False``, and so is all
-            else: what may be clipped, read, skipped or raised between backward and step. Guessed are chunks that the
-            host updates, while most of the last steps were not clipped: those whose weights and states are in a durable
-            store (``MemoryBudget(durable=True)``), and those for which memory has room to keep what is overwritten.
-            Others are updated by ``step()``. ``model.memory_report()`` counts updates that were kept and undone. None:
-            without ``step_in_backward``, on a durable store, guesses begin by themselves when most of the last eight
-            steps clipped nothing and waited for updates; False: never.
-        hypers: hyperparameters of the rule, for groups that do not say others.
+        params: params or param groups, managed or not. The optimizer may be created before or after
+            ``GeminiDDP(model)``. A param belongs to the optimizer that got it last, where its states and step count
+            start at zero, as in torch. In bf16 its master keeps all its bits.
+        rule: the update rule. The model must be wrapped with ``GeminiConfig(optimizer=rule)``.
+        step_in_backward: update params during ``loss.backward()``, as soon as all gradients of their chunk are known.
+            They cannot be clipped then, except with ``speculate``. With ``GeminiConfig(gradients="transient")``
+            gradients take no memory of their own; with "retain" or "accumulate" they are kept, and all backwards of a
+            step except the last must be inside ``model.no_sync()``. Still call ``step()`` at the end of every step.
+        speculate: make the updates of ``step_in_backward`` as guesses: as if gradients were finite and not clipped. If
+            the step then asks for exactly these updates they are kept, else they are undone and made again. Results
+            always have the bits of ``step_in_backward=False``, and gradients may be clipped and read as without it.
+            Needs gradients that are kept. Guesses are made for chunks that the CPU updates, if most of the last steps
+            were not clipped, and if either the states are in a durable store (``MemoryBudget(durable=True)``) or memory
+            has room for the old values. ``model.memory_report()`` counts the updates that were kept and undone. By
+            default (None), without ``step_in_backward`` and on a durable store, guessing starts when most of the last
+            eight steps clipped nothing and waited for updates. False: never.
+        hypers: hyperparameters of the rule, the defaults of all groups.
 
     Raises:
-        ValueError: for hyperparameters out of range, also in groups, and for those the rule does not have, and for
-            ``speculate`` without ``step_in_backward``; no param was taken over.
-        TypeError: for hyperparameters that are no numbers.
+        ValueError: for a hyperparameter that is out of range or that the rule does not have, also in a group, and for
+            ``speculate`` without ``step_in_backward``. No param was taken over.
+        TypeError: for a hyperparameter that is not a number.
         GeminiError: for params of a model that was wrapped for another rule.
     """
 
@@ -129,13 +129,12 @@ class HybridOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
 
-        Keys of the group that no optimizer interprets are labels and stay in it
-        (:mod:`gemini.train.optimizers.checks`).
+        Keys that no optimizer uses are kept as labels.
 
         Raises:
-            ValueError, TypeError: for hyperparameters that make no sense or that the rule does not have, and if it
-                would own params of two GeminiDDP models; nothing was changed.
-            GeminiError: for params of a model that was wrapped for another rule; nothing was changed.
+            ValueError, TypeError: for hyperparameters that are invalid or that the rule does not have, and for params
+                of a second GeminiDDP model. Nothing was changed.
+            GeminiError: for params of a model that was wrapped for another rule. Nothing was changed.
         """
         if isinstance(param_group, dict):
             self.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
@@ -155,20 +154,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         return [handle for handle in map(handle_of, self._params()) if handle is not None]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Update every param that has a gradient; params without one are skipped, their step count too.
+        """Update every param that has a gradient. Params without a gradient are skipped, and so are their step counts.
 
-        Gradients of managed params are consumed. In fp16 a step with inf or NaN after plain backwards is skipped as a
-        whole and lowers the model's own loss scale; with a ``gemini.GradScaler`` call its ``step(optimizer)``.
+        The gradients of managed params are consumed. In fp16, a step with inf or NaN is skipped as a whole and lowers
+        the loss scale of the model; with a ``gemini.GradScaler`` call ``scaler.step(optimizer)`` instead.
 
-        On CUDA the host waits for nothing here where all is on the GPU: that clips by itself, and changes no weight if
-        a gradient holds inf or NaN, which is told before the next backward takes its first gradient, or by what waits
-        for updates before (a checkpoint, ``memory_report()``). Where the host has a part in the updates, in fp16 and
-        with several ranks, it waits once in a step for what the kernels found in the gradients: in ``clip_grad_norm_``
-        if it is called, else here; with ``step_in_backward`` here, for updates on the device, and never in backward.
+        When the host waits for the GPU: if everything is on the GPU, never in this call; an error about inf or NaN then
+        comes from the next backward, or from what waits for updates before it (a checkpoint, ``memory_report()``). If
+        the CPU makes some of the updates, in fp16 and with several ranks, once per step: in ``clip_grad_norm_`` if it
+        is called, else here.
 
         Raises:
-            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed, unless ``step_in_backward`` had
-                updated other params: then it says so. ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises it
+            NonFiniteGradient: in bf16 and fp32, naming the param. Nothing was changed, unless ``step_in_backward`` has
+                updated other params; the message says so. ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises it
                 before the step.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
@@ -221,11 +219,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this optimizer's params. With ``set_to_none=False`` zeros stand in their place, with
-        which :meth:`step` updates what gets no other gradient, as in torch.
+        """Drop the gradients of this optimizer's params. ``set_to_none=False`` sets them to zero instead; :meth:`step`
+        then updates params that get no other gradient too, as in torch.
 
         Raises:
-            GeminiError: for zeros with ``GeminiConfig(gradients="transient")``.
+            GeminiError: for ``set_to_none=False`` with ``GeminiConfig(gradients="transient")``.
         """
         handles = []
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
@@ -241,12 +239,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             stepping_of(handles[0]).discard(handles, to_zero=not set_to_none)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
-        """The states of one managed param by name, on the CPU: "step", those of the rule ("exp_avg", "exp_avg_sq" of
-        Adam) and in bf16 "residual".
+        """The states of one managed param, as tensors on the CPU: "step", those of the rule (for Adam "exp_avg" and
+        "exp_avg_sq"), and in bf16 "residual", the other 16 bits of the master.
 
         Raises:
-            KeyError: if the optimizer owns no managed param of that name.
-            GeminiError: if another optimizer has taken it over since.
+            KeyError: if the optimizer has no managed param of that name.
+            GeminiError: if another optimizer has taken the param over.
         """
         owner = self._owner_of(self._params())
         handle = None if owner is None else owner.by_names[name]
@@ -265,13 +263,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self._owner_of(self._params())
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's form: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
+        """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
-        States are whole, on the CPU, Adam's in fp32. For bf16 params "residual" (int16) is the other half of
-        the master.
+        States are whole tensors on the CPU, for Adam in fp32. A bf16 param also has "residual" (int16), the other 16
+        bits of its master.
 
         Raises:
-            GeminiError: for params that another optimizer has taken over since.
+            GeminiError: if another optimizer has taken some of the params over.
         """
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
@@ -290,17 +288,16 @@ class HybridOptimizer(torch.optim.Optimizer):
     @told_to_all("optimizer.load_state_dict")
     @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave; :class:`HybridAdam` also takes the state of ``torch.optim.AdamW``, or with
-        ``decoupled=False`` (or without weight decay, where both are the same) of ``torch.optim.Adam``.
+        """Load what :meth:`state_dict` returned. :class:`HybridAdam` also loads the state of ``torch.optim.AdamW``, or,
+        with ``decoupled=False`` or without weight decay, of ``torch.optim.Adam``.
 
-        States keep the dtypes of the rule whatever the param's. Hyperparameters and labels of the groups become the
-        loaded ones. The other half of a master of another precision ("residual", "master") is left out: weights are the
-        model's.
+        States have the dtypes of the rule, whatever the dtype of the param. The groups get the loaded hyperparameters
+        and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
 
         Raises:
-            ValueError, TypeError: for other groups, the state of another optimizer, and values that no update can have
-                left, naming the param and the key; nothing was changed.
-            GeminiError: for params that another optimizer has taken over since.
+            ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can
+                have produced; the message names the param and the key. Nothing was changed.
+            GeminiError: if another optimizer has taken some of the params over.
         """
         states_of.check_owned(self, self._handles())
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -329,8 +326,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             then(self)
 
     def start_anew(self) -> None:
-        """Forget the states and step counts of every param, and take over those that another optimizer has by now:
-        as if this one had just been made.
+        """Drop the states and step counts of all params, as if this optimizer had just been created. Params that
+        another optimizer has taken over belong to this one again.
         """
         params = self._params()
         with WHOLE:
@@ -434,22 +431,23 @@ class HybridOptimizer(torch.optim.Optimizer):
 
 
 class HybridAdam(HybridOptimizer):
-    """AdamW (``decoupled=True``; Loshchilov and Hutter, 2019) or Adam with L2 (``decoupled=False``; Kingma and Ba,
-    2015): :class:`HybridOptimizer` with the rule of every model that was not wrapped for another one.
+    """AdamW (Loshchilov and Hutter, 2019), or with ``decoupled=False`` Adam with L2 regularization (Kingma and Ba,
+    2015). It is a :class:`HybridOptimizer` with the rule that models are wrapped for by default.
 
     Args:
-        params: as of :class:`HybridOptimizer`.
+        params: as in :class:`HybridOptimizer`.
         lr: learning rate.
-        betas: decay rates of ``exp_avg`` and ``exp_avg_sq``.
+        betas: decay rates of the moments ``exp_avg`` and ``exp_avg_sq``.
         eps: added to the denominator.
-        weight_decay: decoupled decay, or the L2 coefficient.
-        decoupled: AdamW or Adam.
-        step_in_backward, speculate: as of :class:`HybridOptimizer`.
+        weight_decay: the decoupled weight decay of AdamW, or the L2 coefficient of Adam.
+        decoupled: True for AdamW, False for Adam.
+        step_in_backward, speculate: as in :class:`HybridOptimizer`.
 
     Raises:
-        ValueError: for hyperparameters out of range, also in groups, and for those HybridAdam does not have
-            (:mod:`gemini.train.optimizers.checks` has the rule); no param was taken over.
-        TypeError: for options of other optimizers, and for hyperparameters that are no numbers.
+        ValueError: for a hyperparameter that is out of range or that Adam does not have, also in a group. No param was
+            taken over.
+        TypeError: for options of other optimizers, and for a hyperparameter that is not a number.
+        GeminiError: for params of a model that was wrapped for another rule.
     """
 
     def __init__(
