@@ -49,8 +49,8 @@ class GeminiConfig:
         max_chunk: the largest number of elements in a chunk. Larger blocks of a model are divided into several chunks.
         trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without a trace Gemini
             uses the order of the modules, and replaces it by what the first step does.
-        hardware: the machine to plan for, as a :class:`Hardware` (:func:`gemini.planning.machines.load_hardware` reads one
-            from a file of ``gemini doctor --measure``, or knows it by name). By default typical speeds.
+        hardware: the machine to plan for. :func:`gemini.planning.machines.load_hardware` reads a file of
+            ``gemini doctor --measure``, and knows some machines by name. By default typical speeds.
         overlap: whether updates, fetches and writes run at the same time as computing. Results have the same bits
             without.
         update_threads: the number of CPU threads for an update that runs during computing. By default those processors

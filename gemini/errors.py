@@ -56,7 +56,7 @@ class ParamAccessError(GeminiError):
 
 
 class NonFiniteGradient(GeminiError):
-    """A gradient contains inf or NaN. With updates in backward other params may have been updated; the message says so."""
+    """A gradient contains inf or NaN. No weight was changed, unless the message says that backward has updated some."""
 
 
 class RankLost(GeminiError):

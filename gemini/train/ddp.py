@@ -49,25 +49,23 @@ from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
 class GeminiDDP(nn.Module):
-    """Manage the params, gradients and optimizer states of ``model`` in chunks on GPU, CPU and NVMe. Returns ``model``
+    """Manage params, gradients and optimizer states of ``model`` in chunks on GPU, CPU and NVMe. Returns ``model``
     itself.
 
     Args:
         model: any ``nn.Module`` with dense floating-point params. It is changed in place.
         config: the settings. By default the model computes in bf16, and each budget is 80 % of the free memory.
-        process_group: the ranks among which the chunks are divided (as in ZeRO-3). By default all processes that
-            torchrun has started; the default process group is created if there is none. All ranks start from the
-            weights of rank 0. Give either ``process_group`` or ``mesh``.
-        mesh: a ``DeviceMesh`` for several kinds of parallelism. Each of its dimensions has one of these names:
+        process_group: the ranks among which chunks are divided (as in ZeRO-3). By default all processes that torchrun
+            has started. All ranks start from the weights of rank 0.
+        mesh: instead of ``process_group`` a ``DeviceMesh``. Its dimensions are named:
 
             - ``dp``: data parallel. Chunks are divided among these ranks.
             - ``dp_replicate``: replicas of the model. Their gradients are added up.
-            - ``cp``: context parallel. Every sequence is divided among these ranks (:func:`gemini.sequence_batch`), and
-              chunks are too.
+            - ``cp``: context parallel. Sequences are divided among these ranks (:func:`gemini.sequence_batch`), and
+              chunks.
             - ``tp``: tensor parallel. Each rank keeps a slice of every matrix in the model's ``tp_plan``. Pass the
-              whole model: it is sliced here. Slice it before with :func:`gemini.slice_tensors` to give another plan.
-            - ``ep``: expert parallel. Each rank keeps some of the experts of every layer. Pass the whole model here
-              too.
+              whole model; for another plan slice it with :func:`gemini.slice_tensors` first.
+            - ``ep``: expert parallel. Each rank keeps some experts of every layer. Pass the whole model.
             - ``pp``: pipeline stages. Use :class:`gemini.Pipeline` instead, or pass the stage of this rank.
 
             The dimensions of a mesh without names are ``dp``, or ``dp_replicate`` and ``dp``.
@@ -122,15 +120,12 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this block, backward only adds up gradients.
+        """Inside this block backward only adds up gradients: params that are updated in backward
+        (``HybridAdam(step_in_backward=True)``) are not.
 
-        In one process every backward does that, unless params are updated in backward
-        (``HybridAdam(step_in_backward=True)``): then backwards inside the block do not update them.
-
-        With several ranks, each rank keeps the gradients of all params (fp32, 4 bytes per param) until the next
-        backward outside of the block, which reduces them. Without ``no_sync`` every backward reduces its gradients, and
-        each rank keeps its share only: this takes far less memory and more communication. Both give the same sums
-        within rounding.
+        With several ranks each rank keeps the gradients of all params (fp32, 4 bytes per param) until the next backward
+        outside, which reduces them. Without ``no_sync`` every backward reduces its gradients, and each rank keeps its
+        share: far less memory, more communication, the same sums within rounding.
         """
         engine = _engine(self)
         not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
@@ -141,9 +136,9 @@ class GeminiDDP(nn.Module):
     def step_scope(self) -> Iterator[None]:
         """Put the forwards and backwards of all micro-batches of a step inside this block, to schedule them together.
 
-        Gemini records their order the first time (for example two forwards, then two backwards). From the next step on
-        it plans for this order when to gather which weights. Results keep their bits. It saves time only where several
-        forwards run before their backwards. With several ranks it has no effect.
+        Gemini records their order the first time, and from the next step on plans for it when to gather which weights.
+        Results keep their bits. It saves time only if several forwards run before their backwards. No effect with
+        several ranks.
 
         Raises:
             GeminiError: inside another ``step_scope``.
@@ -160,17 +155,10 @@ class GeminiDDP(nn.Module):
         *,
         params: Iterable[nn.Parameter] | None = None,
     ) -> torch.Tensor:
-        """Clip the gradients of all params to a total 2-norm of ``max_norm``.
+        """Clip the gradients of all params to a total 2-norm of ``max_norm``, after the last backward of a step.
 
-        Call it between the last backward of a step and ``optimizer.step()``. Gradients are multiplied by
-        ``max_norm / (norm + 1e-6)`` if this is below 1, as in ``torch.nn.utils.clip_grad_norm_``. The update does this
-        in fp32 when it reads them.
-
-        Args:
-            max_norm: the largest norm, 0 or more.
-            norm_type: must be 2.
-            error_if_nonfinite: raise an error if the norm is inf or NaN.
-            params: clip only these params, for example those of one of several optimizers. By default all.
+        Gradients are multiplied by ``max_norm / (norm + 1e-6)`` if this is below 1, as in torch; the update does it in
+        fp32 when it reads them. ``params``: clip only these, for example those of one of several optimizers.
 
         Returns:
             The norm before clipping: one fp32 number on ``model.device``. Reading its value waits for the GPU.
@@ -198,8 +186,8 @@ class GeminiDDP(nn.Module):
     def measuring_grad_norm(self, max_norm: float) -> contextlib.AbstractContextManager[MeasuredNorm]:
         """Clip gradients with ``gradients="transient"``, which keeps none: run backward twice, as LOMO does.
 
-        The backward inside the block only measures the norm. The backward after it updates the params, with the same
-        bits as ``clip_grad_norm_(max_norm)`` where gradients are kept::
+        The backward inside the block only measures the norm. The one after it updates the params, with the same bits as
+        ``clip_grad_norm_(max_norm)`` where gradients are kept::
 
             loss = model(**batch).loss
             with model.measuring_grad_norm(1.0) as measured:
@@ -208,8 +196,7 @@ class GeminiDDP(nn.Module):
             optimizer.step()
             print(measured.norm)
 
-        ``retain_graph=True`` keeps the activations for the second backward. To save this memory, run the forward a
-        second time instead, with the same random numbers.
+        To save the memory of ``retain_graph``, run forward a second time instead, with the same random numbers.
 
         Raises:
             ValueError: for a negative ``max_norm``.
@@ -233,8 +220,8 @@ class GeminiDDP(nn.Module):
         give the same bits wherever chunks are placed. The model as a whole cannot be compiled.
 
         Raises:
-            GeminiError: if the model has no repeated blocks, or is under context parallel.
-            BudgetExceeded: from the next forward, if there is not enough memory to gather a block.
+            GeminiError: without repeated blocks, or under context parallel.
+            BudgetExceeded: from the next forward, without enough memory to gather a block.
         """
         if "_gemini_context" in self.__dict__:
             raise GeminiError(
@@ -248,14 +235,10 @@ class GeminiDDP(nn.Module):
     def gathered(
         self, params: Iterable[nn.Parameter] | nn.Parameter | None = None, write: bool = False
     ) -> AbstractContextManager[None]:
-        """Inside this block ``params`` (by default all) are ordinary tensors with their full weights.
+        """Inside this block ``params`` (one, several, or by default all) are ordinary tensors with their full weights.
 
-        With ``write=True`` their values are written back to the exact fp32 masters at the end of the block. Elements
-        that were not changed keep their masters. If the block raises an exception, nothing is written.
-
-        Args:
-            params: one param, or several.
-            write: whether the block may change the values.
+        With ``write=True`` values that were changed inside are written back to the exact fp32 masters at its end. If
+        the block raises an exception, nothing is written.
 
         Raises:
             BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
@@ -270,26 +253,21 @@ class GeminiDDP(nn.Module):
         return engine.gathering.gathered(handles, write=write)
 
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of one param on the CPU, in the compute dtype. ``dtype=torch.float32`` gives the exact master.
+        """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.
+        ``KeyError`` for an unknown name.
 
-        Of a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` must call this together. The same
-        holds for :meth:`full_grad` and :meth:`state_dict`.
-
-        Raises:
-            KeyError: for an unknown name.
+        Of a model in slices (``tp``) it is the whole param, and all ranks of ``tp`` must call this together; so for
+        :meth:`full_grad` and :meth:`state_dict`.
         """
         engine = _engine(self)
         return engine.by_names.read_whole(engine.by_names[name], dtype)
 
     def full_grad(self, name: str) -> torch.Tensor | None:
-        """A copy of one param's gradient on the CPU, as backward computed it, or None if it has none.
+        """A copy of one param's gradient on the CPU, as backward computed it, or None. ``KeyError`` for an unknown
+        name.
 
-        Call it between backward and ``optimizer.step()``. Clipping does not change the copy, since it takes effect in
-        the step. The step consumes the gradients of the optimizer's params; the gradient of a param without an
-        optimizer stays.
-
-        Raises:
-            KeyError: for an unknown name.
+        Call it before ``optimizer.step()``, which consumes the gradients of the optimizer's params. Clipping does not
+        change the copy, since it takes effect in the step.
         """
         engine = _engine(self)
         handle = engine.by_names[name]
@@ -297,9 +275,7 @@ class GeminiDDP(nn.Module):
         return None if grad is None else engine.by_names.joined(handle, grad)
 
     def memory_report(self) -> MemoryReport:
-        """Budgets, current and peak bytes of each tier, and what moved and waited in the last step. ``print`` shows a
-        table.
-        """
+        """Bytes of each tier, and what moved and waited in the last step. ``print`` shows a table."""
         engine = _engine(self)
         engine.drain()
         return make_report(
@@ -314,12 +290,10 @@ class GeminiDDP(nn.Module):
                 train_one_step()
             print(recording.timeline)
 
-        Weights, gradients and losses keep their bits. On a GPU recorded steps are slower, because every module is
-        waited for. Each rank records itself only.
+        Results keep their bits. On a GPU recorded steps are slower. Each rank records only itself.
 
         Args:
-            trace: a trace of this model and batch, which has the floating point operations of a step. Without it they
-                are 0.
+            trace: of this model and batch, for the floating point operations of a step, which are 0 without it.
 
         Raises:
             GeminiError: if the model is being recorded already.
@@ -339,10 +313,7 @@ class GeminiDDP(nn.Module):
     ) -> dict[str, Any]:
         """All weights and buffers, as copies on the CPU under their original names, in the compute dtype.
 
-        ``dtype=torch.float32`` gives the exact masters.
-
-        Raises:
-            GeminiError: for ``keep_vars=True``.
+        ``dtype=torch.float32`` gives the exact masters. ``keep_vars`` is not supported.
         """
         if args:
             destination, prefix, keep_vars = (*args, "", False)[:3]
@@ -359,7 +330,6 @@ class GeminiDDP(nn.Module):
         Raises:
             RuntimeError: for missing or unexpected keys (with ``strict``) and wrong shapes, as ``nn.Module`` does.
                 Nothing was changed then.
-            GeminiError: for ``assign=True``.
         """
         if assign:
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
@@ -368,12 +338,11 @@ class GeminiDDP(nn.Module):
         return load_model_state(self, engine.by_names, state_dict, strict)
 
     def save_pretrained(self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-        """Save a Hugging Face model folder (safetensors), as in transformers. Weights are written one file after
-        another from where they are stored, so it needs little memory.
+        """Save a Hugging Face model folder (safetensors), as in transformers, one file after another from where weights
+        are.
 
         Args:
-            dtype: None for the compute dtype. ``torch.float32`` writes the exact masters, and sets this dtype in the
-                config.
+            dtype: None for the compute dtype; ``torch.float32`` writes the exact masters, and sets it in the config.
 
         Raises:
             ValueError: for another dtype, or for ``dtype`` together with ``state_dict``.

@@ -6,6 +6,8 @@ Alone on a plain model it must give the bits of the reference and agree with tor
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.train.helpers import (
     on_batch,
     same_bits,
     snapshot,
+    squares,
     train,
     train_plain,
     wrap,
@@ -199,6 +202,45 @@ def test_what_no_optimizer_owns_stays_clipped(where: str, tmp_path: Path) -> Non
     again = model.full_grad(left_out)
     assert again is not None
     assert float(again.float().norm()) == pytest.approx(0.25, rel=1e-3)
+
+
+def told_of_no_optimizer(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in told if "no optimizer" in str(one.message)]
+
+
+def test_gradients_without_an_optimizer_warn_once(where: str, tmp_path: Path) -> None:
+    model = wrap(Blocks(), where, tmp_path)
+    first, *others = model.parameters()
+    optimizer = gemini.HybridAdam(others, lr=1e-2)
+    (said,) = told_of_no_optimizer(lambda: train(model, optimizer, range(2), squares))
+    assert said.startswith(f"1 of {len(others) + 1} params, for example 'layers.0.weight', have a gradient and no")
+
+
+@pytest.mark.parametrize("how", ["all", "frozen", "frozen later", "two optimizers", "not used"])
+def test_no_false_alarm_of_gradients_without_an_optimizer(how: str, tmp_path: Path) -> None:
+    raw = Blocks()
+    if how == "frozen":
+        raw.layers[0].requires_grad_(False)
+    if how == "not used":
+        raw.spare = nn.Linear(8, 8)
+    model = wrap(raw, "ram", tmp_path)
+    if how == "frozen later":
+        model.layers[0].requires_grad_(False)
+    ours = [p for n, p in model.named_parameters() if p.requires_grad and "spare" not in n]
+    half = len(ours) // 2 if how == "two optimizers" else len(ours)
+    optimizers = [gemini.HybridAdam(part, lr=1e-2) for part in (ours[:half], ours[half:]) if part]
+
+    def run() -> None:
+        for seed in range(2):
+            squares(model, seed).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert told_of_no_optimizer(run) == []
 
 
 def test_two_optimizers_on_one_model(where: str, tmp_path: Path) -> None:

@@ -374,6 +374,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise refusal
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
+        if taking and stepping.looks_for_optimizers:
+            stepping.warn_of_no_optimizer()
 
     def _check_mode(self, stepping: Stepping) -> None:
         refuse_other(self.rule, stepping.rule)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gemini import kernels
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
@@ -77,10 +77,23 @@ class Stepping:
             and scaling.loss_scale is None and (reduction is None or not reduction.has_replicas)
         )  # fmt: skip
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
+        self.looks_for_optimizers = True
+        """Whether the first step with gradients is still to come."""
         self._step_began = 0.0
         self._may_stop_there = (
             store.device.tier is Tier.GPU and reduction is None and backward.gradients.norms.knows_only_own
         )
+
+    def warn_of_no_optimizer(self) -> None:
+        """After the first step: which params have a gradient that nobody will use. Said once per model."""
+        self.looks_for_optimizers = False
+        left = [h for h in self._params.handles if h.has_grad and (h.optimizer is None or h.optimizer() is None)]
+        if left:
+            warn(
+                f"{len(left)} of {len(self._params.handles)} params, for example {left[0].name!r}, have a gradient and "
+                "no optimizer: nothing updates them, and their gradients take memory and count in clip_grad_norm_(). "
+                "Give them to an optimizer, or freeze them with requires_grad_(False). This is said once per model"
+            )
 
     # ---- before the step ----------------------------------------------------------------------------------------
 

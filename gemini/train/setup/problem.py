@@ -265,7 +265,7 @@ def decide(
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
             f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "
-            "its activation memory is wrong for this run. Trace again with gemini.trace(..., context_parallel={parts})"
+            f"its activation memory is wrong for this run. Trace again with gemini.trace(..., context_parallel={parts})"
         )
     if any(is_read_as_a_whole(module) for module in model.modules()):  # which read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in structure.moments)}
@@ -296,8 +296,18 @@ def decide(
             f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
             f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
         ) from e
+    _warn_of_no_compact(config, chosen.problem)
     given_tokens = config.tile_tokens
     return chosen._replace(tile_tokens=given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens)
+
+
+def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
+    trained = [chunk for chunk in problem.layout.chunks if chunk.trainable]
+    if config.states == "compact" and trained and all(chunk.exact for chunk in trained):
+        warn(
+            'states="compact" has no effect: all trained params keep exact states, since none of them has two or more '
+            f"dimensions and at least {config.rule_spec.smallest:,} elements. Leave it out"
+        )
 
 
 def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
