@@ -124,7 +124,7 @@ def test_a_job_computes_as_the_thread_that_submitted_it(worker: Worker, flushes:
 
 
 def test_a_job_that_is_not_over_in_time_is_said_to_be() -> None:
-    with pytest.raises(GeminiError, match="not over"):
+    with pytest.raises(GeminiError, match="did not finish"):
         Job(lambda: None, 0).wait(0.05)
 
 
