@@ -146,26 +146,26 @@ def _count(kind: type, count: int) -> Any:
 
 
 def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
-    """The rule of a torch optimizer, of ``torch.optim`` or of another package::
+    """Use an optimizer class of ``torch.optim`` or of another package as an update rule::
 
         rule = gemini.optim.adopt(torch.optim.NAdam, momentum_decay=0.01)
         model = gemini.GeminiDDP(model, gemini.GeminiConfig(optimizer=rule))
         optimizer = rule.make(model.parameters(), lr=1e-3)
 
-    The class is tried on a small matrix, step by step: what it keeps of a param becomes planes, and its step must give
-    the same bits in one piece, in two, and with states that were put aside in between. Where only the pieces differ it
-    is given whole params (``rule.spec.needs == "param"``), which staging must then have room for. Slower than a native
-    kernel.
+    The class is tested on a small matrix. Its states become planes of the chunks, and its step must give the same bits
+    on a whole matrix, on two halves, and with states that were stored in between. If only the halves differ, the class
+    always gets whole params (``rule.spec.needs == "param"``), for which staging must have room. It is slower than a
+    native kernel.
 
     Args:
-        kind: the class.
-        hypers: what its constructor takes beside params. Which states it keeps may depend on them (``momentum=0.9``,
-            ``amsgrad=True``), so they belong to the rule; those of ``rule.make`` and of param groups may differ from
-            them as long as the states are the same.
+        kind: the optimizer class.
+        hypers: arguments of its constructor beside the params. Those that decide which states there are
+            (``momentum=0.9``, ``amsgrad=True``) must be given here. ``rule.make`` and param groups may change the
+            others.
 
     Raises:
-        TypeError: for what is no optimizer class, and for hyperparameters that it does not have.
-        ValueError: naming the class and the reason why it cannot be run on parts of params, nor on whole ones.
+        TypeError: if it is not an optimizer class, or does not have one of the hyperparameters.
+        ValueError: if the class can update neither parts of params nor whole ones. The message gives the reason.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"adopt takes a class of torch optimizers (torch.optim.NAdam), got {kind!r}")

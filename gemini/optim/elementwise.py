@@ -86,7 +86,7 @@ class PlainSGDScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class SGDRule(ElementwiseRule):
-    """SGD with momentum, as ``torch.optim.SGD`` has it: the buffer begins as the first gradient, without dampening."""
+    """SGD with momentum, as in ``torch.optim.SGD``: the buffer starts as the first gradient, without dampening."""
 
     spec = RuleSpec("SGD", (PlaneSpec("momentum_buffer", "float32"),))
     defaults: ClassVar[Mapping[str, Any]] = {
@@ -116,8 +116,8 @@ class SGDRule(ElementwiseRule):
 
 @dataclass(frozen=True)
 class PlainSGDRule(ElementwiseRule):
-    """SGD without momentum, which has no state: 4 bytes per param. With ``step_in_backward`` and
-    ``GeminiConfig(gradients="transient")`` it is what Lv et al., 2023 (arXiv:2306.09782) call LOMO.
+    """SGD without momentum and without any state: 4 bytes per param. With ``step_in_backward`` and
+    ``GeminiConfig(gradients="transient")`` it is LOMO (Lv et al., 2023, arXiv:2306.09782).
     """
 
     spec = RuleSpec("SGD without momentum")
@@ -159,8 +159,9 @@ class LionScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class LionRule(ElementwiseRule):
-    """Lion (Chen et al., 2023, arXiv:2302.06675): the sign of an interpolation, decoupled weight decay. Its authors
-    advise a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as much larger.
+    """Lion (Chen et al., 2023, arXiv:2302.06675): the step is the sign of an interpolation of momentum and gradient.
+    Weight decay is decoupled. The authors advise a learning rate 3 to 10 times smaller than for AdamW, and a weight
+    decay as many times larger.
     """
 
     spec = RuleSpec("Lion", (PlaneSpec("exp_avg", "float32"),))
@@ -205,9 +206,9 @@ class AdanScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class AdanRule(ElementwiseRule):
-    """Adan (Xie et al., 2022, arXiv:2208.06677), with the betas of its authors' code: 1 minus those of the paper.
-    Weights decay by the paper's proximal step, or with ``no_prox`` as in AdamW. The gradient before, which it keeps, is
-    the clipped one.
+    """Adan (Xie et al., 2022, arXiv:2208.06677). The betas are those of the authors' code, which are 1 minus those in
+    the paper. Weight decay is the proximal step of the paper, or with ``no_prox`` that of AdamW. The previous gradient,
+    which is a state, is the clipped one.
     """
 
     spec = RuleSpec(
@@ -278,8 +279,8 @@ def _clipped_step(master: Tensor, r: Tensor, s: SophiaScalars | SophiaHScalars) 
 
 @dataclass(frozen=True)
 class SophiaGRule(ElementwiseRule):
-    """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum over a diagonal of the Hessian, each element of the step
-    clipped at lr. The diagonal is the program's to estimate, about every tenth step: see
+    """Sophia-G (Liu et al., 2023, arXiv:2305.14342): momentum divided by an estimate of the diagonal of the Hessian,
+    with each element of the step clipped at lr. Your program has to estimate the diagonal, about every tenth step, with
     :meth:`gemini.optim.SophiaG.estimating_hessian`.
     """
 
@@ -326,8 +327,8 @@ class SophiaHScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class SophiaHRule(ElementwiseRule):
-    """Sophia-H (Liu et al., 2023, arXiv:2305.14342): as Sophia-G, with Hutchinson's estimate of the diagonal, which
-    :meth:`gemini.optim.SophiaH.estimate_hessian` makes.
+    """Sophia-H (Liu et al., 2023, arXiv:2305.14342): like Sophia-G, but with Hutchinson's estimate of the diagonal.
+    Your program makes it, about every tenth step, with :meth:`gemini.optim.SophiaH.estimate_hessian`.
     """
 
     spec = RuleSpec("Sophia-H", SophiaGRule.spec.planes)

@@ -130,9 +130,10 @@ class AdaLomoScalars(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaLomoRule(UpdateRule):
-    """AdaLomo (Lv et al., 2023, arXiv:2310.10195): the second moment in factors as Adafactor has it (Shazeer and Stern,
-    2018, arXiv:1804.04235), no momentum, each step as long as the param at most times lr, by which weight decay
-    is multiplied too, as in its authors' code. 4 bytes per param, and a value for each row and column of a matrix.
+    """AdaLomo (Lv et al., 2023, arXiv:2310.10195). The second moment is stored as factors, as in Adafactor (Shazeer and
+    Stern, 2018, arXiv:1804.04235), and there is no momentum. The length of a step is at most lr times that of the
+    param, and weight decay is scaled in the same way, as in the authors' code. It takes 4 bytes per param, and one
+    value for each row and column of a matrix.
     """
 
     spec = RuleSpec(

@@ -17,17 +17,18 @@ AdamW = HybridAdam
 
 
 class SGD(HybridOptimizer):
-    """SGD as ``torch.optim.SGD``: with ``momentum`` by :class:`SGDRule` (8 bytes per param), without by
+    """SGD, as ``torch.optim.SGD``. With ``momentum`` it has :class:`SGDRule` (8 bytes per param), without it
     :class:`PlainSGDRule` (4 bytes).
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
         lr: learning rate.
-        momentum: factor of the buffer.
-        dampening: what is left out of every gradient but the first before it is added to the buffer.
+        momentum: the momentum factor.
+        dampening: gradients are multiplied by ``1 - dampening`` before they are added to the momentum buffer, except
+            the first one.
         weight_decay: the L2 coefficient.
-        nesterov: step along the gradient and the buffer together.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+        nesterov: use Nesterov momentum.
+        step_in_backward: as in :class:`gemini.HybridOptimizer`.
     """
 
     def __init__(
@@ -54,14 +55,14 @@ class SGD(HybridOptimizer):
 
 
 class Lion(HybridOptimizer):
-    """:class:`LionRule`: 8 bytes per param.
+    """Lion: :class:`LionRule`, 8 bytes per param.
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
-        lr: learning rate: every element moves by it.
-        betas: of the interpolation whose sign is the step, and of the average that is kept.
-        weight_decay: decoupled decay.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
+        lr: learning rate. Every element moves by it.
+        betas: the weights of the interpolation whose sign is the step, and of the momentum.
+        weight_decay: decoupled weight decay.
+        step_in_backward: as in :class:`gemini.HybridOptimizer`.
     """
 
     def __init__(
@@ -79,11 +80,11 @@ class Lion(HybridOptimizer):
 
 
 class LOMO(HybridOptimizer):
-    """Plain SGD inside backward (Lv et al., 2023, arXiv:2306.09782): :class:`PlainSGDRule`, 4 bytes per param and no
-    gradients kept, with ``GeminiConfig(optimizer=gemini.optim.PlainSGDRule(), gradients="transient")``.
+    """SGD that updates params during backward (Lv et al., 2023, arXiv:2306.09782): :class:`PlainSGDRule`, 4 bytes per
+    param. With ``GeminiConfig(optimizer=gemini.optim.PlainSGDRule(), gradients="transient")`` no gradients are kept.
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
         lr: learning rate.
         weight_decay: the L2 coefficient.
     """
@@ -98,17 +99,17 @@ class LOMO(HybridOptimizer):
 
 
 class AdaLomo(HybridOptimizer):
-    """:class:`AdaLomoRule`: 4 bytes per param, and no gradients kept with ``step_in_backward=True`` and
-    ``GeminiConfig(gradients="transient")``.
+    """AdaLomo: :class:`AdaLomoRule`, 4 bytes per param. With ``step_in_backward=True`` and
+    ``GeminiConfig(gradients="transient")`` no gradients are kept.
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
-        lr: learning rate, of a param's own length.
-        decay_rate: the average of squares has the factor 1 - t**decay_rate at step t.
-        eps: added to squares, and the least length of a param that counts.
-        clip_threshold: the root mean square of a step before lr, at most.
-        weight_decay: decoupled decay, of the length of the param as its step is.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
+        lr: learning rate, relative to the root mean square of the param.
+        decay_rate: at step t, the average of squared gradients decays by 1 - t**decay_rate.
+        eps: the first is added to squared gradients; the second is the smallest root mean square of a param.
+        clip_threshold: the largest root mean square of a step, before it is multiplied by ``lr``.
+        weight_decay: decoupled weight decay, relative to the root mean square of the param as well.
+        step_in_backward: as in :class:`gemini.HybridOptimizer`.
     """
 
     def __init__(
@@ -182,12 +183,12 @@ class Muon(HybridOptimizer):
 
 
 def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
-    """The trained params of a model in two groups, as Muon's authors advise: hidden matrices, and what AdamW updates:
-    embeddings, the head, and all that is no matrix.
+    """Two param groups for Muon, as its authors advise: the hidden matrices, which Muon updates, and the rest
+    (embeddings, the head, vectors), which AdamW updates. Frozen params are in neither.
 
     Args:
-        model: the head is what its ``get_output_embeddings()`` gives, if it has one.
-        adamw: hyperparameters of the second group (``lr=3e-4``).
+        model: the model. Its head is what ``get_output_embeddings()`` returns, if it has this method.
+        adamw: hyperparameters of the second group, such as ``lr=3e-4``.
     """
     ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
@@ -201,16 +202,16 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
 
 
 class Adan(HybridOptimizer):
-    """:class:`AdanRule`: 20 bytes per param.
+    """Adan: :class:`AdanRule`, 20 bytes per param.
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
         lr: learning rate.
-        betas: of the averages of gradients, of their differences, and of squares.
+        betas: decay rates of the averages of gradients, of their differences, and of squares.
         eps: added to the denominator.
-        weight_decay: decay by a proximal step.
-        no_prox: decay as in AdamW instead.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+        weight_decay: weight decay, as a proximal step.
+        no_prox: use decoupled weight decay instead, as in AdamW.
+        step_in_backward: as in :class:`gemini.HybridOptimizer`.
     """
 
     def __init__(

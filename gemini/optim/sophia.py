@@ -44,16 +44,16 @@ class _Sophia(HybridOptimizer):
 
 
 class SophiaG(_Sophia):
-    """:class:`SophiaGRule`: 12 bytes per param.
+    """Sophia-G: :class:`SophiaGRule`, 12 bytes per param.
 
     Args:
-        params: as of :class:`gemini.HybridOptimizer`.
-        lr: learning rate: no element moves by more.
-        betas: of the average of gradients, and of that of estimates.
-        rho: how much of the Hessian divides the step; smaller clips more elements.
-        weight_decay: decoupled decay.
-        bs: tokens of a batch: of those whose mean is the loss that estimates are made of.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
+        params: as in :class:`gemini.HybridOptimizer`.
+        lr: learning rate, the most that an element moves in a step.
+        betas: decay rates of the average of gradients, and of the average of Hessian estimates.
+        rho: the step is divided by ``rho`` times the Hessian. With a smaller ``rho`` more elements are clipped.
+        weight_decay: decoupled weight decay.
+        bs: the number of tokens of the batch from which the Hessian is estimated.
+        step_in_backward: as in :class:`gemini.HybridOptimizer`.
     """
 
     def __init__(

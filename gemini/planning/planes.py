@@ -67,10 +67,11 @@ _TAKEN = (
 
 @dataclass(frozen=True)
 class PlaneSpec:
-    """The form of a plane: one item of ``dtype`` for each ``block`` elements of the chunk (scales have one for many).
+    """The layout of a plane: one item of ``dtype`` for every ``block`` elements of the chunk (a scale is shared by
+    many).
 
     Raises:
-        ValueError: for a dtype that no plane has, and for blocks that do not divide ``ALIGN``.
+        ValueError: for an unknown dtype, or a block that does not divide ``ALIGN``.
     """
 
     kind: PlaneKind
@@ -108,22 +109,22 @@ class PlaneSpec:
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """What is to be known of an update rule before any optimizer exists.
+    """What the planner must know about an update rule before any optimizer exists.
 
     Args:
-        name: of the rule, in reports and errors.
-        planes: its states, of zeros before the first update.
-        needs: what one call of the rule has to see: "elements" (any run of them, of whatever params), "place" (elements
-            of one param, and where in it they stand) or "param" (a whole param, and its shape).
-        residual: the form of the other half of a bf16 master: "int16", with which it is fp32, or "int8": 24 bits of it.
-        exact: where this is a rule with compact states, the rule of the params that keep exact ones; they are in chunks
-            of their own.
-        smallest: then the elements of a param from which on its states are compact, if it has two dimensions or more.
-        factors: states that are a few vectors of a param, of a rule that needs "param".
-        codes: of compact states, the number of how values become codes; 0 of exact ones.
+        name: the name of the rule in reports and errors.
+        planes: its states, which start at zero.
+        needs: what one call of the rule must see: "elements" (any elements, of any params), "place" (elements of one
+            param, and their position in it) or "param" (a whole param, and its shape).
+        residual: the dtype of the rest of a bf16 master: "int16" for a full fp32 master, or "int8" for 24 bits of it.
+        exact: only for compact states: the rule of the params that keep exact states, in chunks of their own.
+        smallest: only for compact states: the smallest number of elements of a param with compact states, if it has two
+            dimensions or more.
+        factors: states that are a few vectors per param. Needs "param".
+        codes: the version of the encoding of compact states; 0 for exact ones.
 
     Raises:
-        ValueError: for names that are taken or given twice, and for unknown needs.
+        ValueError: for names that are reserved or used twice, and for an unknown value of ``needs``.
     """
 
     name: str

@@ -11,15 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 
 class Candidate(NamedTuple):
-    """An evictable chunk by index, and what the policies go by.
+    """A chunk that may be evicted, and what policies need to know of it.
 
     Attributes:
-        num_bytes: what its eviction frees.
+        chunk: its index.
+        num_bytes: the bytes that its eviction frees.
         last_use: when it was last used; larger is later.
-        done: this step is done with it (all its gradients have arrived).
+        done: whether this step does not need it any more (all its gradients have arrived).
         arrived: when it was gathered; larger is later.
-        next_use: when it is needed next, on the clock of a known schedule; None where the future is not known.
-        kept: the plan keeps it gathered until then.
+        next_use: when it is needed next, in a known schedule. None if the schedule is not known.
+        kept: whether the plan keeps it gathered until then.
     """
 
     chunk: int
@@ -32,18 +33,19 @@ class Candidate(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Chooses victims."""
+    """Chooses which chunks to evict."""
 
     def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
         """Indices that free at least ``missing`` bytes together, or None if all candidates are not enough."""
 
 
 class NextUse:
-    """What is needed again last goes first, after all that the plan does not keep.
+    """Evict first what the plan does not keep, then the chunk whose next use is furthest away.
 
-    On chunks of one size no order of eviction moves less (L. A. Belady, IBM Systems Journal 5(2), 1966). On mixed sizes
-    it may: that is what a plan's ``kept`` is for. Where the future is not known, what was used longest ago goes first:
-    forward and backward visit chunks in opposite orders, so what was used last is what is needed next.
+    For chunks of one size no order of eviction moves fewer bytes (L. A. Belady, IBM Systems Journal 5(2), 1966). For
+    mixed sizes another order may; a plan's ``kept`` takes care of that. If the schedule is not known, the chunk that
+    was used longest ago goes first: backward visits chunks in the opposite order of forward, so what was used last is
+    needed next.
     """
 
     def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
