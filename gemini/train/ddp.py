@@ -120,7 +120,7 @@ class GeminiDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this block backward only adds up gradients; an optimizer with ``step_in_backward=True`` updates nothing.
+        """Inside this block backward adds up gradients; an optimizer with ``step_in_backward=True`` updates nothing.
 
         With several ranks each rank keeps the gradients of all params (fp32, 4 bytes per param) until the next backward
         outside, which reduces them. Without ``no_sync`` every backward reduces its gradients, and each rank keeps its
