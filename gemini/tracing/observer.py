@@ -319,20 +319,22 @@ class Observer:
                 moments[-1] = Moment(**{**vars(last), "gradients": done})
                 self._gradients = set()
             return None
-        peak, flops, touched, num_ops, read = meter.take()
+        work = meter.take()
         saved, restored = self.saved.take()
         moments.append(
             Moment(
                 phase=self._phase(),
                 module=self._path,
-                params=tuple(sorted(read.union(self._gathered))),
+                params=tuple(sorted(work.read.union(self._gathered))),
                 live_bytes=meter.live,
-                peak_bytes=peak,
+                peak_bytes=work.peak,
                 saved_bytes=saved,
                 restored_bytes=restored,
-                flops=flops,
-                touched_bytes=touched,
-                num_ops=num_ops,
+                flops=work.flops,
+                tiled_flops=work.tiled,
+                attention_flops=work.attention,
+                touched_bytes=work.touched,
+                num_ops=work.num_ops,
                 gradients=tuple(sorted(self._gradients)),
                 tp_bytes=self._sent.pop("tp", 0),
                 cp_bytes=self._sent.pop("cp", 0),

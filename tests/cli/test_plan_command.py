@@ -575,7 +575,7 @@ def test_a_mesh_that_does_not_fit(gemini_command: Gemini, config: Path) -> None:
         (("--cp", "2", "--optimizer", "muon"), "--cp 2: the rule 'Muon' updates whole params"),
         (("--parallel", "auto", "--optimizer", "muon", "--pp", "1"), "--parallel auto: the rule 'Muon' updates"),
         (("--optimizer", "muon"), "--optimizer muon with --gpus 16: the rule 'Muon' updates whole params"),
-        (("--pp", "8", "--accumulate", "8"), "8 stages of LlamaForCausalLM, which has 4 blocks"),
+        (("--pp", "8", "--accumulate", "8"), "8 stages of LlamaForCausalLM, which has only 4 blocks"),
     ],
 )  # fmt: skip
 def test_meshes_that_are_refused(gemini_command: Gemini, config: Path, options: tuple[str, ...], words: str) -> None:
