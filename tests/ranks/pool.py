@@ -30,11 +30,6 @@ from typing import Any, NamedTuple
 
 from benchmarks._progress import NoProgress, Progress
 
-PRELOADED = ["torch.distributed", "gemini.testing"] + [
-    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral", "t5")
-]
-"""Imported once, in the process that ranks are forked from; it has no threads."""
-
 
 class Failure(NamedTuple):
     """What a function raised on one rank."""
@@ -54,7 +49,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="gemini-ranks-")
         store = self._new_store()
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context.set_forkserver_preload(["tests.ranks.preloaded"])
         self.processes = []
         self._pipes: list[Connection] = []
         for rank in range(size):
@@ -176,6 +171,9 @@ def _meet(store: str, timeout: float) -> None:
 def _work(rank: int, size: int, store: str, timeout: float, pipe: Connection) -> None:
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size))
+    # Ranks have a thread for each message that comes, and to let it interrupt the one that computes costs half of their
+    # time where all of them share a few cores. Threads that are made later inherit it.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     import torch
 
     torch.set_num_threads(1)
