@@ -15,6 +15,8 @@ from tests.ranks.pool import Pool
 
 Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
+half = partial(deep, num_hidden_layers=4)
+"""Enough for two ranks with two stages each."""
 STEPS = 2
 EIGHT = {"pp": 2, "dp": 2, "tp": 2}
 BESIDE = ({"pp": 2, "dp": 2}, {"dp_replicate": 2, "pp": 2}, {"pp": 2, "tp": 2}, EIGHT)

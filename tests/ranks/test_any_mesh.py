@@ -68,11 +68,16 @@ CASES = [
     *itertools.product(MESHES, ("llama", "gpt2"), ("ulysses", "gathered")),
     *((sizes, "odd_heads", "gathered") for sizes in MESHES if "tp" not in sizes),
 ]
+"""Of those of eight ranks, stages are slow."""
 
 
 @pytest.mark.sweep(every=8)
 @pytest.mark.parametrize(("where", "checkpointing"), [("ram", False), ("disk", False), ("disk", True)])
-@pytest.mark.parametrize(("sizes", "family", "kind"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "family", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * ("pp" in case[0] and len(case[0]) > 2)) for case in CASES],
+    ids=str,
+)
 def test_any_mesh_computes_what_one_process_does(
     sizes: dict[str, int], family: str, kind: str, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
 ) -> None:

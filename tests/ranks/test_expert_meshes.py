@@ -170,17 +170,22 @@ def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     return planes_of(model)
 
 
+OTHERS: tuple[list[dict[str, int]], ...] = (
+    [{"cp": 2, "ep": 2}, {"ep": 4}, {"tp": 2}],
+    [{"pp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}, {"pp": 2}, {"ep": 2}],
+)
+
+
+@pytest.mark.parametrize("others", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)], ids=["other", "near"])
 @pytest.mark.parametrize("first", MESHES, ids=id_of)
-def test_a_checkpoint_goes_into_any_other_mesh(first: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_into_any_other_mesh(
+    first: dict[str, int], others: list[dict[str, int]], pool_of: Pools, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = str(tmp_path)
     found = pool_of(4).run(partial(trained, saves=True), first, "disk", folder, Case())
     whole = {name: value for own in found for name, value in own.state.items()}
-    others: list[dict[str, int]] = [
-        {"pp": 2, "ep": 2}, {"cp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2}, {"ep": 4}, {"pp": 2}, {"ep": 2},
-        {"tp": 2},
-    ]  # fmt: skip
     for sizes in others:
         again: dict[str, torch.Tensor] = {}
         for own in pool_of(math.prod(sizes.values())).run(loaded, sizes, folder):

@@ -12,7 +12,20 @@ import torch
 
 import gemini
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches
-from tests.ranks.pipeline_cases import BESIDE, STEPS, TIED, Found, Pools, Stack, accumulated, deep, ids_of, piped, run
+from tests.ranks.pipeline_cases import (
+    BESIDE,
+    STEPS,
+    TIED,
+    Found,
+    Pools,
+    Stack,
+    accumulated,
+    deep,
+    half,
+    ids_of,
+    piped,
+    run,
+)
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 
@@ -51,8 +64,8 @@ def test_stages_and_shards(
     sizes: dict[str, int], where: str, schedule: str, checkpointing: bool, pool_of: Pools, tmp_path: Any
 ) -> None:
     do = partial(piped, checkpointing=checkpointing)
-    found = pool_of(math.prod(sizes.values())).run(do, sizes, schedule, 4, where, str(tmp_path))
-    plain = accumulated(num_batches(sizes), 4)
+    found = pool_of(math.prod(sizes.values())).run(do, sizes, schedule, 4, where, str(tmp_path), half)
+    plain = accumulated(num_batches(sizes), 4, half)
     means = [sum(own.losses[step] for own in found) / len(found) for step in range(STEPS)]
     assert means == pytest.approx(plain.losses, rel=1e-5)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
@@ -65,7 +78,7 @@ def test_tied_embeddings_stay_the_same_on_both_ends(
     sizes: dict[str, int], schedule: str, pool_of: Pools, tmp_path: Any
 ) -> None:
     """Of an odd number of pages, so that it would be divided otherwise beside other params than alone."""
-    num_ranks, make = math.prod(sizes.values()), partial(deep, tie_word_embeddings=True, vocab_size=160)
+    num_ranks, make = math.prod(sizes.values()), partial(half, tie_word_embeddings=True, vocab_size=160)
     found = pool_of(num_ranks).run(piped, sizes, schedule, 4, "disk", str(tmp_path), make)
     plain = accumulated(num_batches(sizes), 4, make)
     assert_close([own._replace(losses=plain.losses) for own in found], plain)
@@ -107,7 +120,7 @@ def alone(where: str, folder: str, make: Callable[[], Any] = deep, **settings: A
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("where", ["ram", "disk", "standin"])
 def test_breadth_first_has_the_bits_of_accumulation(where: str, precision: str, tmp_path: Any) -> None:
-    found, plain = alone(where, str(tmp_path), precision=precision)
+    found, plain = alone(where, str(tmp_path), half, precision=precision)
     assert (found.losses, found.norms) == (plain.losses, plain.norms)
     assert all(helpers.same_bits(value, plain.state[name]) for name, value in found.state.items())
     assert found.state.keys() == plain.state.keys()
@@ -118,7 +131,8 @@ def test_breadth_first_has_the_bits_of_accumulation(where: str, precision: str, 
 def test_breadth_first_over_ranks_that_have_all_stages(
     sizes: dict[str, int], where: str, pool_of: Pools, tmp_path: Any
 ) -> None:
-    found, plain = pool_of(2).run(piped, sizes, "bfs", 4, where, str(tmp_path)), accumulated(num_batches(sizes), 4)
+    found = pool_of(2).run(piped, sizes, "bfs", 4, where, str(tmp_path), half)
+    plain = accumulated(num_batches(sizes), 4, half)
     assert [sum(losses) / 2 for losses in zip(*(own.losses for own in found), strict=True)] == pytest.approx(
         plain.losses, rel=1e-5
     )
@@ -162,7 +176,7 @@ def sent(sizes: dict[str, int], schedule: str, no_sync: bool, folder: str) -> tu
     """Losses, norms, and the bytes of gradients that a rank sends in a step of four micro-batches."""
     mesh = mesh_of(sizes)
     pipe = gemini.Pipeline(
-        deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule=schedule, no_sync=no_sync
+        half().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule=schedule, no_sync=no_sync
     )
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
     losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)

@@ -27,8 +27,11 @@ MESHES: tuple[dict[str, int], ...] = (
 )  # fmt: skip
 WAYS = [
     *itertools.product(MESHES, MESHES),
-    *((EIGHT, other) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
-    *((other, EIGHT) for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})),
+    *(
+        pytest.param(*way, marks=pytest.mark.slow)
+        for other in ({"dp": 8}, {"pp": 2, "tp": 4}, {}, {"pp": 4})
+        for way in ((EIGHT, other), (other, EIGHT))
+    ),
 ]
 
 
@@ -78,7 +81,7 @@ def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> di
     return found
 
 
-@pytest.mark.sweep(every=20)
+@pytest.mark.sweep(every=12)
 @pytest.mark.parametrize(("tied", "schedule"), [(False, "1f1b"), (True, "interleaved")])
 @pytest.mark.parametrize(("before", "after"), WAYS, ids=str)
 def test_a_checkpoint_of_any_mesh_goes_into_any(
@@ -116,7 +119,11 @@ def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, EIGHT], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pp": 2}, {"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}, pytest.param(EIGHT, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_all_stages_are_exported_as_one_model(sizes: dict[str, int], tied: bool, pool_of: Pools, tmp_path: Any) -> None:
     found = pool_of(math.prod(sizes.values())).run(exported, sizes, str(tmp_path), tied)
     from transformers import LlamaForCausalLM

@@ -13,7 +13,7 @@ import torch
 import gemini
 from gemini.train.params.by_name import ByName
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
-from tests.ranks.pipeline_cases import Pools, deep, ids_of, piped, run
+from tests.ranks.pipeline_cases import Pools, half, ids_of, piped, run
 from tests.ranks.pool import Failure
 
 
@@ -46,7 +46,7 @@ def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float
 )
 def test_stages_from_files(sizes: dict[str, int], where: str, tied: bool, pool_of: Pools, tmp_path: Any) -> None:
     """The same bits as of stages of a whole model; what other ranks run is written nowhere here."""
-    make = partial(deep, tie_word_embeddings=tied)
+    make = partial(half, tie_word_embeddings=tied)
     make().save_pretrained(tmp_path / "model")
     pool = pool_of(math.prod(sizes.values()))
     whole = pool.run(piped, sizes, "1f1b", 4, where, str(tmp_path), make)
@@ -61,7 +61,7 @@ def lacking(folder: str) -> None:
 
 
 def test_files_that_lack_weights_are_refused(pool_of: Pools, tmp_path: Any) -> None:
-    model = deep()
+    model = half()
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(tmp_path / "model", state_dict=state)
     for outcome in pool_of(2).outcomes(lacking, str(tmp_path)):

@@ -13,14 +13,14 @@ import gemini
 from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
 from tests.ranks.parallel_cases import LR, config_for, mesh_of, step_refused
-from tests.ranks.pipeline_cases import Pools, Stack, deep, ids_of
+from tests.ranks.pipeline_cases import Pools, Stack, deep, half, ids_of
 from tests.ranks.pool import Failure
 from tests.ranks.test_slices import small
 
 
 def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
     mesh = mesh_of(sizes)
-    pipe = gemini.Pipeline(deep().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule="1f1b")
+    pipe = gemini.Pipeline(half().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule="1f1b")
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
     before = pipe.model.state_dict()
     if dist.get_rank() == 3:

@@ -84,7 +84,7 @@ def test_a_rank_holds_its_share_and_sends_the_least(
 @pytest.mark.parametrize("family", ["llama", "unused"])
 @pytest.mark.parametrize("mesh", [(2, 2), (4, 1), (1, 4)])
 def test_hybrid_sharding(family: str, mesh: tuple[int, int], pool_of: Pools, tmp_path: Path) -> None:
-    job = Job(family, num_steps=10, num_micro=2, mesh=mesh, gradients="accumulate", path=str(tmp_path))
+    job = Job(family, num_steps=5, num_micro=2, mesh=mesh, gradients="accumulate", path=str(tmp_path))
     outcome = assert_ranks_agree(pool_of(4).run(run, job))
     assert_close_to_plain(outcome, job, 4)
     short = replace(job, num_steps=3, reads=False)
