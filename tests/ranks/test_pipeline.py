@@ -142,7 +142,11 @@ def test_breadth_first_over_ranks_that_have_all_stages(
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("make", [deep, partial(llama, num_hidden_layers=8)], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(deep, marks=pytest.mark.slow), partial(llama, num_hidden_layers=8)],
+    ids=["untied", "tied"],
+)
 def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_path: Any) -> None:
     """In room for little more than a block: accumulation fetches it for each micro-batch, breadth first does not."""
     memory = gemini.MemoryBudget(cpu="800KiB", nvme="64MiB", nvme_path=tmp_path)
@@ -153,7 +157,7 @@ def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_pa
     assert found.fetched <= 2 * chunks + ends < plain.fetched, (found.fetched, chunks, plain.fetched)
 
 
-@pytest.mark.sweep(every=4)
+@pytest.mark.sweep(every=8)
 @pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind != "t5"])
 def test_families_breadth_first(kind: str, tmp_path: Any) -> None:
     found, plain = alone("disk", str(tmp_path), partial(small, kind))

@@ -31,6 +31,7 @@ def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
     return step_refused(optimizer, pipe.model, before)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("sizes", [{"pp": 2, "dp": 2}, {"pp": 2, "tp": 2}], ids=str)
 def test_nan_on_one_stage_is_found_on_all(sizes: dict[str, int], pool_of: Pools, tmp_path: Any) -> None:
     for rank, (said, is_as_before) in enumerate(pool_of(4).run(nan_on_a_stage, sizes, str(tmp_path))):

@@ -68,9 +68,9 @@ def test_ranks_compute_what_one_process_computes(
 @pytest.mark.parametrize(
     ("ranks", "precision", "micro", "clip"),
     [
-        pytest.param(2, "bf16", 1, 1.0, marks=pytest.mark.slow),
+        (2, "bf16", 1, 1.0),
         pytest.param(2, "fp16", 2, None, marks=pytest.mark.slow),
-        (4, "fp32", 2, 0.1),
+        pytest.param(4, "fp32", 2, 0.1, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("family", [f if f == "unused" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])

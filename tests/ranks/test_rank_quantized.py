@@ -46,6 +46,7 @@ def adapt(folder: Path, on: str) -> tuple[list[float], dict[str, torch.Tensor], 
     return losses, model.state_dict(), own, sum(chunk.spec.numel for chunk in coded)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("on", ["cpu", "nvme"])
 def test_two_ranks_share_codes(on: str, pool_of: PoolOf, tmp_path: Path) -> None:
     save_base(tmp_path / "base")

@@ -131,6 +131,7 @@ def run_sophia(folder: Path, precision: str) -> tuple[list[float], dict[str, Any
     return losses, {name: optimizer.full_state(name) for name, _ in model.named_parameters()}
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_two_ranks_estimate_the_hessian_of_one_process(
     precision: str, pool_of: Callable[[int], Pool], tmp_path: Path

@@ -58,6 +58,7 @@ def test_ranks_that_diverge_end_with_the_same_bits_and_follow_the_next_script(
         assert all(outcome.scripted[event.step + 1] for event in events)
 
 
+@pytest.mark.sweep(every=2)
 @by_whom
 def test_a_rank_that_lacks_a_gradient_lets_the_others_go_on(launched: bool, pool_of: Pools) -> None:
     """It gathers what the others do; only the chunk without its gradient is never reduced behind backward."""

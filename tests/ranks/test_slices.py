@@ -75,6 +75,7 @@ def compare(kind: str) -> tuple[float, float, int]:
     return abs(losses[0] - losses[1]), worst, len(shards)
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("size", [2, 4])
 def test_slices_compute_what_the_whole_model_does(size: int, kind: str, pool_of: Pools) -> None:

@@ -67,6 +67,7 @@ class Failing:
             yield
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_drive_that_fails_or_is_full_at_any_call_of_a_commit(
     code: int, tmp_path: Path, summary: Callable[[str], None]

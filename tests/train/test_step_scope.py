@@ -59,6 +59,7 @@ def train(folder: Path, order: str, *, scoped: bool) -> tuple[list[torch.Tensor]
     return list(model.state_dict().values()), read, strange
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_any_order_is_foreseen(order: str, tmp_path: Path) -> None:
     plain, bytes_without, _ = train(tmp_path, ORDERS[order], scoped=False)
