@@ -176,8 +176,6 @@ def with_work(plan: Plan, scale: float) -> Plan:
         replace(
             moment,
             flops=round(moment.flops * scale),
-            tiled_flops=round(moment.tiled_flops * scale),
-            attention_flops=round(moment.attention_flops * scale),
             touched_bytes=round(moment.touched_bytes * scale),
             saved_bytes=round(moment.saved_bytes * scale),
             restored_bytes=round(moment.restored_bytes * scale),

@@ -34,11 +34,6 @@ class Efficiency:
             A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
             Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
             (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``).
-        attention: the same in fused attention, of what its mask does not leave out. 0.6: FlashAttention-2 on an A100
-            reaches up to 73 % forward and 63 % backward, which is two and a half times as much, and less where
-            sequences are short (T. Dao, 2023, https://arxiv.org/abs/2307.08691). On Hopper FlashAttention-2, which
-            torch has, reaches 35 % (J. Shah et al., FlashAttention-3, 2024, https://arxiv.org/abs/2407.08608):
-            machines with such a GPU say it (``gpu_attention_share``).
         gpu_memory: 0.9: an assumption; to be measured.
         link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
             Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
@@ -49,7 +44,6 @@ class Efficiency:
     """
 
     matrix: float = 0.83
-    attention: float = 0.6
     gpu_memory: float = 0.9
     link: float = 0.9
     host_memory: float = 0.78
@@ -63,14 +57,6 @@ class Efficiency:
         if key.startswith("gpu_flops") and hardware.has("gpu_matrix_share"):
             return hardware.figures["gpu_matrix_share"].value
         return float(getattr(self, _KIND_OF_FIGURE[key])) if key in _KIND_OF_FIGURE else 1.0
-
-    def attention_of_products(self, hardware: Hardware) -> float:
-        """How fast the GPU is in fused attention, as a share of what it does in matrix products."""
-        attention, matrix = (
-            hardware.figures[key].value if hardware.has(key) else known
-            for key, known in (("gpu_attention_share", self.attention), ("gpu_matrix_share", self.matrix))
-        )
-        return attention / matrix
 
 
 _KIND_OF_FIGURE = {
@@ -156,11 +142,7 @@ class Costs:
         if self._compute is Tier.GPU:
             seconds = moment.seconds if measured else None
             if seconds is None:
-                work: float = moment.flops
-                if moment.tiled_flops or moment.attention_flops:
-                    slower = 1 / self._efficiency.attention_of_products(self._hardware)
-                    work = moment.tiled_flops + slower * moment.attention_flops
-                seconds = self._roofline(moment, work, f"gpu_flops_{self._width}", "gpu_bandwidth", "gpu_op_seconds")
+                seconds = self._roofline(moment, f"gpu_flops_{self._width}", "gpu_bandwidth", "gpu_op_seconds")
             return Cost(seconds, {GPU: 1.0} if seconds else {})
         what = "computing on the host"
         if measured and moment.seconds is not None:
@@ -171,16 +153,16 @@ class Costs:
                 through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
                 loads[DRAM] = min(1.0, through_memory / moment.seconds)
             return Cost(moment.seconds, loads)
-        seconds = self._roofline(moment, moment.flops, f"cpu_flops_{self._width}", "dram_bandwidth", "cpu_op_seconds")
+        seconds = self._roofline(moment, f"cpu_flops_{self._width}", "dram_bandwidth", "cpu_op_seconds")
         if not seconds:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
         return Cost(seconds, {THREADS: self._computes_with, DRAM: through_memory / seconds})
 
-    def _roofline(self, moment: Moment, work: float, flops: str, bandwidth: str, op_seconds: str) -> float:
+    def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
         what = "computing a moment"
         return max(
-            work / self._get(flops, what) if work else 0.0,
+            moment.flops / self._get(flops, what) if moment.flops else 0.0,
             moment.touched_bytes / self._get(bandwidth, what) if moment.touched_bytes else 0.0,
             moment.num_ops * self._get(op_seconds, what) if moment.num_ops else 0.0,
         )

@@ -25,7 +25,6 @@ FIGURES: dict[str, str] = {
     "gpu_flops_bf16": "FLOP/s of one GPU in half-precision matrix products",
     "gpu_flops_fp32": "FLOP/s of one GPU in fp32 matrix products",
     "gpu_matrix_share": "share of its peak that the best matrix products reach on this GPU (without it: of any, 0.83)",
-    "gpu_attention_share": "the same in fused attention (without it: 0.6)",
     "gpu_bandwidth": "bytes/s that one GPU reads and writes in its own memory",
     "gpu_op_seconds": "seconds that launching one operation on the GPU takes at least",
     "cpu_flops_bf16": "FLOP/s of the host in bf16 matrix products, all threads of torch",

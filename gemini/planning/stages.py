@@ -160,10 +160,7 @@ def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
 
     def of_all(moment: Moment) -> Moment:
         live = number * moment.live_bytes
-        counted = (
-            "saved_bytes", "restored_bytes", "flops", "tiled_flops", "attention_flops", "touched_bytes", "num_ops",
-            "tp_bytes", "cp_bytes",
-        )  # fmt: skip
+        counted = ("saved_bytes", "restored_bytes", "flops", "touched_bytes", "num_ops", "tp_bytes", "cp_bytes")
         times = {name: number * getattr(moment, name) for name in counted}
         return replace(
             moment, live_bytes=live, peak_bytes=live + moment.peak_bytes - moment.live_bytes,

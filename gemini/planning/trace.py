@@ -77,9 +77,6 @@ class Moment:
         saved_bytes: inputs of checkpointed blocks kept for backward in this moment: what offloading would move away.
         restored_bytes: those that backward asks for in this moment: what offloading would bring back.
         flops: floating point operations of its matrix products, convolutions and attention.
-        tiled_flops, attention_flops: what a GPU computes for them: products with rows and columns in whole tiles, and
-            attention without the half that a causal mask leaves out. Both are 0 where that is not known (traces of
-            earlier versions).
         touched_bytes: bytes that its operations read and write, weights included: the work of memory-bound ones.
         num_ops: operations that run in it (each costs a launch).
         tp_bytes, cp_bytes: bytes that it sends to ranks with other slices of the layers, and other parts of the
@@ -102,8 +99,6 @@ class Moment:
     seconds: float | None = None
     tp_bytes: int = 0
     cp_bytes: int = 0
-    tiled_flops: int = 0
-    attention_flops: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ full, whether or not the mask is causal). It has no formula for the CPU's fused 
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -25,46 +24,6 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return ours(args, out)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
-
-TILE = 64
-"""Rows and columns of the smallest tile that cuBLAS computes large products in (NVIDIA, "Matrix Multiplication
-Background", DU-09799, section 2.3); a part of one takes as long as all of it (section 3.1, tile quantization).
-"""
-
-
-class Executed(NamedTuple):
-    """What a GPU computes for an operation: products in whole tiles, and attention without what its mask leaves out."""
-
-    tiled: int = 0
-    attention: int = 0
-
-
-def executed(func: Any, args: Any, kwargs: Any, flops: int) -> Executed:
-    """Of an operation with so many floating point operations."""
-    packet: Any = getattr(func, "_overloadpacket", None)
-    first = _OPERANDS.get(packet)
-    if first is not None:
-        (*batch, rows, inner), columns = args[first].shape, args[first + 1].shape[-1]
-        return Executed(tiled=2 * math.prod(batch) * _whole_tiles(rows) * inner * _whole_tiles(columns))
-    if "attention" in getattr(packet, "__name__", ""):
-        return Executed(attention=flops // 2 if _is_causal(func, args, kwargs) else flops)
-    return Executed(tiled=flops)
-
-
-def _whole_tiles(size: int) -> int:
-    return -(-size // TILE) * TILE
-
-
-def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[place] if place < len(args) else kwargs.get("is_causal", argument.default_value))
-    return False
-
-
-_OPERANDS: dict[Any, int] = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
-"""Where the two factors of a product stand among its arguments."""
 
 
 def _attention(args: Any, out: Any) -> int:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gemini.tracing.formulas import executed, flops_of
+from gemini.tracing.formulas import flops_of
 from gemini.tracing.targets import Target
 
 _aten = torch.ops.aten
@@ -29,18 +29,6 @@ _NO_WORK = {
 }  # fmt: skip
 
 
-class Work(NamedTuple):
-    """What a :class:`Meter` has counted; its attributes say what each is."""
-
-    peak: int
-    flops: int
-    tiled: int
-    attention: int
-    touched: int
-    num_ops: int
-    read: set[int]
-
-
 class Meter(TorchDispatchMode):
     """Running totals; whoever cuts the step into moments reads ``live`` and takes the others.
 
@@ -48,7 +36,6 @@ class Meter(TorchDispatchMode):
         live: bytes of counted storages that are there now.
         peak: the most of them since the last :meth:`take`, temporaries within operations included.
         flops, touched, num_ops: of the operations since the last :meth:`take`.
-        tiled, attention: what a GPU computes of ``flops``, see :func:`gemini.tracing.formulas.executed`.
         read: indices of the params that operations read or wrote since the last :meth:`take`.
     """
 
@@ -71,7 +58,7 @@ class Meter(TorchDispatchMode):
         self._paused = 0
         self._resting = True
         self._standing: dict[bool, int] = {}  # by whether backward has come to a product
-        self.live = self.peak = self.flops = self.tiled = self.attention = self.touched = self.num_ops = 0
+        self.live = self.peak = self.flops = self.touched = self.num_ops = 0
         self.read: set[int] = set()
 
     # ---- what is not counted -----------------------------------------------------------------------------------------
@@ -134,11 +121,10 @@ class Meter(TorchDispatchMode):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def take(self) -> Work:
-        """What there was since the last call; it starts again."""
-        taken = Work(self.peak, self.flops, self.tiled, self.attention, self.touched, self.num_ops, self.read)
-        self.peak, self.read = self.live, set()
-        self.flops = self.tiled = self.attention = self.touched = self.num_ops = 0
+    def take(self) -> tuple[int, int, int, int, set[int]]:
+        """``peak, flops, touched, num_ops, read`` since the last call; they start again."""
+        taken = (self.peak, self.flops, self.touched, self.num_ops, self.read)
+        self.peak, self.flops, self.touched, self.num_ops, self.read = self.live, 0, 0, 0, set()
         return taken
 
     # ---- counting ----------------------------------------------------------------------------------------------------
@@ -187,9 +173,6 @@ class Meter(TorchDispatchMode):
         flops = flops_of(func, args, kwargs, out)
         if flops:
             self.flops += flops
-            tiled, attention = executed(func, args, kwargs, flops)
-            self.tiled += tiled
-            self.attention += attention
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward not in self._standing:
                 self._standing[in_backward] = self._target.standing_bytes(in_backward=in_backward)

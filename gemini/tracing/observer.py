@@ -319,22 +319,20 @@ class Observer:
                 moments[-1] = Moment(**{**vars(last), "gradients": done})
                 self._gradients = set()
             return None
-        work = meter.take()
+        peak, flops, touched, num_ops, read = meter.take()
         saved, restored = self.saved.take()
         moments.append(
             Moment(
                 phase=self._phase(),
                 module=self._path,
-                params=tuple(sorted(work.read.union(self._gathered))),
+                params=tuple(sorted(read.union(self._gathered))),
                 live_bytes=meter.live,
-                peak_bytes=work.peak,
+                peak_bytes=peak,
                 saved_bytes=saved,
                 restored_bytes=restored,
-                flops=work.flops,
-                tiled_flops=work.tiled,
-                attention_flops=work.attention,
-                touched_bytes=work.touched,
-                num_ops=work.num_ops,
+                flops=flops,
+                touched_bytes=touched,
+                num_ops=num_ops,
                 gradients=tuple(sorted(self._gradients)),
                 tp_bytes=self._sent.pop("tp", 0),
                 cp_bytes=self._sent.pop("cp", 0),

@@ -11,12 +11,11 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, stack_p
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan
 from gemini.planning.schedules import overlapped
 from gemini.planning.timeline import Timeline, Track
-from gemini.planning.trace import Moment, Phase, with_seconds
+from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
 from gemini.planning.work import Work
 from gemini.testing.plans import check_plan
@@ -92,24 +91,6 @@ def test_a_moment_takes_its_slowest_part() -> None:
     ):
         plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=stack_trace(LAYERS, **fields))
         assert simulate(plan, machine(**figures)).busy[Track.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
-
-
-def test_computing_on_a_gpu_takes_whole_tiles_and_attention_is_slower() -> None:
-    """The peak is 10^12 FLOP/s: 0.83 of it in products, 0.6 in attention, or what the machine says."""
-    peak = Figure(1e12, "peak: of a data sheet")
-    hardware = Hardware("card", {"gpu_flops_bf16": peak})
-    moment = Moment(Phase.FORWARD, "", flops=10**9, tiled_flops=2 * 10**9, attention_flops=3 * 10**9)
-
-    def seconds(of: Moment, **figures: float) -> float:
-        there = hardware.with_figures("told", **figures)
-        costs = Costs(there, Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
-        return costs.compute(of, measured=False).seconds
-
-    assert seconds(moment) == pytest.approx((2 / 0.83 + 3 / 0.6) * MS)
-    assert seconds(moment, gpu_attention_share=0.35) == pytest.approx((2 / 0.83 + 3 / 0.35) * MS)
-    assert seconds(moment, gpu_matrix_share=0.5, gpu_attention_share=0.4) == pytest.approx((2 / 0.5 + 3 / 0.4) * MS)
-    of_an_earlier_version = replace(moment, tiled_flops=0, attention_flops=0)
-    assert seconds(of_an_earlier_version) == pytest.approx(MS / 0.83)
 
 
 def test_landing_takes_what_it_was_measured_to_take() -> None:

@@ -75,29 +75,6 @@ def test_a_config_gives_the_trace_of_its_model() -> None:
     assert flops < of_config.flops < 1.1 * flops  # and attention
 
 
-def test_a_gpu_computes_products_in_whole_tiles_and_half_of_causal_attention() -> None:
-    """60 rows and columns are one tile of 64, 65 are two; a mask that is a tensor leaves nothing out."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.Linear(60, 65, bias=False)
-
-        def forward(self, x: torch.Tensor, q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            heads = q.unsqueeze(1)
-            causal = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-            masked = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
-            return self.up(x).sum() + causal.sum() + masked.sum()
-
-    inputs = {"x": torch.randn(3, 60), "q": torch.randn(2, 8, 16), "mask": torch.zeros(8, 8)}
-    trace = gemini.trace(Net(), inputs, precision="bf16", target="cuda")
-    forward = [moment for moment in trace.moments if moment.phase is Phase.FORWARD]
-    product, attention = 2 * 3 * 60 * 65, 4 * 2 * 8 * 8 * 16
-    assert sum(moment.flops for moment in forward) == product + 2 * attention
-    assert sum(moment.tiled_flops for moment in forward) == 2 * 64 * 60 * 128
-    assert sum(moment.attention_flops for moment in forward) == attention // 2 + attention
-
-
 def test_params_are_cast_and_buffers_are_not() -> None:
     model = make_model("llama")
     half = gemini.trace(model, batch(), precision="bf16", target="cpu")
