@@ -387,7 +387,9 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     if on_cuda:
         name = torch.cuda.get_device_name(device)
         yield "num_gpus", _asked(torch.cuda.device_count(), name)
-        yield "gpu_bytes", _asked(torch.cuda.get_device_properties(device).total_memory, name)
+        card = torch.cuda.get_device_properties(device)
+        yield "gpu_bytes", _asked(card.total_memory, name)
+        yield "gpu_sms", _asked(card.multi_processor_count, name)
     rows, inner, columns = sizes.gpu_product
     for key, dtype in (("gpu_flops_bf16", torch.bfloat16), ("gpu_flops_fp32", torch.float32)):
         seconds = times(_product(sizes.gpu_product, dtype, device))

@@ -22,6 +22,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gemini.planning.plan import Plan
+from gemini.planning.products import scaled
 from gemini.planning.timeline import Span, Timeline, Track
 
 TOLERANCE = 0.05
@@ -176,6 +177,8 @@ def with_work(plan: Plan, scale: float) -> Plan:
         replace(
             moment,
             flops=round(moment.flops * scale),
+            products=scaled(moment.products, scale),
+            attention=moment.attention.scaled(scale),
             touched_bytes=round(moment.touched_bytes * scale),
             saved_bytes=round(moment.saved_bytes * scale),
             restored_bytes=round(moment.restored_bytes * scale),

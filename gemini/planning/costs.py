@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import Group, sent_in_ring
 from gemini.planning.planes import ADAM, GRAD, PlaneKind, touched_bytes
+from gemini.planning.products import Product, occupied
 from gemini.planning.trace import Moment
 from gemini.tiers import Tier
 
@@ -33,7 +34,12 @@ class Efficiency:
         matrix: tensor cores in matrix products. 0.83: the mean of the four NVIDIA rows (A100 SXM 86.9 %, GH200 83.6 %,
             A100 PCIe 81.1 %, H100 SXM 80.3 %) of the best bf16 products found by S. Bekman, "Machine Learning
             Engineering", compute/accelerator, "Maximum Achievable Matmul FLOPS comparison table"
-            (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``).
+            (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``). That is
+            of the best product; what others take longer by their shape is in :mod:`gemini.planning.products`.
+        attention: fused attention in forward, of the FLOP that are not under a causal mask. 0.73: the most that
+            FlashAttention-2 reaches on the A100 (T. Dao, arXiv:2307.08691, sections 1 and 4.1). For other GPUs an
+            assumption, unless they have a figure of their own (``gpu_attention_share``).
+        attention_backward: the same in backward, 0.63 (``gpu_attention_backward_share``).
         gpu_memory: 0.9: an assumption; to be measured.
         link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
             Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
@@ -44,6 +50,8 @@ class Efficiency:
     """
 
     matrix: float = 0.83
+    attention: float = 0.73
+    attention_backward: float = 0.63
     gpu_memory: float = 0.9
     link: float = 0.9
     host_memory: float = 0.78
@@ -54,13 +62,18 @@ class Efficiency:
         """The share of figure ``key`` that is reached: 1 for a measured one."""
         if hardware.figures[key].source.startswith("measured"):
             return 1.0
-        if key.startswith("gpu_flops") and hardware.has("gpu_matrix_share"):
-            return hardware.figures["gpu_matrix_share"].value
+        if key.startswith("gpu_flops"):
+            return self.of_gpu(hardware, "matrix")
         return float(getattr(self, _KIND_OF_FIGURE[key])) if key in _KIND_OF_FIGURE else 1.0
+
+    def of_gpu(self, hardware: Hardware, kind: str) -> float:
+        """The share of the tensor cores' peak that work of a kind reaches on this GPU."""
+        own = hardware.figures.get(f"gpu_{kind}_share")
+        return float(getattr(self, kind)) if own is None else own.value
 
 
 _KIND_OF_FIGURE = {
-    "gpu_flops_bf16": "matrix", "gpu_flops_fp32": "matrix", "gpu_bandwidth": "gpu_memory",
+    "gpu_bandwidth": "gpu_memory",
     "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
     "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
     "nvme_write_sustained": "nvme",
@@ -102,6 +115,7 @@ class Costs:
         self._width = "fp32" if precision == "fp32" else "bf16"
         self._local = local_ranks
         self._known: dict[tuple[str, str], float] = {}
+        self._products: dict[Product, tuple[float, float]] = {}
         self._computes_with = self._updates_with = 1.0  # the part of the host's cores
         self._update_threads: int | None = None
         if (
@@ -135,14 +149,15 @@ class Costs:
         return Cost(whole, {DRAM: through_memory / whole, **{name: seconds / whole * n for name, n in loads.items()}})
 
     def compute(self, moment: Moment, *, measured: bool) -> Cost:
-        """Computing one moment: the slowest of its products, its memory traffic, and launching its operations.
+        """Computing one moment: on the host the slowest of its arithmetic, its memory traffic, and launching its
+        operations; on a GPU its products one by one, then all else of it.
 
         ``measured``: the trace's own seconds are those of this machine and are taken instead.
         """
         if self._compute is Tier.GPU:
             seconds = moment.seconds if measured else None
             if seconds is None:
-                seconds = self._roofline(moment, f"gpu_flops_{self._width}", "gpu_bandwidth", "gpu_op_seconds")
+                seconds = self._on_gpu(moment)
             return Cost(seconds, {GPU: 1.0} if seconds else {})
         what = "computing on the host"
         if measured and moment.seconds is not None:
@@ -158,6 +173,40 @@ class Costs:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
         return Cost(seconds, {THREADS: self._computes_with, DRAM: through_memory / seconds})
+
+    def _on_gpu(self, moment: Moment) -> float:
+        """Kernels of one stream run one after another: every product by its shape, and the slower of arithmetic
+        (attention, convolutions, products of unknown shape) and memory traffic of all else.
+        """
+        what, speed = "computing a moment", f"gpu_flops_{self._width}"
+        if not moment.flops:
+            return self._roofline(moment, speed, "gpu_bandwidth", "gpu_op_seconds")
+        products = through_memory = 0.0
+        for product in moment.products:
+            if (found := self._products.get(product)) is None:
+                found = self._products[product] = self._product(product)
+            products += found[0]
+            through_memory += found[1]
+        attention = moment.attention
+        flops = moment.flops - attention.counted - sum(product.flops for product in moment.products)
+        for kind, done in (("attention", attention.forward), ("attention_backward", attention.backward)):
+            if done:  # in FLOP of products that take as long
+                shares = [self._efficiency.of_gpu(self._hardware, each) for each in ("matrix", kind)]
+                flops += done * shares[0] / shares[1]
+        others = max(flops, 0.0) / self._get(speed, what)
+        if moment.touched_bytes:
+            elsewhere = moment.touched_bytes / self._get("gpu_bandwidth", what) - through_memory
+            others = max(others, elsewhere)
+        return max(products + others, moment.num_ops * self._get("gpu_op_seconds", what) if moment.num_ops else 0.0)
+
+    def _product(self, product: Product) -> tuple[float, float]:
+        """Seconds that such products take on a GPU, and that their bytes alone take through its memory."""
+        what = "the products of a moment"
+        sms = self._hardware.figures.get("gpu_sms")
+        computing = occupied(product, None if sms is None else int(sms.value))
+        num_bytes = product.elements * (4 if self._width == "fp32" else 2)
+        through_memory = num_bytes / self._get("gpu_bandwidth", what)
+        return max(computing / self._get(f"gpu_flops_{self._width}", what), through_memory), through_memory
 
     def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
         what = "computing a moment"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from gemini.planning.products import scaled
 from gemini.planning.trace import MemoryTrace, Moment, Phase
 
 
@@ -164,7 +165,8 @@ def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
         times = {name: number * getattr(moment, name) for name in counted}
         return replace(
             moment, live_bytes=live, peak_bytes=live + moment.peak_bytes - moment.live_bytes,
-            seconds=None if moment.seconds is None else number * moment.seconds, **times,
+            seconds=None if moment.seconds is None else number * moment.seconds,
+            products=scaled(moment.products, number), attention=moment.attention.scaled(number), **times,
         )  # fmt: skip
 
     return replace(trace, moments=tuple(map(of_all, trace.moments)), tokens=number * trace.tokens)

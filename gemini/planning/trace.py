@@ -19,6 +19,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning import document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.products import Attention, Product
 
 VERSION = 1
 
@@ -83,6 +84,8 @@ class Moment:
             sequences (ahead of time; a recorded step does not say).
         gradients: indices of params whose gradient is complete at its end.
         seconds: measured computing time, without waiting for moves; None ahead of time.
+        products: matrix products by shape, a part of ``flops``; none in a trace that was saved before they were kept.
+        attention: fused attention, a part of ``flops`` too.
     """
 
     phase: Phase
@@ -99,6 +102,8 @@ class Moment:
     seconds: float | None = None
     tp_bytes: int = 0
     cp_bytes: int = 0
+    products: tuple[Product, ...] = ()
+    attention: Attention = Attention()
 
 
 @dataclass(frozen=True)
@@ -292,6 +297,8 @@ def _moment(fields: dict[str, Any]) -> Moment:
     fields["phase"] = Phase(fields["phase"])
     for name in ("params", "gradients"):
         fields[name] = tuple(fields[name])
+    fields["products"] = tuple(Product(*product) for product in fields.get("products", ()))
+    fields["attention"] = Attention(*fields.get("attention", ()))
     return Moment(**fields)
 
 

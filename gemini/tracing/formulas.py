@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from gemini.planning.products import Attention
+
 _aten = torch.ops.aten
 
 
@@ -24,6 +26,30 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
         return ours(args, out)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
+    """Batch, m, n and k of a call that multiplies matrices of m x k and k x n; None for what is no such product."""
+    packet: Any = getattr(func, "_overloadpacket", None)
+    if is_coded_product(packet):
+        rows, columns = args[2]
+        return 1, args[0].numel() // columns, rows, columns
+    at = _PRODUCTS.get(packet)
+    if at is None:
+        return None
+    first, second = args[at].shape, args[at + 1].shape
+    return (int(first[0]) if len(first) == 3 else 1), int(first[-2]), int(second[-1]), int(first[-1])
+
+
+def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> Attention:
+    """What a call with so many FLOP does of fused attention: all of them or none."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "query" not in names:
+        return Attention()
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    causal = given.get("is_causal") and given["query"].shape[-2] == given["key"].shape[-2]
+    done = flops // 2 if causal else flops
+    return Attention(flops, backward=done) if "grad_out" in names[0] else Attention(flops, forward=done)
 
 
 def _attention(args: Any, out: Any) -> int:
@@ -51,6 +77,9 @@ def _coded(args: Any, out: Any) -> int:
     rows, columns = args[2]
     return 2 * args[0].numel() // columns * rows * columns
 
+
+_PRODUCTS: dict[Any, int] = {_aten.mm: 0, _aten.addmm: 1, _aten.bmm: 0, _aten.baddbmm: 1, _aten._scaled_mm: 0}
+"""At which argument the two matrices of a product begin."""
 
 _CODED = "bitsandbytes::gemm_4bit"
 

@@ -8,15 +8,17 @@ views it has. Weights, their gradients once complete, and buffers are no part of
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gemini.tracing.formulas import flops_of
+from gemini.planning.products import Attention
+from gemini.tracing.formulas import attention_of, flops_of, product_of
 from gemini.tracing.targets import Target
 
 _aten = torch.ops.aten
@@ -29,6 +31,18 @@ _NO_WORK = {
 }  # fmt: skip
 
 
+class Taken(NamedTuple):
+    """What was counted between two calls of :meth:`Meter.take`: its attributes of these names."""
+
+    peak: int
+    flops: int
+    touched: int
+    num_ops: int
+    read: set[int]
+    products: Counter[tuple[int, int, int, int]]
+    attention: Attention
+
+
 class Meter(TorchDispatchMode):
     """Running totals; whoever cuts the step into moments reads ``live`` and takes the others.
 
@@ -36,6 +50,8 @@ class Meter(TorchDispatchMode):
         live: bytes of counted storages that are there now.
         peak: the most of them since the last :meth:`take`, temporaries within operations included.
         flops, touched, num_ops: of the operations since the last :meth:`take`.
+        products: how often products of each shape (batch, m, n, k) ran since then.
+        attention: of the fused attention since then.
         read: indices of the params that operations read or wrote since the last :meth:`take`.
     """
 
@@ -58,8 +74,8 @@ class Meter(TorchDispatchMode):
         self._paused = 0
         self._resting = True
         self._standing: dict[bool, int] = {}  # by whether backward has come to a product
-        self.live = self.peak = self.flops = self.touched = self.num_ops = 0
-        self.read: set[int] = set()
+        self.live = self.peak = 0
+        self._restart()
 
     # ---- what is not counted -----------------------------------------------------------------------------------------
 
@@ -121,11 +137,18 @@ class Meter(TorchDispatchMode):
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def take(self) -> tuple[int, int, int, int, set[int]]:
-        """``peak, flops, touched, num_ops, read`` since the last call; they start again."""
-        taken = (self.peak, self.flops, self.touched, self.num_ops, self.read)
-        self.peak, self.flops, self.touched, self.num_ops, self.read = self.live, 0, 0, 0, set()
+    def take(self) -> Taken:
+        """What was counted since the last call; it starts again."""
+        taken = Taken(self.peak, self.flops, self.touched, self.num_ops, self.read, self.products, self.attention)
+        self.peak = self.live
+        self._restart()
         return taken
+
+    def _restart(self) -> None:
+        self.flops = self.touched = self.num_ops = 0
+        self.attention = Attention()
+        self.read: set[int] = set()
+        self.products: Counter[tuple[int, int, int, int]] = Counter()
 
     # ---- counting ----------------------------------------------------------------------------------------------------
 
@@ -173,6 +196,11 @@ class Meter(TorchDispatchMode):
         flops = flops_of(func, args, kwargs, out)
         if flops:
             self.flops += flops
+            shape = product_of(func, args)
+            if shape is not None:
+                self.products[shape] += 1
+            else:
+                self.attention += attention_of(func, args, kwargs, flops)
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward not in self._standing:
                 self._standing[in_backward] = self._target.standing_bytes(in_backward=in_backward)

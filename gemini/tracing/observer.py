@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.planning.products import Product
 from gemini.planning.trace import Moment, Phase
 from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
@@ -319,23 +320,25 @@ class Observer:
                 moments[-1] = Moment(**{**vars(last), "gradients": done})
                 self._gradients = set()
             return None
-        peak, flops, touched, num_ops, read = meter.take()
+        taken = meter.take()
         saved, restored = self.saved.take()
         moments.append(
             Moment(
                 phase=self._phase(),
                 module=self._path,
-                params=tuple(sorted(read.union(self._gathered))),
+                params=tuple(sorted(taken.read.union(self._gathered))),
                 live_bytes=meter.live,
-                peak_bytes=peak,
+                peak_bytes=taken.peak,
                 saved_bytes=saved,
                 restored_bytes=restored,
-                flops=flops,
-                touched_bytes=touched,
-                num_ops=num_ops,
+                flops=taken.flops,
+                touched_bytes=taken.touched,
+                num_ops=taken.num_ops,
                 gradients=tuple(sorted(self._gradients)),
                 tp_bytes=self._sent.pop("tp", 0),
                 cp_bytes=self._sent.pop("cp", 0),
+                products=tuple(Product(*shape, times) for shape, times in sorted(taken.products.items())),
+                attention=taken.attention,
             )
         )
         self._gradients = set()

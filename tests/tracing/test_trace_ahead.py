@@ -75,6 +75,26 @@ def test_a_config_gives_the_trace_of_its_model() -> None:
     assert flops < of_config.flops < 1.1 * flops  # and attention
 
 
+def test_products_are_kept_by_their_shapes_and_attention_apart() -> None:
+    """All work of a decoder has a shape or is attention, of which a causal mask spares a kernel half."""
+    model = make_model("llama")
+    trace = gemini.trace(model, gemini.batch_for(model.config, 2, 12), target="cuda")
+    hidden, inner, tokens = model.config.hidden_size, model.config.intermediate_size, 24
+    forward, backward = ([m for m in trace.moments if m.module == "model.layers.0.mlp.up_proj" and m.phase is phase]
+                         for phase in (Phase.FORWARD, Phase.BACKWARD))  # fmt: skip
+    assert [m.products for m in forward] == [((1, tokens, inner, hidden, 1),)]
+    assert {(p.m, p.n, p.k) for m in backward for p in m.products} == {(tokens, hidden, inner), (inner, hidden, tokens)}
+    for moment in trace.moments:
+        assert sum(product.flops for product in moment.products) + moment.attention.counted == moment.flops
+    done = [sum(each) for each in zip(*(moment.attention for moment in trace.moments), strict=True)]
+    assert done[0] > 0 and done[0] == 2 * (done[1] + done[2]) and done[2] == 2.5 * done[1]
+    ids = torch.ones(2, 12, dtype=torch.long)
+    mask = torch.arange(12).expand(2, 12) < 8
+    padded = gemini.trace(model, {"input_ids": ids, "labels": ids, "attention_mask": mask.long()}, target="cuda")
+    for moment in padded.moments:
+        assert moment.attention.forward + moment.attention.backward == moment.attention.counted
+
+
 def test_params_are_cast_and_buffers_are_not() -> None:
     model = make_model("llama")
     half = gemini.trace(model, batch(), precision="bf16", target="cpu")
