@@ -132,9 +132,9 @@ def test_the_same_product_has_other_waves_on_other_gpus(name: str, waves: int) -
 
 
 def shaped() -> MemoryTrace:
-    product, attention = Product(1, 1024, 512, 256, 2), Attention(1000, 500, 0)
+    product, attention = Product(1, 1024, 512, 256, 2), Attention(10**9, 6 * 10**8, 0)
     moments = [
-        replace(moment, flops=int(product.flops) + 1000, products=(product,), attention=attention)
+        replace(moment, flops=int(product.flops) + 10**9, products=(product,), attention=attention)
         for moment in stack_trace(2).moments
     ]
     return replace(stack_trace(2), moments=tuple(moments))
