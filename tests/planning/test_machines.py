@@ -66,6 +66,8 @@ def test_no_machine_is_at_odds_with_itself(name: str) -> None:
     assert value["nvme_write"] <= value["nvme_read"] < value["dram_bandwidth"]
     assert 1.5 <= value["gpu_flops_bf16"] / value["gpu_flops_fp32"] <= 16
     assert value["gpu_bytes"] < value["cpu_bytes"] < value["nvme_bytes"]
+    assert 0.8e12 < value["gpu_flops_bf16"] / value["gpu_sms"] < 8e12
+    assert all(0.3 < figure < 1 for key, figure in value.items() if key.endswith("_share"))
     assert 5e-11 < value["update_cpu"] * value["cpu_threads"] < 5e-8 and 1e-6 <= value["gpu_op_seconds"] <= 1e-5
 
 
