@@ -37,9 +37,10 @@ class Efficiency:
             (github.com/stas00/ml-engineering). Of a GPU that has a row there, its own (``gpu_matrix_share``). That is
             of the best product; what others take longer by their shape is in :mod:`gemini.planning.products`.
         attention: fused attention in forward, of the FLOP that are not under a causal mask. 0.73: the most that
-            FlashAttention-2 reaches on the A100 (T. Dao, arXiv:2307.08691, sections 1 and 4.1). For other GPUs an
+            FlashAttention-2 reaches on the A100 (T. Dao, arXiv:2307.08691, abstract: 50 to 73 %). For other GPUs an
             assumption, unless they have a figure of their own (``gpu_attention_share``).
-        attention_backward: the same in backward, 0.63 (``gpu_attention_backward_share``).
+        attention_backward: the same in backward (``gpu_attention_backward_share``). 0.63: an assumption, not checked
+            against the paper's figures; an RTX 4090 reaches 0.60.
         gpu_memory: 0.9: an assumption; to be measured.
         link: PCIe packets of 256 bytes carry 20 to 28 bytes of framing and headers (Intel AN 708, "Understanding PCI
             Express Throughput"): 256 / 284 = 0.90 of the link's data rate.
