@@ -56,7 +56,9 @@ class Shown(TrainerCallback):
         sharing: ranks that compute with the same sequences, whose tokens the Trainer counts on each.
     """
 
-    def __init__(self, console: Console, engine: Any, *, num_tokens: int, metrics: Path | None, sharing: int = 1) -> None:
+    def __init__(
+        self, console: Console, engine: Any, *, num_tokens: int, metrics: Path | None, sharing: int = 1
+    ) -> None:
         self._console, self._engine, self._metrics = console, engine, metrics
         self._num_tokens, self._sharing = num_tokens, sharing
         self._bar: Progress | None = None

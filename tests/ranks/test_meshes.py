@@ -84,7 +84,7 @@ def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any)
         gemini.data_rank(init_device_mesh("cpu", (2, 2, 2)))
     with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: ep cannot be combined with tp"):
         gemini.data_rank(mesh_of(tp=2, ep=4))
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no plan of transformers for dividing experts"):
         gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of(dp=2, ep=4))
 
 

@@ -159,8 +159,11 @@ def evaluations(out: Path) -> list[float]:
 def test_meshes_that_cannot_be(pool_of: PoolOf, folder: Path) -> None:
     for more, says in (
         ({"tp": 3}, "--tp 3 takes 3 processes or a multiple of that, and there are 2"),
-        ({"tp": 2, "model": folder / "plain.json", "bytes": True}, "cut along dim 0, which that does not divide"),
-        ({"ep": 2}, "has no experts that a plan of transformers spreads"),
+        (
+            {"tp": 2, "model": folder / "plain.json", "bytes": True},
+            "257 elements along dim 0, which is not a multiple of 2",
+        ),
+        ({"ep": 2}, "has no plan of transformers for dividing experts"),
     ):
         outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out") | more)
         assert all(isinstance(outcome, Failure) and outcome.kind == "SaidByRanks" for outcome in outcomes), outcomes
