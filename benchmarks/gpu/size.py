@@ -24,12 +24,15 @@ import psutil
 import gemini
 from benchmarks._memory import free_disk
 from benchmarks._report import table
-from benchmarks.biggest_model import BYTES_PER_PARAM, CHUNK, shape_of
+from benchmarks.biggest_model import BYTES_PER_PARAM as BYTES_BY_STATES
+from benchmarks.biggest_model import CHUNK, shape_of
 from benchmarks.gpu import _llama, _part
 from benchmarks.gpu._card import Card, host_budget
 from benchmarks.gpu._training import IN_BACKWARD, Training, trace_of
 from gemini.errors import human_bytes, parse_bytes
 from gemini.planning.working import activation_bytes
+
+BYTES_PER_PARAM = BYTES_BY_STATES["exact"]
 
 
 class Room(NamedTuple):
