@@ -115,7 +115,8 @@ class GeminiAccelerator(SavingAccelerator):
             self.state.device_mesh = self._gemini_parallel.mesh  # by which accelerate's data loaders divide samples
             if self._gemini_parallel.attention is not None:
                 config = replace(config or GeminiConfig(), context_attention=self._gemini_parallel.attention)
-            self._let_ranks_read()
+            if self._sharing > 1:
+                self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag
         self._gemini_replaced: list[tuple[Any, HybridOptimizer]] = []
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
@@ -175,6 +176,11 @@ class GeminiAccelerator(SavingAccelerator):
         """Ranks that have slices of the same layers: ``tp_size`` of the ``parallelism_config``."""
         return 1 if self._gemini_parallel is None else self._gemini_parallel.size_of("tp")
 
+    @property
+    def _sharing(self) -> int:
+        """Ranks that compute with the same samples."""
+        return self.context_size * self.tensor_size
+
     def sequence_batch(self, batch: Any) -> Any:
         """This rank's part of a batch (:func:`gemini.sequence_batch`); without ``cp_size`` the batch as it is."""
         return batch if self.context_size == 1 else sequence_batch(batch, self._gemini_parallel.mesh)  # type: ignore[union-attr]
@@ -183,7 +189,7 @@ class GeminiAccelerator(SavingAccelerator):
         """As accelerate's. Ranks that share a batch (``cp_size``, ``sp_size``, ``tp_size``) have the same: it counts
         once.
         """
-        sharing = self.context_size * self.tensor_size
+        sharing = self._sharing
         if sharing == 1:
             return super().gather_for_metrics(input_data, use_gather_object)
         gather = self.gather

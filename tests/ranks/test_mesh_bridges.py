@@ -131,19 +131,20 @@ def test_ranks_that_share_a_batch_read_the_same_of_a_stream(
     same(several, train(str(tmp_path / "one"), {}, True))
 
 
-def dispatched() -> None:
+def dispatched(sizes: dict[str, int]) -> Any:
     from accelerate import DataLoaderConfiguration
     from gemini.integrations.accelerate import GeminiAccelerator
 
+    asked = DataLoaderConfiguration(dispatch_batches=True)
     try:
-        GeminiAccelerator(
-            cpu=True, parallelism_config=ParallelismConfig(tp_size=2),
-            dataloader_config=DataLoaderConfiguration(dispatch_batches=True),
-        )  # fmt: skip
+        return GeminiAccelerator(
+            cpu=True, parallelism_config=ParallelismConfig(**sizes), dataloader_config=asked
+        ).dataloader_config.dispatch_batches
     finally:
         forget_state()
 
 
-def test_batches_that_one_process_deals_out_are_refused(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(dispatched):
+def test_batches_that_one_process_deals_out_are_refused_where_ranks_share_them(pool_of: Pools) -> None:
+    assert pool_of(2).run(dispatched, {"dp_shard_size": 2}) == [True, True]
+    for outcome in pool_of(2).outcomes(dispatched, {"tp_size": 2}):
         assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and "dispatch_batches=True" in outcome.text

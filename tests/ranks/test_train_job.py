@@ -145,15 +145,17 @@ def test_a_mesh_trains_as_one_process(
         assert rank.losses == pytest.approx(one.losses, rel=1e-5) and rank.state == one.state
         for name, weight in one.weights.items():
             assert (rank.weights[name] - weight).abs().max() < 1e-4, name
-    found = [evaluations(folder / out) for out in ("one", "mesh")]
+    found = [metrics(folder / out, "eval_loss") for out in ("one", "mesh")]
     assert len(found[0]) == 2 and (batch > 1 or found[1] == pytest.approx(found[0], rel=1e-5))
+    norms = [metrics(folder / out, "grad_norm") for out in ("one", "mesh")]  # Adam and clipping hide a factor
+    assert len(norms[0]) == 6 and norms[1] == pytest.approx(norms[0], rel=1e-4)
     resume = {"batch_size": 4, "out": folder / "rest", "resume": str(folder / "mesh" / "checkpoint-3")}
     assert train_here(options | resume).losses == pytest.approx(one.losses[3:], rel=1e-5)
 
 
-def evaluations(out: Path) -> list[float]:
+def metrics(out: Path, name: str) -> list[float]:
     rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [row["eval_loss"] for row in rows if "eval_loss" in row]
+    return [row[name] for row in rows if name in row]
 
 
 def test_meshes_that_cannot_be(pool_of: PoolOf, folder: Path) -> None:
