@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,8 @@ class Trials:
         self.world, self.operation = world, operation
         self.outcomes = dict.fromkeys(("before", "after", "error", "unsent", "lost"), 0)
         self._is_lost = False
+        self.taken = traceback.StackSummary()
+        """Where the last interrupt took effect."""
         operation.prepare(world)
         operation.end(world)
         self.before = self._with_next()
@@ -225,13 +228,15 @@ class Trials:
         """
         world, operation = self.world, self.operation
         sent = interrupted = False
+        self.taken = traceback.StackSummary()
         handler = signal.getsignal(signal.SIGINT)
         with no_hang(), self._notes_lost(), slow_updates():
             operation.prepare(world)
             try:
                 sent = interrupt_at(moment, lambda: operation.run(world))
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as e:
                 sent = interrupted = True
+                self.taken = traceback.extract_tb(e.__traceback__)
             assert signal.getsignal(signal.SIGINT) is handler, "the handler of SIGINT is another one"
             assert torch.is_grad_enabled(), "autograd is off"
             try:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from gemini.errors import BudgetExceeded
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Event
@@ -209,8 +210,9 @@ class Manager:
 
     def end_update(self, chunk: Chunk) -> None:
         """The update reads nothing any more."""
-        if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
-            self._evict(chunk)
+        with WHOLE:
+            if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
+                self._evict(chunk)
 
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
@@ -311,8 +313,9 @@ class Manager:
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
-        chunk.step(UseChange.FAIL)
-        self.room.depopulate(chunk.window, "windows")
+        with WHOLE:
+            chunk.step(UseChange.FAIL)
+            self.room.depopulate(chunk.window, "windows")
 
     def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
@@ -387,10 +390,11 @@ class Manager:
         chunk.stale = False
 
     def _evict(self, chunk: Chunk) -> None:
-        chunk.step(UseChange.EVICT)
-        self.num_evictions += 1
-        chunk.stale = chunk.ahead = False
-        self._overtaken.pop(chunk.spec.index, None)
-        self._on_evict(chunk)
         assert chunk.window is not None
-        self.room.depopulate(chunk.window, "windows")
+        with WHOLE:  # also between steps, where nobody looks for what an interrupt has left
+            chunk.step(UseChange.EVICT)
+            self.num_evictions += 1
+            chunk.stale = chunk.ahead = False
+            self._overtaken.pop(chunk.spec.index, None)
+            self._on_evict(chunk)
+            self.room.depopulate(chunk.window, "windows")

@@ -411,9 +411,10 @@ class Updates:
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
-        self._undo(job)
-        self.pending.pop(index, None)
-        self._manager.end_update(job.chunk)
+        with WHOLE:
+            self._undo(job)
+            self.pending.pop(index, None)
+            self._manager.end_update(job.chunk)
         if is_guess:
             return  # of no use to anybody, also if it failed
         if job.error is not None and self._state.corrupted_by is not None:
