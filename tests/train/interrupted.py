@@ -23,6 +23,7 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError
+from gemini.interrupts import call_without_grad
 from gemini.memory.movement.worker import on_worker
 from tests.train.helpers import Blocks, adam, engine_of, make_config, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
@@ -176,9 +177,9 @@ class Load(Operation):
 
 class GatheredWrite(Operation):
     def run(self, world: World) -> None:
-        with world.model.gathered(write=True), torch.no_grad():
-            for param in world.model.parameters():
-                param.copy_(torch.full_like(param, 0.5))
+        with world.model.gathered(write=True):
+            for param in world.model.parameters():  # torch.no_grad() is left on by an interrupt in itself
+                call_without_grad(param.copy_, torch.full_like(param, 0.5))
 
 
 OPERATIONS: dict[str, type[Operation]] = {
@@ -210,10 +211,21 @@ class Trials:
         operation.end(world)
         self.after = self._with_next()
         self.locks = locks_of(engine_of(world.model))
+        world.reset()
+        world.go_on()
+        self.held = self.held_bytes()
 
     def _with_next(self) -> tuple[Snapshot, Snapshot]:
         now = self.world.snapshot()
         return now, self.world.go_on()
+
+    def held_bytes(self) -> dict[Any, dict[str, int]]:
+        """What the ledger says that holders have who do not come and go within a step."""
+        ledger, passing = engine_of(self.world.model).store.ledger, ("windows", "pool")
+        return {
+            tier: {holder: held for holder, held in ledger.holders(tier).items() if holder not in passing}
+            for tier in ledger.tiers
+        }
 
     def moments(self, *, silent: bool = False) -> list[Moment]:
         with slow_updates():
@@ -254,6 +266,7 @@ class Trials:
             begun, following = self.before if which == "before" else self.after
             assert same(begun, now), "the state is neither that of before nor that of after"
             assert same(following, world.go_on()), "training goes on to other bits"
+            assert self.held_bytes() == self.held, "the ledger says that others hold something"
         self.outcomes[which if sent else "unsent"] += 1
         self.outcomes["lost"] += sent and not interrupted and self._is_lost
 

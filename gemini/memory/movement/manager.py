@@ -279,12 +279,14 @@ class Manager:
         assert chunk.window is not None
         self.room.populate(chunk.window, "windows", what=chunk.name)
         try:
-            self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
+            with WHOLE:
+                self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
+                chunk.step(UseChange.FETCH)
+                chunk.ahead = True
         except BaseException:
-            self.room.depopulate(chunk.window, "windows")
+            if chunk.use is Use.FREE:  # and not begun, with an interrupt that waited for it
+                self.room.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseChange.FETCH)
-        chunk.ahead = True
 
     def _await_arrival(self, chunk: Chunk) -> None:
         """Take a fetch ahead as it is; one that failed is tried again here and now.
@@ -380,9 +382,10 @@ class Manager:
         except BaseException:
             self.room.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseChange.FETCH)
-        chunk.step(UseChange.ARRIVE)
-        self._count_arrival(chunk)
+        with WHOLE:
+            chunk.step(UseChange.FETCH)
+            chunk.step(UseChange.ARRIVE)
+            self._count_arrival(chunk)
 
     def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1

@@ -364,6 +364,12 @@ class Updates:
         if self.unseen.num_chunks:
             self.unseen.look()
 
+    def await_held(self) -> None:
+        """Until no update in flight holds gradients."""
+        for job in list(self.pending.values()):
+            if job.holds_gradients:
+                job.wait_until_over()
+
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory, or undo a guess for it; False if there is none."""
         for job in list(self.pending.values()):
