@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dis
+import signal
 import threading
 from pathlib import Path
 
 import pytest
 
+from gemini.interrupts import WHOLE
 from tests.train.helpers import PLACEMENTS
 from tests.train.interrupted import OPERATIONS, Drain, Trials, World
 from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
@@ -44,6 +46,33 @@ def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Pat
     assert len(moments) > 50, "it waits"
     for moment in moments:
         trials.at(moment)
+
+
+def test_whole_blocks_are_left_as_they_were() -> None:
+    """Depth, handler and what is inside, at every moment of the blocks themselves."""
+    lock, books = threading.Lock(), [0, 0]
+
+    def change() -> None:
+        with WHOLE:
+            with WHOLE, lock:
+                books[0] += 1
+                _nothing()
+                books[1] += 1
+
+    def _nothing() -> None:
+        pass
+
+    handler, num_interrupted = signal.getsignal(signal.SIGINT), 0
+    for moment in moments_of(change, silent=True, everywhere=True):
+        try:
+            interrupt_at(moment, change)
+            _nothing()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        assert books[0] == books[1] and not lock.locked(), moment
+        assert (WHOLE._depth, WHOLE._before, WHOLE._noted) == (0, None, None), moment
+        assert signal.getsignal(signal.SIGINT) is handler, moment
+    assert num_interrupted > 100, "each of them takes effect, once"
 
 
 # ---- the harness -----------------------------------------------------------------------------------------------------
