@@ -11,13 +11,12 @@ import pytest
 
 from gemini.interrupts import WHOLE
 from tests.train.helpers import PLACEMENTS
-from tests.train.interrupted import OPERATIONS, Drain, Trials, World
+from tests.train.interrupted import OPERATIONS, make_trials
 from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
 
 
 def try_moments(where: str, name: str, path: Path, number: int) -> None:
-    operation = OPERATIONS[name]()
-    trials = Trials(World(where, path, inside=operation.inside), operation)
+    trials = make_trials(where, name, path)
     moments = trials.moments()
     for moment in moments[:: max(len(moments) // number, 1)]:
         trials.at(moment)
@@ -40,7 +39,7 @@ def test_an_interrupt_at_many_more_moments(where: str, name: str, tmp_path: Path
 
 def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:
     """At every moment in which the training thread shares something with the update worker."""
-    trials = Trials(World("ram", tmp_path), Drain())
+    trials = make_trials("ram", "drain", tmp_path)
     shared = ("worker.py", "waiting.py", "threading.py", "device.py")
     moments = [moment for moment in trials.moments() if moment.code.co_filename.endswith(shared)]
     assert len(moments) > 50, "it waits"

@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.errors import BudgetExceeded, warn
+from gemini.interrupts import WHOLE
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
@@ -220,7 +221,7 @@ class ActivationStore:
         try:
             if self._tier is Tier.NVME:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
-            with self._ledger.reserving(self._tier, num_bytes, HOLDER):
+            with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER):
                 offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)
