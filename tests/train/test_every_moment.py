@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dis
+import gc
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from gemini.interrupts import WHOLE
 from tests.train.helpers import PLACEMENTS
-from tests.train.interrupted import OPERATIONS, make_trials
+from tests.train.interrupted import OPERATIONS, World, make_trials
 from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
 
 
@@ -45,6 +49,25 @@ def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Pat
     assert len(moments) > 50, "it waits"
     for moment in moments:
         trials.at(moment)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_model_that_is_deleted_after_an_interrupt_leaves_other_models_alone(where: str, tmp_path: Path) -> None:
+    """Its hooks for what autograd saves were open when the interrupt came, and no hook of its own has closed them."""
+
+    def interrupt(module: nn.Module, given: Any) -> None:
+        raise KeyboardInterrupt
+
+    world = World(where, tmp_path, offloads=True)
+    world.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.loss(world.model, 0)
+    del world
+    gc.collect()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(2, 4)).sum().backward()
+    assert plain.weight.grad is not None
 
 
 def test_whole_blocks_are_left_as_they_were() -> None:
