@@ -8,16 +8,17 @@ not keep one alive longer than the job.
 
 from __future__ import annotations
 
-import atexit
 import heapq
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import Event
+from gemini.patches import register
 
 _LOOK_SECONDS = 1.0
 """How often whoever waits looks whether the thread still lives. What a job does is bounded part by part."""
@@ -209,7 +210,7 @@ class Worker(JobThread):
             del job  # what it holds is not kept by a worker that waits
 
 
-@atexit.register
+@partial(register, "atexit.register")
 def _close_all() -> None:
     for worker in list(_live):
         worker.close()

@@ -18,6 +18,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
+from gemini.patches import patch
 from gemini.planning.layout import Part, Slot
 from gemini.train.params.stepper import Stepper
 from gemini.train.params.tensor_slice import TensorSlice
@@ -257,4 +258,4 @@ def _data_of(param: nn.Parameter) -> torch.Tensor:
 
 # torch counts no writes to param.data, and would hide them from us. Those to param.detach() are counted with the
 # param's, and the two are the same otherwise. There is no other way to see ``param.data`` of an ordinary nn.Parameter.
-nn.Parameter.data = property(_data_of, SET_DATA, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
+patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.data.__doc__))
