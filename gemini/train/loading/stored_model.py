@@ -68,7 +68,7 @@ class StoredModel(Skeleton):
             self._adapt(adapt)
 
     def _adapt(self, adapt: Callable[[Any], Any]) -> None:
-        away = _ReadAtTouch(self._params, self._drawn, self.read)
+        away = _ReadAtTouch(self._params, self._source.missing, self.read)
         buffers = dict(self._stored.named_buffers())
         self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
         self._initialize(self._params.values(), None)
@@ -89,7 +89,8 @@ class StoredModel(Skeleton):
     def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         handles = {id(handle.param): handle for handle in homes.handles}
         if ranks is not None:
-            ranks.take_from_first({handles[key].name: value for key, value in self._kept.items()})
+            kept = {handles[key].name: value for key, value in self._kept.items()}
+            ranks.take_from_first(kept, of_job=True)  # they are whole, however they will be cut
         places = {
             name: handles[id(param)]
             for name, param in self._params.items()
@@ -198,9 +199,11 @@ class StoredModel(Skeleton):
 class _ReadAtTouch:
     """Params whose values come when somebody touches them; those that were only read go when others need the room."""
 
-    def __init__(self, params: dict[str, nn.Parameter], drawn: set[int], read: Callable[[str], torch.Tensor]):
-        self._drawn, self._read = drawn, read
-        self._names = {id(param): name for name, param in reversed(params.items())}
+    def __init__(
+        self, params: dict[str, nn.Parameter], missing: Collection[str], read: Callable[[str], torch.Tensor]
+    ):
+        self._read = read
+        self._names = {id(param): name for name, param in params.items() if name not in missing}
         self._params = list({id(param): param for param in params.values()}.values())
         self._inside: dict[int, nn.Parameter] = {}  # with their values in the files, for all that is known
         self._inside_bytes = 0
@@ -210,10 +213,10 @@ class _ReadAtTouch:
     def bring_in(self, param: nn.Parameter, keep: Collection[torch.Tensor] = ()) -> None:
         """Make ``param`` ordinary, with its value in the files, or zeros if it is still to be drawn."""
         self._make_room(param.nbytes, {id(other) for other in keep})
-        if id(param) in self._drawn:
-            value = torch.zeros(param.shape, dtype=param.dtype)
+        if (name := self._names.get(id(param))) is None:
+            value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
         else:
-            value = self._read(self._names[id(param)])
+            value = self._read(name)
             self._inside[id(param)] = param
             self._inside_bytes += value.nbytes
         param.__class__ = nn.Parameter
