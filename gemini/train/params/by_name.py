@@ -64,6 +64,7 @@ class ByName:
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
         self._compared, self._all_agree = False, all_agree
+        self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles, self.compute = handles, compute
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
@@ -216,10 +217,22 @@ class ByName:
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
+        if self._deferred is not None:
+            self._deferred.append((handle, value))
+            return
         if self._shards is not None and not self._compared:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         self.write(handle, value)
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
+        """What a program writes inside is not written, but listed: the params and their values."""
+        before, self._deferred = self._deferred, []
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = before
 
     @contextmanager
     def compared(self) -> Iterator[None]:
