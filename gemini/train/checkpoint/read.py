@@ -285,7 +285,8 @@ class Rest:
         """Masters and states are there: the rest, with the random states of a rank if they were saved."""
         optimizer = self._optimizer
         for handle in self._handles:
-            handle.num_steps, handle.waiting = self._manifest.params[handle.whole_name].step, None
+            handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
+            handle.waiting = None
         with torch.no_grad():
             for name, scale in self._scales.items():
                 scale.copy_(self._model_state[name])
