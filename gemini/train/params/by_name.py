@@ -63,7 +63,7 @@ class ByName:
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
-        self._compared, self._all_agree = False, all_agree
+        self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles, self.compute = handles, compute
         self._handles = {name: handle for handle in self.handles for name in handle.names}
@@ -222,7 +222,7 @@ class ByName:
         if self._deferred is not None:
             self._deferred.append((handle, value))
             return
-        if self._shards is not None and not self._compared:
+        if self._shards is not None:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         self.write(handle, value)
@@ -235,15 +235,6 @@ class ByName:
             yield self._deferred
         finally:
             self._deferred = before
-
-    @contextmanager
-    def compared(self) -> Iterator[None]:
-        """What is written inside is known to be the same on all ranks."""
-        before, self._compared = self._compared, True
-        try:
-            yield
-        finally:
-            self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its

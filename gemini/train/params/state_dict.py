@@ -60,7 +60,7 @@ def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, 
         del state[name]
     state.update(values)
     with by_names.deferred():  # and never written: the params are those of before
-        model._gemini_original.load_state_dict(model, state)  # type: ignore[operator, union-attr]
+        _own_class(model).load_state_dict(model, state)
 
 
 @contextlib.contextmanager
@@ -81,7 +81,12 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
 
 
 def _own_state(model: nn.Module) -> dict[str, Any]:
-    return model._gemini_original.state_dict(model, keep_vars=True)  # type: ignore[operator, union-attr]
+    return _own_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
+
+
+def _own_class(model: Any) -> Any:
+    """What it was before it was managed."""
+    return model._gemini_original
 
 
 def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
@@ -108,17 +113,18 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
-    with undone_on_error(model, by_names):
-        with by_names.deferred() as writes:
-            try:
-                expected = _check(model, state)
-                how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
-                own = _in_slices(state, expected)
-                result = model._gemini_original.load_state_dict(model, own, **how)  # type: ignore[operator, union-attr]
-            except Exception as e:
-                refusal = e
-        by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
-    with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
+    with contextlib.ExitStack() as writing:
+        with undone_on_error(model, by_names):
+            with by_names.deferred() as writes:
+                try:
+                    expected = _check(model, state)
+                    how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
+                    own = _in_slices(state, expected)
+                    result = _own_class(model).load_state_dict(model, own, **how)
+                except Exception as e:
+                    refusal = e
+            by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+            writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded
         for handle, value in writes:
             by_names.write(handle, value)
     return result
