@@ -48,14 +48,14 @@ def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
     """What the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever they
     add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
     """
-    return {name: value for name, value in _own_state(model).items() if not _is_of_params(name, value, by_names)}
+    return {name: value for name, value in own_state(model).items() if not _is_of_params(name, value, by_names)}
 
 
 def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, Any]) -> None:
     """Let the model take ``values``, what :func:`beside_params` gave, in its own way. Managed params stay as they
     are.
     """
-    state = _own_state(model)
+    state = own_state(model)
     for name in [name for name, value in state.items() if handle_of(value) is None and name not in by_names]:
         del state[name]
     state.update(values)
@@ -80,7 +80,8 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
         raise
 
 
-def _own_state(model: nn.Module) -> dict[str, Any]:
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """What the model's own ``state_dict`` gives: values themselves, managed params as they are at rest."""
     return _own_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
 
 
@@ -150,7 +151,7 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
-    expected = _own_state(model)
+    expected = own_state(model)
     errors = []
     for name, value in state.items():
         if handle_of(expected.get(name)) is None:
