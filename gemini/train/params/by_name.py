@@ -208,7 +208,7 @@ class ByName:
             return None
         total, whole = 0, True
         for start, stop in tiles(0, value.numel(), self._mover.tile):
-            hi, lo = halves(value.detach().reshape(-1)[start:stop])
+            hi, lo = _halves(value.detach().reshape(-1)[start:stop])
             total, whole = crc32(hi, total), whole and not lo.any()
         waiting.met |= total == waiting.of
         return waiting.residual if total == waiting.of and whole else None
@@ -305,7 +305,7 @@ def _same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bf16 weights of masters, and the residuals in int16, of flat values on any device."""
     hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
     lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
