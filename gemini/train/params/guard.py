@@ -73,6 +73,8 @@ class ManagedParameter(nn.Parameter):
             if owner.state.computing:  # params of another model are met again in the call that follows
                 return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
         if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
+            if args[1] is args[0]:
+                return args[0]
             value = args[1].expand(args[0].shape)
             owner_of(handles[0]).by_names.overwrite(handles[0], value)  # how nn.Module.load_state_dict writes
             return args[0]
