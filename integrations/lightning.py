@@ -1,7 +1,7 @@
 """Lightning: ``Trainer(strategy="gemini")`` and ``Trainer(strategy=GeminiStrategy(...))``.
 
-Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
-``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
+Importing this module registers the name. The strategy makes the LightningModule itself a managed model, and
+``torch.optim.AdamW`` and ``Adam`` a ``HybridAdam``. It takes precision and clipping out of Lightning's hands: no
 autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
 Checkpoints are ordinary Lightning files with exact fp32 masters and states, written from the chunks param by param.
 """
@@ -192,7 +192,7 @@ class GeminiStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         given = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
         found = [optimizer for optimizer in given if not isinstance(optimizer, _MockOptimizer)]
-        hybrids = iter(hybrids_of(self.managed, found, [config.scheduler for config in self.lr_scheduler_configs]))
+        hybrids = iter(hybrids_of(self.managed, found))
         self.optimizers = [o if isinstance(o, _MockOptimizer) else next(hybrids) for o in given]
 
     def teardown(self) -> None:
