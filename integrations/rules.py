@@ -1,9 +1,8 @@
 """Which update rule an optimizer of a framework stands for, and how it becomes one of Gemini's.
 
-Frameworks make their optimizer themselves. The rule of a model is said where it is managed
-(``GeminiConfig(optimizer=rule)``), before any optimizer is there. An optimizer that a program makes for it is
-converted in place if it is of that rule, and refused by name if it is not. Of the names of ``TrainingArguments(optim=)``
-those are known here whose rule Gemini has.
+The rule of a model is said where it is managed (``GeminiConfig(optimizer=rule)``), before any optimizer is there. An
+optimizer that a program makes for it is converted in place if it is of that rule, and refused by name if it is not. Of
+the names of ``TrainingArguments(optim=)`` those are known here whose rule Gemini has.
 """
 
 from __future__ import annotations

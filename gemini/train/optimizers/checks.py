@@ -101,6 +101,8 @@ def check_group(group: Group, what: str) -> None:
         raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas!r}")
     if not all(0 <= _number(beta, f"betas of {what}") < 1 for beta in betas):
         raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas}")
+    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
+        raise ValueError(f"betas of {what} must be two floats or two tensors, as torch has them, got {betas}")
     decoupled = is_decoupled(group)
     if not isinstance(decoupled, bool):
         raise TypeError(f"decoupled of {what} must be True (AdamW) or False (Adam), got {decoupled!r}")

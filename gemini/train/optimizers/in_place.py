@@ -24,6 +24,8 @@ from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backw
 _Kind = TypeVar("_Kind", bound=HybridOptimizer)
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
+_ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
+"""What an optimizer of ours has on itself beside what every one of torch has."""
 
 
 @cache
@@ -55,7 +57,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     original, before = type(optimizer), dict(vars(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     owners = [(param, optimizer_of(param)) for param in params]
-    past = {index: dict(state) for index, param in enumerate(params) if (state := optimizer.state.get(param))}
+    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param))}
     for name in _SERVED:
         if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
             raise ValueError(
@@ -76,6 +78,12 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     return optimizer
 
 
+def _past_of(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
+    """A state with its count of steps: SGD keeps none, and its first step alone is unlike the others."""
+    found = {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+    return {"step": torch.tensor(1.0, device="cpu"), **found} if found else found
+
+
 def give_back(optimizer: Any) -> None:
     """Let a converted optimizer be what it was: its model is an ordinary one again. Its params start anew.
 
@@ -84,7 +92,7 @@ def give_back(optimizer: Any) -> None:
     original = getattr(type(optimizer), "_gemini_original", None)
     if original is None:
         return
-    left = {name: value for name, value in vars(optimizer).items() if name not in HybridOptimizer.OWN}
+    left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
     give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
     _put_back(optimizer, original, {**left, "state": defaultdict(dict, dict.items(optimizer.state))})
     _renew_step(optimizer)

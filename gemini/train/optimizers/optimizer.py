@@ -66,10 +66,6 @@ class HybridOptimizer(torch.optim.Optimizer):
     """
 
     rule: UpdateRule = rules.ADAM
-    OWN = frozenset(
-        {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
-    )
-    """What one has on itself beside what every optimizer of torch has."""
     _backward_checked = -1
     _checked_groups: list[Group] | None = None
     """The groups as they were when they were looked at last, without their params."""
