@@ -35,8 +35,8 @@ def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) 
         for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
             refuse_in(
                 function,
-                f"{original.__name__}.step was called as it was before the optimizer was converted for a managed "
-                "model, and would find no gradient of {name!r}: call optimizer.step()",
+                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
+                "find no gradient of {name!r}: call optimizer.step(), and keep no step from before",
             )
     namespace = {
         "__module__": original.__module__,
