@@ -43,8 +43,15 @@ def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) 
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_gemini_original": original,
+        "__reduce_ex__": lambda self, protocol: (_new, (original, kind), self.__getstate__()),
     }
     return type(original.__name__, (kind, original), namespace)
+
+
+def _new(original: type[torch.optim.Optimizer], kind: type[_Kind]) -> _Kind:
+    """For copies and pickles, which would look for the class by its name."""
+    made = class_in_place_of(original, kind)
+    return made.__new__(made)
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backward: bool = False) -> HybridOptimizer:
@@ -57,7 +64,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     original, before = type(optimizer), dict(vars(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     owners = [(param, optimizer_of(param)) for param in params]
-    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param))}
+    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param, rule))}
     for name in _SERVED:
         if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
             raise ValueError(
@@ -78,9 +85,14 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     return optimizer
 
 
-def _past_of(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
-    """A state with its count of steps: SGD keeps none, and its first step alone is unlike the others."""
+def _past_of(optimizer: torch.optim.Optimizer, param: Any, rule: UpdateRule) -> dict[str, Any]:
+    """A state in the rule's dtypes (torch's are those of the param), with its count of steps: SGD keeps none, and its
+    first step alone is unlike the others.
+    """
     found = {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+    for spec in rule.spec.planes:
+        if isinstance(value := found.get(spec.kind), torch.Tensor) and value.is_floating_point():
+            found[spec.kind] = value.to(getattr(torch, spec.dtype))
     return {"step": torch.tensor(1.0, device="cpu"), **found} if found else found
 
 
@@ -94,8 +106,17 @@ def give_back(optimizer: Any) -> None:
         return
     left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
     give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
-    _put_back(optimizer, original, {**left, "state": defaultdict(dict, dict.items(optimizer.state))})
+    state = _first_state(original, optimizer.param_groups) | dict(dict.items(optimizer.state))
+    _put_back(optimizer, original, {**left, "state": defaultdict(dict, state)})
     _renew_step(optimizer)
+
+
+def _first_state(original: Any, groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What a class has before the first step: torch's Adagrad makes its sums when it is made."""
+    try:
+        return dict(original([dict(group) for group in groups]).state)
+    except TypeError:  # it wants more than params
+        return {}
 
 
 def _put_back(optimizer: Any, original: type, attributes: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import loaded_group
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import Owner, owner_of
-from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 from gemini.train.passes.stepping import Stepping, stepping_of
 
 Group = dict[str, Any]
@@ -108,11 +108,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.check_group(group, what)
         self._owner_of(self._params())
         vars(self)["state"] = states_of.States(self, {})
-        self._end_of_making(self._params())
-        if states:
+        if states:  # which are written over those of an optimizer before, once all ranks have accepted them
             numbers = iter(range(len(self._params())))
             groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+            give_to(self, self._params())
             self._load({"state": states, "param_groups": groups})
+        self._end_of_making(self._params())
 
     def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
         states_of.own(self, params)
