@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.grad_reads import refuse_in
 from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 
-_Kind = TypeVar("_Kind", bound=HybridOptimizer)
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
 _ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
@@ -29,7 +28,7 @@ _ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_ba
 
 
 @cache
-def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) -> type[_Kind]:
+def class_in_place_of(original: Any, kind: Any) -> Any:
     """The class that is both ``original`` and ``kind``, under the name of the first: programs and loggers read it."""
     for base in original.__mro__[: original.__mro__.index(torch.optim.Optimizer)]:
         for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
@@ -48,7 +47,7 @@ def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) 
     return type(original.__name__, (kind, original), namespace)
 
 
-def _new(original: type[torch.optim.Optimizer], kind: type[_Kind]) -> _Kind:
+def _new(original: type, kind: type) -> Any:
     """For copies and pickles, which would look for the class by its name."""
     made = class_in_place_of(original, kind)
     return made.__new__(made)
@@ -61,7 +60,8 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
         ValueError, TypeError, GeminiError: as :class:`HybridOptimizer`, for its groups and its states; and for methods
             that were replaced on the optimizer itself. Nothing was changed.
     """
-    original, before = type(optimizer), dict(vars(optimizer))
+    original: Any = type(optimizer)
+    before = dict(vars(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     owners = [(param, optimizer_of(param)) for param in params]
     past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param, rule))}
@@ -73,7 +73,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
             )
     kind = HybridAdam if rule == ADAM else HybridOptimizer
     try:
-        optimizer.__class__ = class_in_place_of(original, kind)  # type: ignore[assignment]
+        optimizer.__class__ = class_in_place_of(original, kind)
         assert isinstance(optimizer, HybridOptimizer)
         optimizer.take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
         _renew_step(optimizer)
