@@ -271,8 +271,8 @@ def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> i
     """Bytes of gradients on their way: whole ones that wait to be divided, or those that wait for their update."""
     if many:
         return gradients_in_flight(layout, itemsize)
-    largest = max((chunk.numel for chunk in layout.chunks if chunk.trainable), default=0)
-    return WAITING_GRADIENTS * largest * itemsize if waiting else 0
+    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
+    return WAITING_GRADIENTS * largest if waiting else 0
 
 
 class Planner:

@@ -154,14 +154,15 @@ class MemoryTracer:
                 "the backward of its loss inside the `with gemini.MemoryTracer(model)` block"
             )
         same = [timed.times for timed in self._timed if timed.keys == [key for key in step.keys if key is not None]]
+        precision, keep_fp32 = self._precision(), "auto" if self._engine is None else self._engine.config.keep_fp32
         made = MemoryTrace(
             model=type(self._model).__name__,
-            precision=self._precision(),
+            precision=precision,
             batch=step.inputs,
             tokens=step.tokens,
             target=self._target.name,
             source=Source.RECORDED,
-            params=traced_params(self._model),
+            params=traced_params(self._model, precision, keep_fp32),
             moments=tuple(step.moments),
             buffer_bytes=buffer_bytes(self._model),
             checkpointing=step.checkpointing,

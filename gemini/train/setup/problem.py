@@ -253,12 +253,14 @@ def decide(
         BudgetExceeded: if it does not fit.
         PlanMismatch: for a trace or a plan of another model or of other settings.
     """
-    structure = structural_trace(model, config.precision)
+    structure = structural_trace(model, config.precision, config.keep_fp32)
     params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in structure.params)
     structure, given = replace(structure, params=params), config.placement
     if isinstance(given, Plan):
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
+    if not isinstance(given, Plan):
+        trace = trace.with_fp32({param.name for param in structure.params if param.fp32})
     structure.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
     parts = 1 if ranks is None or ranks.context is None else ranks.context.size

@@ -13,6 +13,7 @@ from torch import nn
 from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
+from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
 from gemini.train.params.codes import is_coded, scales_in
 from gemini.train.params.handle import is_in_stages
@@ -26,9 +27,9 @@ def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...
     return [(param, tuple(names)) for param, names in found.values()]
 
 
-def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
-    """The params of a trace of ``model``, trained or frozen as its layout has them."""
-    adapters = adapter_params(model)
+def traced_params(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto") -> tuple[TracedParam, ...]:
+    """The params of a trace of ``model``, trained or frozen, and in fp32 or not, as its layout has them."""
+    adapters, kept = adapter_params(model), kept_in_fp32(model, precision, keep_fp32)
     return tuple(
         TracedParam(
             names,
@@ -36,6 +37,7 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
             param.requires_grad or id(param) in adapters,
             is_in_stages(param),
             is_coded(param),
+            id(param) in kept,
         )  # fmt: skip
         for param, names in distinct_params(model)
     )
@@ -59,14 +61,16 @@ def read_together(model: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(moment.params for moment in moments))
 
 
-def structural_trace(model: nn.Module, precision: str, *, target: str = "cpu") -> MemoryTrace:
+def structural_trace(
+    model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
+) -> MemoryTrace:
     """The moments of ``model`` as its modules are declared, forward and then backward in reverse.
 
     A moment holds what one module reads, what the modules around it read, and, because a module that owns params may
     read its leaf children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs.
     So the largest set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
-    params = traced_params(model)
+    params = traced_params(model, precision, keep_fp32)
     index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
     moments: list[Moment] = []
     owns: list[list[int]] = []
