@@ -29,11 +29,11 @@ class GeminiConfig:
         placement: where everything is stored. "auto": what :func:`gemini.plan` chooses for ``trace`` and ``hardware``.
             A :class:`StaticPlacement`: fractions. A :class:`~gemini.planning.plan.Plan`: exactly its homes and moves.
             Or a whole :class:`~gemini.planning.placement.Placement`.
-        keep_fp32: which params stay in fp32 where ``precision`` is "bf16" or "fp16". "auto": those that are fp32 already in
-            a model of bf16 or fp16, those that the class of the model declares (``_keep_in_fp32_modules`` of
+        keep_fp32: which params stay in fp32 where ``precision`` is "bf16" or "fp16". "auto": those that are already so
+            in a model of bf16 or fp16, those that the class of the model declares (``_keep_in_fp32_modules`` of
             transformers, with the meaning it has there), and those that torch computes with fp32 buffers (norms with
-            running statistics, spectral norms). A list of names of modules or params ("lm_head", "layers.*.gate") and
-            of classes of modules (``nn.LayerNorm``): these too. What is named computes in fp32 whatever it is given;
+            running statistics, spectral norms). A list of names of modules or params ("head", "layers.*.gate") and of
+            classes of modules (``nn.LayerNorm``): these too. What is named computes in fp32 whatever it is given;
             norms and embeddings give the compute dtype, everything else fp32. None: every param is cast.
         gradients: what is kept between backward and update.
 

@@ -43,7 +43,7 @@ from .accelerate_state import SavingAccelerator, engine_in
 from .adam import follow, owns_managed
 from .parallelism import Parallel, parallel_of
 from .rules import to_hybrid
-from .settings import check_config, check_precision, config_of, resolve_config
+from .settings import check_config, check_precision, config_of, resolve_config, warn_half
 
 
 class GeminiOptimizer(AcceleratedOptimizer):
@@ -234,6 +234,9 @@ class GeminiAccelerator(SavingAccelerator):
         """
         for obj in args:
             if isinstance(obj, nn.Module):
+                if self._gemini_flag in (None, "no"):
+                    unsaid, flag = "mixed_precision= was not given", 'mixed_precision="{}"'
+                    warn_half(obj, self._gemini_config, "fp32", unsaid, flag)
                 self.manage(obj)
         return super().prepare(*args, device_placement=device_placement)
 

@@ -123,6 +123,8 @@ def plan(
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
+    if precision == "fp32":
+        trace = trace.with_fp32(())  # all are
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     check_gradients(gradients, rule)
     sharing = local_ranks or ranks

@@ -43,8 +43,8 @@ class Source(Enum):
 @dataclass(frozen=True)
 class TracedParam:
     """A param once: all its names (the first is its name), its shape, whether it is laid out as a trained one, whether
-    its chunk holds nothing else, whether its elements are bytes of codes (two 4-bit weights in each), and whether it stays
-    in fp32 in a model of another precision.
+    its chunk holds nothing else, whether its elements are bytes of codes (two 4-bit weights in each), and whether it
+    stays in fp32 in a model of another precision.
     """
 
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Parts of a model that stay in fp32 beside those of two bytes: which params they are, and what is cast where they meet.
+"""Parts of a model that stay in fp32 beside those of two bytes: which they are, and what is cast where they meet.
 
 Stays in fp32 what is so already in a model of bf16 or fp16, what the model's class declares (transformers'
 ``_keep_in_fp32_modules``, with the meaning it has there), what torch can only compute with the fp32 buffers beside it
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gemini.train.modules.reading import adapter_params
 from gemini.train.params.codes import is_coded
@@ -73,8 +74,14 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
     return kept
 
 
+def half_of(model: nn.Module) -> str | None:
+    """The precision of a model all of whose params are bf16, or all fp16."""
+    dtypes = {param.dtype for param in model.parameters()}
+    return {(torch.bfloat16,): "bf16", (torch.float16,): "fp16"}.get(tuple(dtypes))
+
+
 def _chosen(model: nn.Module, wanted: Any) -> list[nn.Parameter]:
-    """The params that one of ``keep_fp32`` means: a class of modules, or a name with the dotted path of a part in it."""
+    """The params that one of ``keep_fp32`` means: those of a class of modules, or with that path in their names."""
     if isinstance(wanted, type):
         modules = [module for module in model.modules() if isinstance(module, wanted)]
         found = [param for module in modules for param in module.parameters()]
@@ -88,8 +95,8 @@ def _chosen(model: nn.Module, wanted: Any) -> list[nn.Parameter]:
         said = wanted.__name__ if isinstance(wanted, type) else wanted
         near = get_close_matches(str(said), names, n=3) or names[:3]
         raise ValueError(
-            f"keep_fp32= has {wanted!r}, and {type(model).__name__} has no params there: give names of modules or params "
-            f"(with * for a part of one), or classes of modules; there are for example {', '.join(near)}"
+            f"keep_fp32= has {wanted!r}, and {type(model).__name__} has no params there: give names of modules or "
+            f"params (with * for a part of one), or classes of modules; there are for example {', '.join(near)}"
         )
     return found
 
@@ -115,12 +122,10 @@ def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | N
         for made in module.parametrizations.values():  # type: ignore[union-attr]
             if _are_fp32(made.buffers()) or any(type(part).__name__ == "_Orthogonal" for part in made):
                 yield made.parameters(), partial(_after_parametrization, made)
-    for hook in module._forward_pre_hooks.values():  # torch.nn.utils.spectral_norm, which makes an attribute
-        if type(hook).__name__ == "SpectralNorm" and _are_fp32([getattr(module, f"{hook.name}_u", None)]):  # type: ignore[attr-defined]
-            yield (
-                [module._parameters[f"{hook.name}_orig"]],  # type: ignore[attr-defined]
-                partial(_before_forward, module, hook.name),  # type: ignore[attr-defined]
-            )
+    for hook in module._forward_pre_hooks.values():
+        name = hook.name if isinstance(hook, SpectralNorm) else ""
+        if name and _are_fp32([module._buffers.get(f"{name}_u")]):
+            yield [module._parameters[f"{name}_orig"]], partial(_before_forward, module, name)
 
 
 def _after_parametrization(made: nn.Module, dtype: torch.dtype) -> Any:
@@ -180,8 +185,8 @@ def _floating(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:
-    """``tree`` with its floating-point tensors in ``dtype``; a new one where something changes. What is of unknown types
-    (caches), and what stands under a key in ``but``, is left.
+    """``tree`` with its floating-point tensors in ``dtype``; a new one where something changes. What is of unknown
+    types (caches), and what stands under a key in ``but``, is left.
     """
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype is not dtype and tree.itemsize > 1 else tree

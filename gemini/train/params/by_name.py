@@ -83,11 +83,11 @@ class ByName:
         return iter(self._handles)
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The full weights on the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master. Codes are
-        bytes in any case.
+        """The full weights on the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master. Codes
+        are bytes in any case.
         """
         with without_transforms():
-            return self._read(handle, handle.chunk.flat.dtype if handle.chunk.spec.coded or dtype is None else dtype)
+            return self._read(handle, handle.chunk.flat.dtype if dtype is None or handle.chunk.spec.coded else dtype)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The same of the whole param where it is a slice of one."""
