@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError, human_bytes, warn
+from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.group import Ranks
@@ -30,7 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import half_of, kept_in_fp32
+from gemini.train.modules.mixed import kept_in_fp32, warn_of_fp16
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -440,11 +440,8 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     refuse_compiled_whole(model)
     refuse_unsupported(model)
     refuse_unwrappable(model, _class_for)
-    if config.precision is None and half_of(model) == "fp16":
-        warn(
-            "the model's weights are fp16, and no precision was given: it is computed in bf16, with fp32 masters. "
-            'Give GeminiConfig(precision="fp16") and use gemini.GradScaler to compute in fp16, or precision="bf16"'
-        )
+    if config.precision is None:
+        warn_of_fp16(model)
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 

@@ -16,17 +16,12 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import gemini
-from gemini.train.modules.mixed import cast_floats, kept_in_fp32
 from tests.plain import DTYPES, Plain
 from tests.train.helpers import (
     PLACEMENTS,
     adam,
     assert_same_state,
-    assert_trains_alike,
-    compare,
-    engine_of,
     same_bits,
-    train,
     wrap,
 )
 

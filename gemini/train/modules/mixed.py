@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from gemini.errors import warn
 from gemini.train.modules.reading import adapter_params
 from gemini.train.params.codes import is_coded
 
@@ -78,6 +79,15 @@ def half_of(model: nn.Module) -> str | None:
     """The precision of a model all of whose params are bf16, or all fp16."""
     dtypes = {param.dtype for param in model.parameters()}
     return {(torch.bfloat16,): "bf16", (torch.float16,): "fp16"}.get(tuple(dtypes))
+
+
+def warn_of_fp16(model: nn.Module) -> None:
+    """Say it where fp16 weights are going to be computed with in bf16, because no precision was given."""
+    if half_of(model) == "fp16":
+        warn(
+            "the model's weights are fp16, and no precision was given: it is computed in bf16, with fp32 masters. "
+            'Give GeminiConfig(precision="fp16") and use gemini.GradScaler to compute in fp16, or precision="bf16"'
+        )
 
 
 def _chosen(model: nn.Module, wanted: Any) -> list[nn.Parameter]:
