@@ -126,7 +126,7 @@ def trace(
                 inputs = cast_floats(inputs, COMPUTE_DTYPES[precision], but=TARGETS)
                 cast_where_they_meet(fake, kept, COMPUTE_DTYPES[precision])
             step = _run(fake, inputs, chosen, loss, mode, sent)
-            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles), keep_fp32)
+            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles), kept)
             return replace(found, context_parallel=context_parallel, tensor_parallel=tensor_parallel)
 
     if tile_tokens != "auto" or tensor_parallel > 1:
@@ -141,7 +141,7 @@ def trace(
 
 
 def _as_trace(
-    fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None, keep_fp32: KeepFp32
+    fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None, kept: Collection[int]
 ) -> MemoryTrace:
     return MemoryTrace(
         model=type(fake).__name__,
@@ -150,7 +150,7 @@ def _as_trace(
         tokens=step.tokens,
         target=target.name,
         source=Source.AHEAD,
-        params=traced_params(fake, precision, keep_fp32),
+        params=traced_params(fake, kept),
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
@@ -198,8 +198,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         memo[id(param)].__dict__.update(param.__dict__)
         if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
             memo[id(scales)] = scales
-    for buffer in model.buffers():
-        memo[id(buffer)] = _empty_as(buffer, mode)
+    beside = (value for module in model.modules() for value in vars(module).values())  # what spectral_norm computed
+    for tensor in (*model.buffers(), *(value for value in beside if isinstance(value, torch.Tensor))):
+        memo[id(tensor)] = _empty_as(tensor.detach(), mode)
     try:
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):

@@ -30,7 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import kept_in_fp32, warn_of_fp16
+from gemini.train.modules.mixed import warn_of_fp16, whys_of
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -280,7 +280,7 @@ class GeminiDDP(nn.Module):
         engine.drain()
         return make_report(
             engine.store, engine.decision.problem.layout, engine.shards, engine.updates.guesses,
-            engine.decision.tile_tokens, kept_in_fp32(self, engine.config.precision, engine.config.keep_fp32).values(),
+            engine.decision.tile_tokens, whys_of(self, engine.config, engine.params.in_fp32),
         )  # fmt: skip
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:

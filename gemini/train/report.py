@@ -118,7 +118,7 @@ def make_report(
         kept: of each param that stays in fp32, why.
     """
     ledger, report = store.ledger, MemoryReport()
-    report["fp32"] = dict(Counter(kept))
+    report["fp32"] = dict(sorted(Counter(kept).items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
     report["tile_tokens"] = tile_tokens
     for tier in ledger.tiers:

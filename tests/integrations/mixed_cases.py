@@ -200,9 +200,9 @@ class _Module(L.LightningModule):
 def lightning(model: Any, kind: str, stock: bool, folder: Path) -> list[float]:
     module = _Module(model)
     made = L.Trainer(
-        accelerator="cpu", devices=1, precision="bf16-mixed", strategy="auto" if stock else GeminiStrategy(config(kind)),
-        max_steps=STEPS, logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=folder,
-        enable_model_summary=False,
+        accelerator="cpu", devices=1, precision="bf16-mixed", logger=False, default_root_dir=folder,
+        strategy="auto" if stock else GeminiStrategy(config(kind)),
+        max_steps=STEPS, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     made.fit(module, torch.utils.data.DataLoader(DATA, batch_size=ROWS))
     return module.losses

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from gemini.config import GeminiConfig
 from gemini.errors import warn
 from gemini.train.modules.reading import adapter_params
 from gemini.train.params.codes import is_coded
@@ -64,7 +65,7 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
     for module in model.modules():
         for which in _DECLARATIONS[precision]:
             keep(_declared(module, which), DECLARED)
-        if isinstance(module, _NormBase) and _are_fp32([module.running_mean]):
+        if _has_statistics(module):
             keep(module._parameters.values(), STATISTICS)
         for original, _ in _parametrized(module):
             keep(original, PARAMETRIZED)
@@ -73,6 +74,12 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
         adapters = adapter_params(model)  # which PEFT makes in fp32 for the sake of their masters
         keep((p for p in own if p.dtype is torch.float32 and id(p) not in adapters), MADE)
     return kept
+
+
+def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list[str]:
+    """Of the params of a managed model that are ``kept``, why: what was made so can be seen no more."""
+    whys = kept_in_fp32(model, config.precision, config.keep_fp32)
+    return [whys.get(key, MADE) for key in kept]
 
 
 def half_of(model: nn.Module) -> str | None:
@@ -126,6 +133,11 @@ def _are_fp32(buffers: Iterable[torch.Tensor | None]) -> bool:
     return any(buffer is not None and buffer.dtype is torch.float32 for buffer in buffers)
 
 
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm with running statistics in fp32: torch's, or one that is written like them (frozen ones)."""
+    return _are_fp32([module._buffers.get("running_mean"), module._buffers.get("running_var")])
+
+
 def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:
     """What a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
     if parametrize.is_parametrized(module):
@@ -155,7 +167,8 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
     for module in model.modules():
         made = [(list(original), put) for original, put in _parametrized(module)]
         own = [*module._parameters.values(), *(param for original, _ in made for param in original)]
-        if any(kept.get(id(param)) == NAMED for param in own):
+        by_itself = isinstance(module, _NormBase) or not _has_statistics(module)  # torch's take any dtype beside fp32
+        if any(kept.get(id(param)) == NAMED for param in own) or not by_itself:
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
         else:
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
@@ -178,7 +191,7 @@ def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
-    if isinstance(module, _BACK) or is_norm:
+    if isinstance(module, _BACK) or is_norm or _has_statistics(module):
         hooks.append(module.register_forward_hook(after))
     return hooks
 

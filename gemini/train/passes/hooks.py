@@ -92,9 +92,8 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             if not passes.store.moves:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
-    precision = passes.config.precision
-    kept = kept_in_fp32(model, precision, passes.config.keep_fp32)
-    hooks += cast_where_they_meet(model, kept, COMPUTE_DTYPES[precision])
+    kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
+    hooks += cast_where_they_meet(model, kept, COMPUTE_DTYPES[passes.config.precision])
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:

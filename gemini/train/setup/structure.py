@@ -7,6 +7,8 @@ and shapes that every trace of a model begins with come from here too.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -27,9 +29,13 @@ def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...
     return [(param, tuple(names)) for param, names in found.values()]
 
 
-def traced_params(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto") -> tuple[TracedParam, ...]:
-    """The params of a trace of ``model``, trained or frozen, and in fp32 or not, as its layout has them."""
-    adapters, kept = adapter_params(model), kept_in_fp32(model, precision, keep_fp32)
+def traced_params(model: nn.Module, kept: Collection[int]) -> tuple[TracedParam, ...]:
+    """The params of a trace of ``model``, trained or frozen as its layout has them.
+
+    Args:
+        kept: by their ``id`` those that stay in fp32.
+    """
+    adapters = adapter_params(model)
     return tuple(
         TracedParam(
             names,
@@ -70,7 +76,7 @@ def structural_trace(
     read its leaf children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs.
     So the largest set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
-    params = traced_params(model, precision, keep_fp32)
+    params = traced_params(model, kept_in_fp32(model, precision, keep_fp32))
     index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
     moments: list[Moment] = []
     owns: list[list[int]] = []
