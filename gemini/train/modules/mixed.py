@@ -162,8 +162,11 @@ def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
 
 
 def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
-    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks."""
+    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks. Where parts
+    were named, all others take what these give, as modules under FSDP2's policy do.
+    """
     hooks: list[Any] = []
+    is_told = NAMED in kept.values()
     for module in model.modules():
         made = [(list(original), put) for original, put in _parametrized(module)]
         own = [*module._parameters.values(), *(param for original, _ in made for param in original)]
@@ -172,6 +175,8 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
         else:
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
+            if is_told and module is not model and own and not any(id(param) in kept for param in own):
+                hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     return hooks
 
 
@@ -240,7 +245,7 @@ def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
 
 
 def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    """A pre-hook of the root: what it computes with comes in ``dtype``, differentiably."""
+    """A pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)
