@@ -85,7 +85,7 @@ def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list
 def half_of(model: nn.Module) -> str | None:
     """The precision of a model all of whose params are bf16, or all fp16."""
     dtypes = {param.dtype for param in model.parameters()}
-    return {(torch.bfloat16,): "bf16", (torch.float16,): "fp16"}.get(tuple(dtypes))
+    return next((name for name, dtype in zip(("bf16", "fp16"), HALVES, strict=True) if dtypes == {dtype}), None)
 
 
 def warn_of_fp16(model: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _has_statistics(module: nn.Module) -> bool:
 def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:
     """What a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
     if parametrize.is_parametrized(module):
-        for made in module.parametrizations.values():  # type: ignore[union-attr]
+        for made in module.parametrizations.values():  # type: ignore[union-attr, operator]
             if _are_fp32(made.buffers()) or any(type(part).__name__ == "_Orthogonal" for part in made):
                 yield made.parameters(), partial(_after_parametrization, made)
     for hook in module._forward_pre_hooks.values():
@@ -222,7 +222,8 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
         values = [cast_floats(value, dtype, but=but) for value in tree]
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        kind: Any = type(tree)
+        return kind(*values) if hasattr(tree, "_fields") else kind(values)
     if isinstance(tree, Mapping):
         changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
         if not changed:
