@@ -69,10 +69,10 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
             keep(module._parameters.values(), STATISTICS)
         for original, _ in _parametrized(module):
             keep(original, PARAMETRIZED)
-    own = [param for param in model.parameters() if param.is_floating_point()]
-    if any(param.dtype in HALVES for param in own):
-        adapters = adapter_params(model)  # which PEFT makes in fp32 for the sake of their masters
-        keep((p for p in own if p.dtype is torch.float32 and id(p) not in adapters), MADE)
+    adapters = adapter_params(model)  # whose dtype is PEFT's or TRL's choice, for the sake of masters and of memory
+    base = [param for param in model.parameters() if id(param) not in adapters]
+    if any(param.dtype in HALVES for param in base):
+        keep((param for param in base if param.dtype is torch.float32), MADE)
     return kept
 
 

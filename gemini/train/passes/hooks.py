@@ -180,7 +180,7 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
-    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)
+    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)  # in fp32 a mistake stays one
     hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
