@@ -296,6 +296,25 @@ def test_inputs_are_cast_at_the_root(precision: str) -> None:
     assert x.grad is not None and x.grad.dtype is torch.float32
 
 
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).float() if self.training else self.encoder(x))
+
+
+def test_and_where_a_part_is_called_by_itself() -> None:
+    model = gemini.GeminiDDP(Parts(), config())
+    assert model.encoder(torch.randn(2, 4)).dtype is torch.bfloat16
+    assert model.eval()(torch.randn(2, 4)).dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="same dtype"):  # the model's own mistake stays one, as in plain torch
+        model.train()(torch.randn(2, 4))
+    named = gemini.GeminiDDP(Parts(), config(keep_fp32=["head"]))
+    assert named.head(torch.randn(2, 4)).dtype is named.head(torch.randn(2, 4).bfloat16()).dtype is torch.float32
+
+
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,13 @@ from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
 from gemini.train.modules.calls import map_tensors
-from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
+from gemini.train.modules.compiled import (
+    CompiledParts,
+    compiled_part,
+    hook_around,
+    make_room_for_compiled,
+    refuse_inside_compiled,
+)
 from gemini.train.modules.mixed import cast_inputs, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import is_a, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
@@ -93,7 +99,25 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
     kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
-    hooks += cast_where_they_meet(model, kept, COMPUTE_DTYPES[passes.config.precision])
+    dtype = COMPUTE_DTYPES[passes.config.precision]
+    hooks += cast_where_they_meet(model, kept, dtype)
+    for path, module in model.named_modules() if dtype is not torch.float32 else ():
+        # A named part may be called like the root: an encoder, by generate().
+        is_named = ENTRANCE.fullmatch(path) and not path.rpartition(".")[2].isdigit() and module is not model
+        if is_named and compiled_part(module) is None and any(id(param) not in kept for param in module.parameters()):
+            before = _if_outermost(ref, cast_inputs(dtype))
+            hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+
+
+def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Callable[..., Any]:
+    """The same hook where a user calls in, and not where the model itself does, or repeats it in backward."""
+
+    def before_if_outermost(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        passes = ref()
+        inside = passes is None or passes.forward.calls.depth or passes.state.in_backward
+        return None if inside else before(module, args, kwargs)
+
+    return before_if_outermost
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
