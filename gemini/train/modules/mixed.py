@@ -182,34 +182,23 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """``module`` computes in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
-    cast: list[torch.dtype | None] = []
+    was_cast = False  # the inputs of the last call, which in a recomputation may have no end
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        was = next((t.dtype for t in _floating((args, kwargs)) if t.dtype in HALVES), None)
-        cast.append(was)
-        return None if was is None else (cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
+        nonlocal was_cast
+        given = cast_floats((args, kwargs), torch.float32)
+        was_cast = given[0] is not args or given[1] is not kwargs
+        return given if was_cast else None
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        was = cast.pop() if cast else None
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        return cast_floats(output, dtype) if is_embedding else None if was is None else cast_floats(output, was)
+        return cast_floats(output, dtype) if was_cast or is_embedding else None
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
     if isinstance(module, _BACK) or is_norm or _has_statistics(module):
         hooks.append(module.register_forward_hook(after))
     return hooks
-
-
-def _floating(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _floating(value)
-    elif isinstance(tree, Mapping):
-        yield from _floating(list(tree.values()))
 
 
 def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:
