@@ -236,8 +236,8 @@ class GeminiDDP(nn.Module):
     ) -> AbstractContextManager[None]:
         """Inside this block ``params`` (one, several, or by default all) are ordinary tensors with their full weights.
 
-        With ``write=True`` values that were changed inside are written back to the exact fp32 masters at its end. If
-        the block raises an exception, nothing is written.
+        With ``write=True`` autograd is off inside (as ``torch.no_grad()`` does it), and values that were changed are
+        written back to the exact fp32 masters at its end. If the block raises an exception, nothing is written.
 
         Raises:
             BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
