@@ -1,4 +1,4 @@
-"""Every method of PEFT on every kind of layer, managed: trained, merged, disabled, saved, against PEFT alone, as a table.
+"""Every method of PEFT on every kind of layer, managed, against PEFT alone: a table.
 
     pip install '.[peft]'
     python benchmarks/peft_kinds.py
@@ -139,10 +139,12 @@ OF_LANGUAGE_MODELS: dict[str, Callable[[], peft.PeftConfig]] = {
 
 def cases() -> list[tuple[str, str, Callable[[], peft.PeftConfig]]]:
     """Every method on every layer, and what only language models have."""
-    found = []
-    for method, config in METHODS.items():
-        layers = ["LayerNorm"] if method == "LN tuning" else [k for k in LAYERS if k not in ("LayerNorm", "language model")]
-        found += [(method, layer, config) for layer in layers]
+    layers = [layer for layer in LAYERS if layer not in ("LayerNorm", "language model")]
+    found = [
+        (method, layer, config)
+        for method, config in METHODS.items()
+        for layer in (["LayerNorm"] if method == "LN tuning" else layers)
+    ]
     return found + [(method, "language model", config) for method, config in OF_LANGUAGE_MODELS.items()]
 
 
@@ -260,7 +262,7 @@ def words(e: Exception) -> str:
 
 def compared(theirs: Any, ours: Any) -> str:
     if isinstance(theirs, Exception):
-        return "PEFT: " + (words(theirs) if not isinstance(theirs, type(ours)) or str(theirs) != str(ours) else "the same")
+        return f"PEFT: {words(theirs)}"
     if isinstance(ours, Exception):
         raw = not isinstance(ours, REFUSALS)
         if raw:
@@ -329,8 +331,8 @@ def main() -> int:
             rows.append((f"{method}, {layer}", *shown))
     report = head(
         "PEFT's methods on every kind of layer",
-        ["Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all on",
-         "NVMe. Numbers in brackets are messages, below the table.", ""], 1, "peft",
+        ["Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all",
+         "on NVMe. Numbers in brackets are messages, below the table.", ""], 1, "peft",
     )  # fmt: skip
     report += table(("method and layer", *STEPS), rows)
     report += ["## Messages", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]

@@ -38,8 +38,8 @@ class Gathering:
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
         """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
 
-        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each writes its shard, so all must write the
-        same.
+        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each
+        writes its shard, so all must write the same.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         begun = list[Chunk]()

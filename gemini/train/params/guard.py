@@ -279,8 +279,8 @@ def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> Non
     """``param.data = value`` at rest: torch's function that copies a vector into params does it this way."""
     if caller is not nn.utils.vector_to_parameters.__code__:
         raise ParamAccessError(
-            f"param.data = ... would let managed param {handle.name!r} share the memory of that tensor, and its weights "
-            "live in a chunk. Write the values: param.data.copy_(value), or param.copy_(value) inside torch.no_grad()"
+            f"param.data = ... would let managed param {handle.name!r} share the memory of that tensor, and its "
+            "weights live in a chunk. Write the values: param.data.copy_(value)"
         )
     owner_of(handle).by_names.overwrite(handle, value)
 
