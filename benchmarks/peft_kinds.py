@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 import gemini
 from benchmarks._report import add_report_arguments, head, publish, table
 
-REFUSALS = (gemini.GeminiError, ValueError)
+REFUSALS = (gemini.GeminiError, ValueError, TypeError)
 CLOSE = 1e-5
 """Relative; anything further away is a difference."""
 
@@ -260,14 +260,20 @@ def words(e: Exception) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())}".replace("|", "/")
 
 
+def is_refusal(e: Exception) -> bool:
+    """Whether it was raised by Gemini, for users."""
+    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+    return isinstance(e, REFUSALS) and frame.f_globals.get("__name__", "").startswith("gemini.")
+
+
 def compared(theirs: Any, ours: Any) -> str:
     if isinstance(theirs, Exception):
         return f"PEFT: {words(theirs)}"
     if isinstance(ours, Exception):
-        raw = not isinstance(ours, REFUSALS)
-        if raw:
-            traceback.print_exception(ours, file=sys.stderr)
-        return ("RAW: " if raw else "refused: ") + words(ours)
+        if is_refusal(ours):
+            return f"refused: {words(ours)}"
+        traceback.print_exception(ours, file=sys.stderr)
+        return f"RAW: {words(ours)}"
     if any(a.isnan().any() for a in theirs):
         return "PEFT: its values are NaN"
     if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
