@@ -338,7 +338,9 @@ def main() -> int:
     report = head(
         "PEFT's methods on every kind of layer",
         ["Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all",
-         "on NVMe. Numbers in brackets are messages, below the table.", ""], 1, "peft",
+         "on NVMe. Numbers in brackets are messages, below the table. After unmerging, OFT and BOFT leave the weight of a",
+         "Linear transposed in memory, and torch multiplies such a one with another kernel: the weights are the same bits",
+         "as here, where they stay as they were, and what is computed from them is not.", ""], 1, "peft",
     )  # fmt: skip
     report += table(("method and layer", *STEPS), rows)
     report += ["## Messages", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
