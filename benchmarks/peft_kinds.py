@@ -233,6 +233,12 @@ class Side:
         return [self.outputs(again)]
 
 
+ABOUT = (
+    "Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all",
+    "on NVMe. Numbers in brackets are messages, below the table. After unmerging, OFT and BOFT leave the weight of",
+    "a Linear transposed in memory, which torch multiplies with another kernel: weights are the same bits there,",
+    "and what is computed from them is not.",
+)
 STEPS: dict[str, Callable[[Side], list[Any]]] = {
     "trained": Side.trained, "disabled": Side.disabled, "saved, opened by PEFT": Side.saved, "merged": Side.merged,
     "unmerged": Side.unmerged, "merged, then disabled": Side.merged_and_disabled,
@@ -337,10 +343,7 @@ def main() -> int:
             rows.append((f"{method}, {layer}", *shown))
     report = head(
         "PEFT's methods on every kind of layer",
-        ["Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all",
-         "on NVMe. Numbers in brackets are messages, below the table. After unmerging, OFT and BOFT leave the weight of a",
-         "Linear transposed in memory, and torch multiplies such a one with another kernel: the weights are the same bits",
-         "as here, where they stay as they were, and what is computed from them is not.", ""], 1, "peft",
+        [*ABOUT, ""], 1, "peft",
     )  # fmt: skip
     report += table(("method and layer", *STEPS), rows)
     report += ["## Messages", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]
