@@ -34,7 +34,7 @@ from gemini.train.modules.compiled import (
     refuse_inside_compiled,
 )
 from gemini.train.modules.mixed import cast_inputs, cast_where_they_meet, kept_in_fp32
-from gemini.train.modules.reading import is_a, params_read_by, readers
+from gemini.train.modules.reading import is_a, is_tuner_layer, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
@@ -98,6 +98,8 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             if not passes.store.moves:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
+        if is_tuner_layer(module):
+            hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
     kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
     dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks += cast_where_they_meet(model, kept, dtype)
@@ -118,6 +120,16 @@ def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Calla
         return None if inside else before(module, args, kwargs)
 
     return before_if_outermost
+
+
+def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
+    """PEFT's layers do so in their forward, where a write would be refused."""
+    if layer.disable_adapters and layer.merged:
+        passes = passes_of(ref)
+        for param in layer.parameters():
+            if (handle := handle_of(param)) is not None and handle.chunk.resident:
+                passes.forward.exposure.expose(handle.chunk)  # after its update
+        passes.rewriting.unmerge(layer)
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
