@@ -287,7 +287,7 @@ def test_files_that_are_not_what_they_should_be(gemini_command: Gemini, traced: 
 
     other = tmp_path / "other.json"
     refused(plan(changed(traced, other, version=99)), str(other), "written in version 99, and version 1 is read here")
-    refused(plan(changed(traced, other, gemini="plan")), "a trace was asked for, and this is a plan")
+    refused(plan(changed(traced, other, gemini="plan")), "a trace is needed, and this is a plan")
     refused(plan(changed(traced, other, tokens="many", params=[1])), "this trace is damaged")
     refused(plan(changed(traced, other, moments=[])), str(other), "has no moments")
     other.write_text("{")
@@ -315,7 +315,7 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     assert gemini_command("plan", "--trace", traced, *SIZES, "--out", path).exit_code == 0
     refused(gemini_command("simulate", path), "Say whose speeds to play the plan with", "rtx4090")
     refused(gemini_command("simulate", tmp_path / "absent", "--machine", "rtx4090"), "cannot be read: No such file")
-    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan was asked for, and this is")
+    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan is needed, and this is")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"), "--schedule must be one of")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
