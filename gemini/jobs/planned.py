@@ -58,8 +58,8 @@ def check_step(plan: Plan, settings: TrainSettings, *, ranks: int, computes: Tie
         raise JobError(f"{made} with --gradients transient, and gemini train keeps them until it has clipped them.")
     if plan.layout.ranks != ranks:
         raise JobError(
-            f"{made} for {plan.layout.ranks} processes that divide the model (--gpus), and here there are {ranks}: start "
-            "as many (torchrun --nproc-per-node), or make a plan for these."
+            f"{made} for {plan.layout.ranks} processes that divide the model (--gpus), and here there are {ranks}: "
+            "start as many (torchrun --nproc-per-node), or make a plan for these."
         )
     if plan.problem.compute is not computes:
         raise JobError(

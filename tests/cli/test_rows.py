@@ -121,19 +121,19 @@ def test_rows_that_are_cut_or_left_out_are_counted_before_the_first_step(
     ]
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
     out, more = tmp_path / "out", ["--eval-data", chats, "--save-every", 1, "--eval-every", 4]
-    said = "40; 40 cut at --seq-len 48, 20 of them left out (nothing to learn remains); longest 103, median 78 tokens"
+    said = "40; 40 cut at --seq-len 48, 20 of them left out (nothing to learn remains); longest 105, median 80 tokens"
     for steps in (1, 2):
         result = train("--out", out, "--steps", steps, "--resume", "auto", "--schedule", "constant", *more)
         assert result.exit_code == 0, (result.output, result.exception)
         before = result.stdout.partition(f"step {steps}/{steps}")[0]
         assert f"\nrows: {said}" in before and f"\nrows to evaluate on: {said}" in before
     all_ = train("--out", tmp_path / "all", "--steps", 1, "--loss-on", "all", "--packing", "wrapped")
-    assert "rows: 40; 0 cut at --seq-len 48; longest 103" in all_.stdout, all_.output
+    assert "rows: 40; 0 cut at --seq-len 48; longest 105" in all_.stdout, all_.output
     packed = train("--out", tmp_path / "bfd", "--steps", 1, "--packing", "bfd")
     assert "rows: 40; 40 cut at --seq-len 48, in 20 of them nothing to learn remains" in packed.stdout, packed.output
     short = train("--out", tmp_path / "short", "--steps", 1, "--seq-len", 12)
     assert short.exit_code == 2 and "of no row is anything to be learned left" in " ".join(short.stderr.split())
-    assert "longest 103" in short.stderr
+    assert "longest 105" in short.stderr
 
 
 TEMPLATES = sorted((Path(__file__).resolve().parents[2] / "docs" / "examples" / "chat_templates").glob("*.jinja"))
