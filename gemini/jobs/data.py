@@ -200,8 +200,8 @@ def what_is_cut(dataset: Any, settings: TrainSettings, *, option: str) -> str:
     said = f"{'rows' if option == '--data' else 'rows to evaluate on'}: {len(lengths):,}; {'; '.join(words)}"
     if not kept:
         raise JobError(
-            f"{option}: of no row is anything to be learned left within --seq-len {most}: prompts alone fill it. Give a "
-            f"longer one. ({said})"
+            f"{option}: of no row is anything to be learned left within --seq-len {most}: prompts alone fill it. Give "
+            f"a longer one. ({said})"
         )
     if cut:
         said += " (a larger --seq-len cuts fewer, and takes more memory)"

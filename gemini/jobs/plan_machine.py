@@ -12,7 +12,6 @@ from gemini.planning.machines import load_hardware
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
 
-
 ROUNDED = 1.01
 """More than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99."""
 

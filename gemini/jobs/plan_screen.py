@@ -88,7 +88,8 @@ def _verdict(report: PlanReport) -> Iterator[str]:
         rule = "" if report.optimizer == ADAM.name else f" with {report.optimizer}"
         if report.beyond:
             yield f"FITS, BUT {report.beyond}"
-        yield f"{'it takes' if report.beyond else 'FITS'}: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
+        verdict = "it takes" if report.beyond else "FITS"
+        yield f"{verdict}: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal

@@ -197,7 +197,9 @@ def test_a_plan_of_another_model_or_other_settings_is_refused() -> None:
         made.check_settings(precision="fp32")
     with pytest.raises(PlanMismatch, match="written in version 99"):
         Plan.from_json(made.to_json().replace('"version":1', '"version":99', 1))
-    with pytest.raises(PlanMismatch, match="a plan is needed, and this is a trace: `gemini plan --out FILE` writes one"):
+    with pytest.raises(
+        PlanMismatch, match="a plan is needed, and this is a trace: `gemini plan --out FILE` writes one"
+    ):
         Plan.from_json(SMALL.to_json())
 
 

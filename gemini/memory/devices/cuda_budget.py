@@ -7,8 +7,8 @@ for the process, at which it gives back what it has cached before it asks for mo
 
     context + kernels + reserved by torch <= gpu=
 
-Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None of the constants was measured on a GPU
-yet.
+Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None of the constants was measured on a
+GPU yet.
 """
 
 from __future__ import annotations
