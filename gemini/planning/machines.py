@@ -59,11 +59,11 @@ def _with_sizes(hardware: Hardware, sizes: list[str]) -> Hardware:
     for asked in sizes:
         tier, _, size = asked.partition("=")
         try:
-            num_bytes = parse_bytes(size, what=f"its {Tier(tier.strip()).value}")
+            figure = f"{Tier(tier.strip()).value}_bytes"
+            hardware = hardware.with_figures("as given", **{figure: parse_bytes(size)})
         except ValueError:
             raise PlanMismatch(
                 f"{hardware.name},{asked}: behind a machine stands what it has of gpu, cpu or nvme, such as "
                 f"{hardware.name},cpu=128GiB"
             ) from None
-        hardware = hardware.with_figures("as given", **{f"{tier.strip()}_bytes": num_bytes})
     return hardware
