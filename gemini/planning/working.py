@@ -22,6 +22,15 @@ MARGIN = 0.8
 ACTIVATION_MARGIN = 1.05
 """What a traced peak is multiplied by: traces are within 3 % of it, and allocators round up."""
 
+CUDA_CONTEXT = 2**30
+"""A context takes some hundred MiB. Where more than this is used and not by torch, the rest is other programs'."""
+
+CUDA_KERNELS = 192 * 2**20
+"""Of the driver, beyond what a context takes at first: kernels are loaded when they are first launched."""
+
+CUDA_WORKSPACES = 64 * 2**20
+"""Of the allocator: cuBLAS' workspace (32 MiB on Hopper, 8 before), and segments of 2 and 20 MiB partly used."""
+
 DEVICE_TILE = 2**21
 """Elements per tile of a streamed update: copies of 4 and 8 MiB, long beside what starting one costs the host."""
 
@@ -134,6 +143,13 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
 def waiting_activations(trace: MemoryTrace) -> int:
     """The same of checkpointed activations: those of two modules."""
     return 2 * max((moment.saved_bytes for moment in trace.moments), default=0)
+
+
+def beside_bytes(target: str, compute: Tier) -> int:
+    """Of a GPU's budget what nothing managed can have, before a device is there to be asked: of a CUDA context the
+    most that it may turn out to take, kernels, and what the allocator rounds up.
+    """
+    return CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES if target == "cuda" and compute is Tier.GPU else 0
 
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:

@@ -398,8 +398,8 @@ class GeminiDDP(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
         raise GeminiError(
-            "do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place. For torch.jit, load "
-            "model.state_dict() into a plain model"
+            "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: GeminiDDP "
+            "is there in place of the first; for the other, load model.state_dict() into a plain model"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:

@@ -201,10 +201,12 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         state = passes.state
         if state.num_open and not state.in_method and not passes.forward.calls.depth:
             passes.recovery.forget_interrupted()
+        is_compiler_there = "torch._dynamo" in sys.modules
+        if is_compiler_there:
+            refuse_inside_compiled()
         if state.num_looked_at != injected.num_registered:
             injected.refuse_injected(state, module, is_root=True)
-        if "torch._dynamo" in sys.modules:
-            refuse_inside_compiled()
+        if is_compiler_there:
             if not state.computing and compiled.have_changed(module):
                 follow_compiled(module, passes)
                 compiled.note(module)
