@@ -496,8 +496,7 @@ def manage(
         for module, named in buffers:
             for name, buffer in named.items():
                 if buffer is not None:
-                    # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them;
-                    # UniLora's indices are there too.
+                    # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
                     in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)

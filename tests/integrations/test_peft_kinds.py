@@ -22,5 +22,9 @@ def test_trained_merged_disabled_saved(
     cells = row_of(method, layer, config, tmp_path)
     if not isinstance(cells, Exception):  # else PEFT alone does not take it
         assert "trained" in cells
+        refused = method in ("AdaLoRA", "cartridge") or layer == "MultiheadAttention"
         for step, cell in cells.items():
-            assert "RAW" not in cell and "DIFFERS" not in cell, f"{step}: {cell}"
+            assert not any(word in cell for word in ("RAW", "DIFFERS", *(() if refused else ("refused",)))), (
+                step,
+                cell,
+            )
