@@ -31,14 +31,14 @@ def try_moments(where: str, name: str, path: Path, number: int) -> None:
 @pytest.mark.parametrize("where", PLACEMENTS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str, tmp_path: Path) -> None:
-    try_moments(where, name, tmp_path, 25)
+    try_moments(where, name, tmp_path, 15)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", PLACEMENTS)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_many_more_moments(where: str, name: str, tmp_path: Path) -> None:
-    try_moments(where, name, tmp_path, 400)
+    try_moments(where, name, tmp_path, 150)
 
 
 def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:
@@ -46,6 +46,7 @@ def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Pat
     trials = make_trials("ram", "drain", tmp_path)
     shared = ("worker.py", "waiting.py", "threading.py", "device.py")
     moments = [moment for moment in trials.moments() if moment.code.co_filename.endswith(shared)]
+    moments = [moment for moment in moments if moment.occurrence == 1]
     assert len(moments) > 50, "it waits"
     for moment in moments:
         trials.at(moment)
