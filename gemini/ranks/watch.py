@@ -24,8 +24,10 @@ from typing import NamedTuple, Protocol
 from torch.distributed import distributed_c10d as c10d
 
 from gemini.errors import warn
+from gemini.interrupts import WHOLE
 from gemini.patches import register
 from gemini.ranks.wire import Wire
+from gemini.waiting import Latch
 
 TICK_S = 1.0
 OUTSIDE_S = 3.0
@@ -69,9 +71,10 @@ class Watch:
         self._outside: tuple[int, float] | None = None
         self._noted = _NOWHERE
         self._next = 0.0
-        self._end = threading.Event()
+        self._end = Latch()
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
-        self._thread.start()
+        with WHOLE:
+            self._thread.start()
         _running.add(self)
 
     def stop(self) -> None:

@@ -18,7 +18,9 @@ from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
+from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of
+from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
 from gemini.train.unmanage import unmanage
@@ -30,6 +32,8 @@ class ManagedAdapters:
     __dict__: dict[str, Any]
     _gemini_original: Any
     base_model: Any
+    gathered: Any
+    _modules: dict[str, nn.Module]
     peft_config: Any
 
     def save_pretrained(
@@ -54,7 +58,9 @@ class ManagedAdapters:
         }
         # Prompt tuning calls its encoder to save what it gives.
         if shards is None:
-            call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
+            prompts = self._modules.get("prompt_encoder", nn.Module())
+            with self.gathered(prompts.parameters()):  # some of them are saved as they are
+                call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
         else:
             call_without_grad(self._save_together, shards, Path(save_directory), kwargs)
 
@@ -67,7 +73,7 @@ class ManagedAdapters:
             for module in (self.get_input_embeddings(), self.get_output_embeddings()):  # type: ignore[attr-defined]
                 if kwargs["save_embedding_layers"] and module is not None:
                     kept |= {id(param) for param in module.parameters()}
-            state = nn.Module.state_dict(self, keep_vars=True)  # type: ignore[call-overload]
+            state = own_state(self)  # type: ignore[arg-type]
             kwargs["state_dict"] = {
                 name: value if handle is None else engine.by_names.read(handle)
                 for name, value in state.items()
@@ -232,13 +238,7 @@ class _written:
         self._gathered.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        call_without_grad(self._put_back, write=error[0] is None)
+        if error[0] is None:
+            for param in self._params:
+                take_in(param._gemini)  # type: ignore[attr-defined]
         return self._gathered.__exit__(*error)
-
-    def _put_back(self, *, write: bool) -> None:
-        for param in self._params:
-            view = param._gemini.view  # type: ignore[attr-defined]
-            if param.data_ptr() != view.data_ptr():
-                value, param.data = param.data, view
-                if write:
-                    param.copy_(value)

@@ -30,6 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
+from gemini.train.modules.mixed import warn_of_fp16, whys_of
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -42,7 +43,7 @@ from gemini.train.passes import hooks
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
+from gemini.train.setup.arguments import refuse_stock_loop, refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.slices.experts import SpreadExperts, spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
@@ -236,8 +237,8 @@ class GeminiDDP(nn.Module):
     ) -> AbstractContextManager[None]:
         """Inside this block ``params`` (one, several, or by default all) are ordinary tensors with their full weights.
 
-        With ``write=True`` values that were changed inside are written back to the exact fp32 masters at its end. If
-        the block raises an exception, nothing is written.
+        With ``write=True`` autograd is off inside (as ``torch.no_grad()`` does it), and values that were changed are
+        written back to the exact fp32 masters at its end. If the block raises an exception, nothing is written.
 
         Raises:
             BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
@@ -279,7 +280,7 @@ class GeminiDDP(nn.Module):
         engine.drain()
         return make_report(
             engine.store, engine.decision.problem.layout, engine.shards, engine.updates.guesses,
-            engine.decision.tile_tokens,
+            engine.decision.tile_tokens, whys_of(self, engine.config, engine.params.in_fp32),
         )  # fmt: skip
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
@@ -360,6 +361,7 @@ class GeminiDDP(nn.Module):
     # ---- refused ------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        refuse_stock_loop()
         engine = _engine(self)
         dtype = COMPUTE_DTYPES[engine.config.precision]
         probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)
@@ -396,8 +398,8 @@ class GeminiDDP(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
         raise GeminiError(
-            "do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place. For torch.jit, load "
-            "model.state_dict() into a plain model"
+            "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: GeminiDDP "
+            "is there in place of the first; for the other, load model.state_dict() into a plain model"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
@@ -439,6 +441,8 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     refuse_compiled_whole(model)
     refuse_unsupported(model)
     refuse_unwrappable(model, _class_for)
+    if config.precision is None:
+        warn_of_fp16(model)
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
@@ -492,8 +496,9 @@ def manage(
         for module, named in buffers:
             for name, buffer in named.items():
                 if buffer is not None:
-                    # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
-                    in_compute = is_a(type(module), "BufferDict")
+                    # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them;
+                    # UniLora's indices are there too.
+                    in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
         prepare_layers(model, engine.store.device.torch_device)

@@ -53,8 +53,6 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
         return {name: value.float().sum().item() for name, value in state.items()}
     torch.save(state, folder / "state.pt")
     plain = type(MODELS[model]()).from_pretrained(folder / "out", dtype=DTYPES[precision])
-    for param in plain.parameters():
-        param.data = param.data.to(DTYPES[precision])  # transformers keeps some of T5's in fp32 when it loads fp16
     theirs = plain.state_dict()
     assert theirs.keys() == state.keys()
     for name, value in state.items():

@@ -26,17 +26,19 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gemini.errors import StorageError
-from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs
+from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs, precision_of
 from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 from gemini.train.params.tensor_slice import TensorSlice
 
-FORMAT, VERSION = "gemini-checkpoint", 3
-READABLE = (2, 3)
-"""Version 2 knows no slices, and is otherwise the same."""
+FORMAT, VERSION = "gemini-checkpoint", 4
+READABLE = (2, 3, 4)
+"""Version 2 knows no slices, and both before 4 of the model's state only its buffers; they are otherwise the same."""
+ALL_OF_MODEL = 4
+"""The first version whose ``buffers`` are all that the model's ``state_dict()`` has beside params."""
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
-"""The file of tensors that are not masters or states: buffers, RNGs, what the scheduler and ``extra`` hold."""
+"""The file of tensors that are not masters or states: buffers, RNGs, what modules, scheduler and ``extra`` hold."""
 
 T = TypeVar("T")
 Reader = Callable[[Any, str], T]
@@ -49,7 +51,7 @@ Raises:
 
 class SavedParam(NamedTuple):
     """A param: its whole shape, its updates, whether there are states of it, how it was cut into slices (dim, groups
-    and size of :class:`TensorSlice`, or None), and whether it is bytes of codes.
+    and size of :class:`TensorSlice`, or None), whether it is bytes of codes, and whether it stays in fp32.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +59,7 @@ class SavedParam(NamedTuple):
     trained: bool
     cut: tuple[int, ...] | None = None
     coded: bool = False
+    fp32: bool = False
 
     def slice_of(self, rank: int) -> TensorSlice | None:
         """What a rank had; None for all of it."""
@@ -84,6 +87,7 @@ class SavedFile(NamedTuple):
 class Manifest(NamedTuple):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
+    version: int
     precision: str
     rule: RuleSpec
     """Of the updates: Adam where a checkpoint does not say it."""
@@ -248,6 +252,7 @@ def _manifest_of(data: Any) -> Manifest:
     any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng", "factors"), _anything)
     manifest: Manifest = _record(
         Manifest,
+        version=_integer(READABLE[0], READABLE[-1] + 1),
         precision=_one_of(PRECISIONS),
         rule=_rule,
         exact=_sequence(_text),
@@ -255,19 +260,20 @@ def _manifest_of(data: Any) -> Manifest:
         params=_mapping(
             _record(
                 SavedParam,
-                ("cut", "coded"),
+                ("cut", "coded", "fp32"),
                 shape=_sequence(_integer(0, 2**48)),
                 step=_COUNT,
                 trained=_flag,
                 cut=_sequence(_integer(0, 2**32)),
                 coded=_flag,
+                fp32=_flag,
             )
         ),  # fmt: skip
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
         loss_scale=_or_none(_mapping(_number)),
         scheduler_kind=_or_none(_text),
         **any_of,
-    )({name: value for name, value in data.items() if name not in ("format", "version")}, "the manifest")
+    )({name: value for name, value in data.items() if name != "format"}, "the manifest")
     if (manifest.loss_scale is None) != (manifest.precision != "fp16"):
         raise Malformed(f"loss_scale does not belong to {manifest.precision}")
     if VALUES not in manifest.files:
@@ -305,7 +311,8 @@ def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None
     for name, param in manifest.params.items():
         shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
         rule = manifest.rule.of(name in exact)
-        specs = plane_specs(manifest.precision, "transient", rule, trainable=param.trained, coded=param.coded)
+        precision = precision_of(param, manifest.precision)
+        specs = plane_specs(precision, "transient", rule, trainable=param.trained, coded=param.coded)
         for kind, plane in specs.items():
             items = plane.num_items(math.prod(shape))
             needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, plane.dtype), size

@@ -25,10 +25,10 @@ from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.adam_options import refuse_options
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
-from gemini.train.optimizers.checks import loaded_group
+from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import Owner, owner_of
-from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 from gemini.train.passes.stepping import Stepping, stepping_of
 
 Group = dict[str, Any]
@@ -82,12 +82,37 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
         self.check_group(defaults, type(self).__name__)
+        self._update(step_in_backward, speculate)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
+        self._end_of_making(self._params())
+
+    def _update(self, step_in_backward: bool, speculate: bool | None) -> None:
+        """When updates are made."""
         if speculate and not step_in_backward:
             raise ValueError("speculate=True needs step_in_backward=True: it is about updates inside backward")
         self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
         self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
-        super().__init__(params, defaults)
+
+    def take_over(
+        self, rule: UpdateRule, states: dict[int, dict[str, Any]], what: str, *, step_in_backward: bool
+    ) -> None:
+        """Make one of this, whose class was another one (``in_place.py``), with the states of params by number.
+
+        Raises:
+            ValueError, TypeError, GeminiError: as for a new one. Attributes were set, and params taken over.
+        """
+        self.rule = rule
+        self._update(step_in_backward, None)
+        for group in self.param_groups:
+            self.check_group(group, what)
+        self._owner_of(self._params())
+        vars(self)["state"] = states_of.States(self, {})
+        if states:  # which are written over those of an optimizer before, once all ranks have accepted them
+            numbers = iter(range(len(self._params())))
+            groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+            give_to(self, self._params())
+            self._load({"state": states, "param_groups": groups})
         self._end_of_making(self._params())
 
     def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
@@ -266,7 +291,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
         States are whole tensors on the CPU, for Adam in fp32. A bf16 param also has "residual" (int16), the other 16
-        bits of its master.
+        bits of its master, and "residual_of", the CRC-32 of the weights that these complete.
 
         Raises:
             GeminiError: if another optimizer has taken some of the params over.
@@ -281,12 +306,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 handle = handle_of(param)
                 if handle is not None and handle.num_steps:
-                    result["state"][index] = states_of.read_state(handle)
+                    result["state"][index] = states_of.saved_state(handle)
+                elif "residual" in result["state"].get(index, {}):
+                    result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
                 index += 1
         return result
 
-    @told_to_all("optimizer.load_state_dict")
-    @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. :class:`HybridAdam` also loads the state of ``torch.optim.AdamW``, or,
         with ``decoupled=False`` or without weight decay, of ``torch.optim.Adam``.
@@ -294,13 +319,24 @@ class HybridOptimizer(torch.optim.Optimizer):
         States have the dtypes of the rule, whatever the dtype of the param. The groups get the loaded hyperparameters
         and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
 
+        A residual completes the bf16 weights that it was saved with, whether they are there already or are loaded
+        later, up to the next update; to other weights nothing is done. So the state of the model may be loaded before
+        or after this one, or in parts.
+
         Raises:
             ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can
                 have produced; the message names the param and the key. Nothing was changed.
             GeminiError: if another optimizer has taken some of the params over.
         """
+        self._load(state_dict, self._optimizer_load_state_dict_pre_hooks.values())
+        for then in self._optimizer_load_state_dict_post_hooks.values():
+            then(self)
+
+    @told_to_all("optimizer.load_state_dict")
+    @without_grad
+    def _load(self, state_dict: dict[str, Any], hooks: Iterable[Callable[..., Any]] = ()) -> None:
         states_of.check_owned(self, self._handles())
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in hooks:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         params = self._params()
@@ -322,8 +358,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
                 group.update(loaded)
-        for then in self._optimizer_load_state_dict_post_hooks.values():
-            then(self)
 
     def start_anew(self) -> None:
         """Drop the states and step counts of all params, as if this optimizer had just been created. Params that
@@ -372,6 +406,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
+        states_of.end_waiting(handle for handle, _ in managed)
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
         if taking and stepping.looks_for_optimizers:

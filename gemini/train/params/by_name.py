@@ -17,6 +17,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
+from gemini.kernels import crc32
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
@@ -24,7 +25,7 @@ from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Agree, value_facts
 from gemini.train.own_work import without_transforms
-from gemini.train.params.handle import ParamHandle, note_writes
+from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers
 
 
@@ -46,7 +47,6 @@ class ByName:
     """The params of one model, by any of their names.
 
     Args:
-        compute: dtype of the weights.
         await_update: waits for the update of a chunk.
         observers: told of every write.
         shards: None in one process.
@@ -56,14 +56,15 @@ class ByName:
     """
 
     def __init__(
-        self, handles: list[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
+        self, handles: list[ParamHandle], store: ChunkStore, *,
         await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
-        self._compared, self._all_agree = False, all_agree
-        self.handles, self.compute = handles, compute
+        self._all_agree = all_agree
+        self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
+        self.handles = handles
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
@@ -84,11 +85,11 @@ class ByName:
         return iter(self._handles)
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master. Codes are bytes
-        in any case.
+        """The full weights on the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master. Codes
+        are bytes in any case.
         """
         with without_transforms():
-            return self._read(handle, torch.uint8 if handle.chunk.spec.coded else dtype or self.compute)
+            return self._read(handle, handle.chunk.flat.dtype if dtype is None or handle.chunk.spec.coded else dtype)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The same of the whole param where it is a slice of one."""
@@ -161,10 +162,14 @@ class ByName:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         self._await_update(handle.chunk)
+        if handle.restored == handle.num_steps and _same_bits(self.read(handle).to(value.dtype), value):
+            return  # a checkpoint has brought just these weights, and the rest of their masters with them
+        lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
-            self._write(handle, _own_part(handle, value))
+            self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
 
-    def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
+    def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """``lower``: the residual, if it is known."""
         planes = handle.chunk.planes
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu").contiguous()
@@ -172,12 +177,43 @@ class ByName:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                self._write_range(planes[RESIDUAL], handle, lo, start)
+                self._write_range(planes[RESIDUAL], handle, lo if lower is None else lower[start:stop], start)
                 part = hi
             self._write_range(planes[WEIGHTS], handle, part, start)
+        self._forget_copies(handle)
+
+    def _forget_copies(self, handle: ParamHandle) -> None:
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
+
+    def complete(self, handle: ParamHandle, residual: torch.Tensor, of: int | None) -> None:
+        """Make ``residual``, as an optimizer was saved with it, the lower bits of the master: now if the weights are
+        those with the sum ``of`` that it was saved with (or nothing is known of these), else when they are written.
+        """
+        handle.waiting = None if of is None else WaitingResidual(residual, of, handle.num_steps)
+        if of is None or of == self.sum_of_weights(handle):
+            self.write_plane(handle, RESIDUAL, residual)
+            if handle.waiting is not None:
+                handle.waiting.met = True
+
+    def sum_of_weights(self, handle: ParamHandle) -> int:
+        """Of the weights of a bf16 param. All ranks ask together, or serve one that does."""
+        return crc32(self._whole(handle, WEIGHTS))
+
+    def _waiting_for(self, handle: ParamHandle, value: torch.Tensor) -> torch.Tensor | None:
+        """The residual that waits for just these weights, of a param that had no update since it was loaded. Values
+        with lower bits of their own keep these.
+        """
+        waiting = handle.waiting
+        if waiting is None or waiting.num_steps != handle.num_steps:
+            return None
+        total, whole = 0, True
+        for start, stop in tiles(0, value.numel(), self._mover.tile):
+            hi, lo = _halves(value.detach().reshape(-1)[start:stop])
+            total, whole = crc32(hi, total), whole and not lo.any()
+        waiting.met |= total == waiting.of
+        return waiting.residual if total == waiting.of and whole else None
 
     def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
@@ -185,19 +221,43 @@ class ByName:
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
-        if self._shards is not None and not self._compared:
+        self._on_all(handle, value, self.write)
+
+    def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """What a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed become
+        the master exactly, others keep theirs.
+
+        Raises:
+            RankMismatch: as of :meth:`overwrite`.
+        """
+        self._on_all(handle, value, self._rewrite)
+
+    def _rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        self._await_update(handle.chunk)
+        with WHOLE, self._observers.writing(handle.chunk):
+            old = read_range(self._mover, handle.chunk.weights, handle)
+            self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
+            self._forget_copies(handle)
+
+    def _on_all(
+        self, handle: ParamHandle, value: torch.Tensor, write: Callable[[ParamHandle, torch.Tensor], None]
+    ) -> None:
+        if self._deferred is not None:
+            self._deferred.append((handle, value))
+            return
+        if self._shards is not None:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
-        self.write(handle, value)
+        write(handle, value)
 
     @contextmanager
-    def compared(self) -> Iterator[None]:
-        """What is written inside is known to be the same on all ranks."""
-        before, self._compared = self._compared, True
+    def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
+        """What a program writes inside is not written, but listed: the params and their values."""
+        before, self._deferred = self._deferred, []
         try:
-            yield
+            yield self._deferred
         finally:
-            self._compared = before
+            self._deferred = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its
@@ -225,7 +285,8 @@ class ByName:
         self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
-        """Make a param's gathered weights its master: written elements exactly, others keep their residual.
+        """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
+        residual that waits for just these weights completes them.
 
         ``before``: what the weights were, if they were changed in place.
         """
@@ -238,17 +299,28 @@ class ByName:
             )
         if handle.param._version != handle.version:
             note_writes([handle])
-        new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-        if RESIDUAL in chunk.planes:
-            residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
-            residual[new.view(torch.int16) != old.view(torch.int16)] = 0
-            self._write_range(chunk.planes[RESIDUAL], handle, residual)
+        new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
+        if not chunk.resident:
+            self._write_range(chunk.weights, handle, new)
+
+    def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """What the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed elements
+        exactly these. Their residual is nothing from here on, unless a loaded one waits for just these weights.
+        """
+        new, planes = _own_part(handle, shown).to("cpu"), handle.chunk.planes
+        if RESIDUAL in planes:
+            lower = self._waiting_for(handle, shown)
+            if lower is None:
+                residual = read_range(self._mover, planes[RESIDUAL], handle)
+                residual[new.view(torch.int16) != old.view(torch.int16)] = 0
+            else:
+                residual = _own_part(handle, lower).to("cpu")
+            self._write_range(planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
-        if not chunk.resident:
-            self._write_range(chunk.weights, handle, new)
+        return new
 
     def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
         """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
@@ -256,6 +328,19 @@ class ByName:
         """
         with self._observers.writing(handle.chunk):
             store_range(self._mover, plane, handle.part.start + offset, source)
+
+
+def _same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
+    bits = (of.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for of in (here, value))
+    return torch.equal(*bits)
+
+
+def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weights of masters, and the residuals in int16, of flat values on any device."""
+    hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
+    lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
+    kernels.split_master(values.to("cpu", torch.float32).contiguous(), hi, lo)
+    return hi, lo
 
 
 def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
