@@ -199,9 +199,7 @@ class StoredModel(Skeleton):
 class _ReadAtTouch:
     """Params whose values come when somebody touches them; those that were only read go when others need the room."""
 
-    def __init__(
-        self, params: dict[str, nn.Parameter], missing: Collection[str], read: Callable[[str], torch.Tensor]
-    ):
+    def __init__(self, params: dict[str, nn.Parameter], missing: Collection[str], read: Callable[[str], torch.Tensor]):
         self._read = read
         self._names = {id(param): name for name, param in params.items() if name not in missing}
         self._params = list({id(param): param for param in params.values()}.values())
