@@ -251,7 +251,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: for ``set_to_none=False`` with ``GeminiConfig(gradients="transient")``.
         """
         handles = []
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             handle = handle_of(param)
             if handle is not None:
                 handles.append(handle)
@@ -299,17 +299,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
         for number, state in result["state"].items():  # a copy: these are the states themselves
-            shown = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
-            result["state"][number] = shown
-        index = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                handle = handle_of(param)
-                if handle is not None and handle.num_steps:
-                    result["state"][index] = states_of.saved_state(handle)
-                elif "residual" in result["state"].get(index, {}):
-                    result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
-                index += 1
+            result["state"][number] = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+        for index, param in enumerate(self._params()):
+            handle = handle_of(param)
+            if handle is not None and handle.num_steps:
+                result["state"][index] = states_of.saved_state(handle)
+            elif "residual" in result["state"].get(index, {}):
+                result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -380,8 +376,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def skip_step(self) -> None:
         """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
-        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
-        if handles:
+        if handles := self._handles():
             stepping_of(handles[0]).skip(handles)
 
     # ---- managed params -----------------------------------------------------------------------------------------
@@ -418,7 +413,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def adopt_plain_states(self) -> None:
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             handle = handle_of(param)
             if handle is not None and param in self.state:
                 state = self.state.pop(param)
