@@ -122,8 +122,11 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 
     The chunks of one block are open together, and one of the block before it may be.
     """
-    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
-    return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest
+    trained = [chunk for chunk in layout.chunks if chunk.trainable]
+    largest = max((chunk.numel * chunk.grad_itemsize(itemsize) for chunk in trained), default=0)
+    # Around blocks a head in fp32 is on its way while the chunk of its neighbours, which the embedding ends, is open.
+    outside = (4 * chunk.numel for chunk in trained if chunk.fp32 and not block_of(chunk.slots[0].name))
+    return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest + max(outside, default=0)
 
 
 def _gradients_by_block(layout: Layout, itemsize: int) -> dict[str, int]:
