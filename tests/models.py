@@ -314,7 +314,7 @@ def assert_same_floats(found: list[float], wanted: list[float], what: str) -> No
 
 def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
     assert found.shape == wanted.shape and found.dtype == wanted.dtype, (what, found.dtype, wanted.dtype)
-    as_int = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[found.element_size()]
     a, b = (t.contiguous().view(-1).view(as_int) for t in (found, wanted))
     if not torch.equal(a, b):
         where = int((a != b).nonzero()[0])

@@ -515,13 +515,13 @@ def manage(
         model.__dict__.pop("_gemini_token_tiles", None)
         if (divided := model.__dict__.pop("_gemini_context", None)) is not None:
             divided.take_away()
-        if model.__dict__.pop("_gemini_spread", None) is not None:
-            assert spread is not None
-            spread.take_away()
+        if (put_on := model.__dict__.pop("_gemini_spread", None)) is not None:
+            put_on.take_away()
         if tiles is not None:
             tiles.take_away()
         for module, named in buffers:
-            module._buffers.update(named)
+            for name, buffer in named.items():
+                module._buffers[name] = buffer
         release_layers(model)
         engine.adoption.give_back()
         if spread is not None:

@@ -49,7 +49,7 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Gemini, store: Path
         ", 0:00:0",
         " ago, format version",
         "To be resumed\n  commit 2, step 3, saved by 1 rank; by any number of ranks\n",
-        "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 3",
+        "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 4",
         "step 3 of the run in /runs/a",
         f"by gemini train --resume {store}",
         "twice on the drive",

@@ -18,7 +18,7 @@ import torch
 
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.grad_reads import refuse_in
+from gemini.train.params.grad_reads import note_converted
 from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -32,11 +32,7 @@ def class_in_place_of(original: Any, kind: Any) -> Any:
     """The class that is both ``original`` and ``kind``, under the name of the first: programs and loggers read it."""
     for base in original.__mro__[: original.__mro__.index(torch.optim.Optimizer)]:
         for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
-            refuse_in(
-                function,
-                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
-                "find no gradient of {name!r}: call optimizer.step(), and keep no step from before",
-            )
+            note_converted(function)
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -75,7 +71,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     try:
         optimizer.__class__ = class_in_place_of(original, kind)
         assert isinstance(optimizer, HybridOptimizer)
-        optimizer.take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
+        optimizer._take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
         _renew_step(optimizer)
     except BaseException:
         _put_back(optimizer, original, before)

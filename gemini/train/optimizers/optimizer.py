@@ -94,7 +94,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
 
-    def take_over(
+    def _take_over(
         self, rule: UpdateRule, states: dict[int, dict[str, Any]], what: str, *, step_in_backward: bool
     ) -> None:
         """Make one of this, whose class was another one (``in_place.py``), with the states of params by number.

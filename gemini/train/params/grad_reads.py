@@ -32,6 +32,7 @@ _BLIND = {
     for name, function in vars(nn.utils).items()
     if name.startswith("clip_") and name.endswith("_")
 }
+_CONVERTED: set[Any] = set()
 _ZERO_GRAD = _code(nn.Module.zero_grad)
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -39,6 +40,11 @@ _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 def refuse_in(function: Callable[..., Any], message: str) -> None:
     """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
     _BLIND[_code(function)] = message
+
+
+def note_converted(function: Callable[..., Any]) -> None:
+    """``function`` steps optimizers of torch, of which one was converted: what is kept of it from before is refused."""
+    _CONVERTED.add(_code(function))
 
 
 def note_grad_read(param: Any) -> None:
@@ -53,6 +59,11 @@ def note_grad_read(param: Any) -> None:
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _BLIND:
             raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
+        if frame.f_code in _CONVERTED:
+            raise ParamAccessError(
+                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
+                f"find no gradient of {param._gemini.name!r}: call optimizer.step(), and keep no step from before"
+            )
         if frame.f_code is _ZERO_GRAD and (owner := param._gemini.owner()) is not None:
             owner.stepping.discard([param._gemini], to_zero=not frame.f_locals.get("set_to_none", True))
             return

@@ -59,7 +59,7 @@ def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, 
     for name in [name for name, value in state.items() if handle_of(value) is None and name not in by_names]:
         del state[name]
     state.update(values)
-    with by_names.deferred():  # and never written: the params are those of before
+    with by_names.deferred(), WHOLE:  # and never written: the params are those of before
         _own_class(model).load_state_dict(model, state)
 
 
@@ -121,7 +121,8 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
                     expected = _check(model, state)
                     how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
                     own = _in_slices(state, expected)
-                    result = _own_class(model).load_state_dict(model, own, **how)
+                    with WHOLE:  # torch's no_grad in it would be left on
+                        result = _own_class(model).load_state_dict(model, own, **how)
                 except Exception as e:
                     refusal = e
             by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
