@@ -15,6 +15,7 @@ import gc
 import linecache
 import re
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -111,7 +112,8 @@ def run_side(text: str, name: str, make_side: Any, precision: str) -> Ran:
 
 
 def run_plain(text: str, seed: int, precision: str) -> Ran:
-    return run_side(text, f"program_{seed}", lambda model: PlainSide(model, precision), precision)
+    with tempfile.TemporaryDirectory(prefix="gemini-programs-") as folder:
+        return run_side(text, f"program_{seed}", lambda model: PlainSide(model, precision, Path(folder)), precision)
 
 
 def run_managed(text: str, seed: int, precision: str, placement: str, folder: Path, plain: Ran) -> Result:

@@ -10,7 +10,10 @@ them. Both sides start from weights that the compute dtype holds exactly, so tha
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +25,14 @@ from torch import nn
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini import kernels_reference as reference
+from gemini.integrations.adam import follow, to_hybrid_adam
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
+from tests.hunts import program_beside as beside
+from tests.hunts import program_state
 from tests.hunts.race_recipes import AlwaysPays
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,8 +108,9 @@ STEPPING = ("transient", *(name for name, where in PLACEMENTS.items() if where.s
 class Side:
     """What a program may ask for, wherever it runs."""
 
-    def __init__(self, model: nn.Module, precision: str):
+    def __init__(self, model: nn.Module, precision: str, folder: Path):
         self.model, self.precision, self.dtype = model, precision, DTYPES[precision]
+        self._folder = folder
         self.seen: list[tuple[str, Any]] = []
         self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, enabled=precision == "fp16")
 
@@ -127,6 +134,35 @@ class Side:
             return
         self.seen.append((label, value))
 
+    def folder(self, name: str) -> str:
+        """A path of this run's own, the same on all ranks."""
+        return str(self._folder / name)
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """An ordinary model of the compute dtype, for both sides: a target network, say."""
+        round_weights(model, self.precision)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtype_of(model, name, self.precision))
+        return model
+
+    def saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        """The state of a run, for :meth:`restore`."""
+        own = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        return own, torch.get_rng_state(), self._saved(model, optimizer, scheduler, order)
+
+    def restore(self, saved: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        """Load what was saved, in this order."""
+        own, random, values = saved
+        if scheduler is not None:
+            scheduler.load_state_dict(own)
+        self._restore(values, model, optimizer, scheduler, order)
+        if order.startswith("checkpoint"):
+            torch.set_rng_state(random)  # which is in a checkpoint
+
+    def beside(self, name: str) -> None:
+        """Note what plain torch gives, without any managed model: see ``program_beside``."""
+        self.see(f"beside {name}", self._beside(name))
+
     def grads(self) -> None:
         """Note every gradient there is."""
         for name, grad in self._grads():
@@ -138,6 +174,9 @@ class Side:
             self.see(f"weight {name}", value)
         for name, value in self.model.named_buffers():
             self.see(f"buffer {name}", value)
+        for name, module in self.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.see(f"extra state of {name}", list(torch.utils._pytree.tree_leaves(module.get_extra_state())))
         self.see("state of the random numbers", torch.get_rng_state())
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
@@ -146,22 +185,41 @@ class Side:
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         raise NotImplementedError
 
+    def _beside(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        return program_state.saved(model, optimizer, order, Path(tempfile.mkdtemp(dir=self._folder)))
+
+    def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        program_state.restore(values, model, optimizer, order)
+
 
 class PlainSide(Side):
     """The ordinary loop. ``managed`` is False: a program may ask, where only one side has a method."""
 
     managed = False
 
-    def __init__(self, model: nn.Module, precision: str):
-        for param in model.parameters():
-            param.data = param.data.to(DTYPES[precision])
-            if precision != "fp32" and param.is_floating_point():
-                _sum_in_fp32(param)
-        super().__init__(model, precision)
+    def __init__(self, model: nn.Module, precision: str, folder: Path):
+        super().__init__(model, precision, folder)
         self._optimizers: list[gemini.HybridAdam] = []
+        self.another(model)
+
+    def another(self, model: nn.Module) -> nn.Module:
+        """A second model, as this side has them."""
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtype_of(model, name, self.precision)).contiguous()
+            if param.dtype != torch.float32 and param.is_floating_point():
+                _sum_in_fp32(param)
         for module in model.modules():
             if getattr(module, "max_norm", None) is not None:
                 self._follow_max_norm(module)
+        return model
+
+    def anew(self, model: nn.Module) -> nn.Module:
+        """The model of a new run takes the place of this one's."""
+        self.model = self.another(round_weights(model, self.precision))
+        return self.model
 
     def _follow_max_norm(self, module: Any) -> None:
         """What an embedding rewrites in its forward loses the other half of its master too."""
@@ -180,6 +238,14 @@ class PlainSide(Side):
             self._keep_master(param, optimizer)
         self._optimizers.append(optimizer)
         return optimizer
+
+    def convert(self, old: torch.optim.Optimizer, scheduler: Any = None) -> gemini.HybridAdam:
+        """What takes the place of an optimizer of torch: all that can be read of it stays, and so do its hooks."""
+        new = self.adam(old.param_groups, decoupled=isinstance(old, torch.optim.AdamW))
+        new.defaults.update({name: value for name, value in old.defaults.items() if name in new.defaults})
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            getattr(new, name).update(getattr(old, name))
+        return new
 
     def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
         """A new optimizer begins with states of zero; the master is the model's, and stays exact."""
@@ -200,17 +266,31 @@ class PlainSide(Side):
                 grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return torch.tensor(norm, dtype=torch.float32)
 
-    def load(self, values: dict[str, torch.Tensor]) -> None:
+    def load(self, values: dict[str, torch.Tensor], part: nn.Module | None = None) -> None:
         """``load_state_dict``: what is loaded is the whole master."""
-        self.model.load_state_dict(values)
-        _written(self.model.parameters())
-        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+        whose = part or self.model
+        whose.load_state_dict(values)
+        _written(whose.parameters())
+        self._note_written(whose.parameters())
+
+    def _note_written(self, params: Iterable[torch.Tensor]) -> None:
+        """What was written is the whole master."""
+        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in params):
             if "residual" in state:
                 state["residual"].zero_()
-        for param in self.model.parameters():
-            for optimizer in self._optimizers:
-                if "master" in optimizer.state.get(param, {}):
-                    optimizer.state[param]["master"] = param.detach().float()
+            if "master" in state:
+                state["master"] = param.detach().float()
+
+    @contextlib.contextmanager
+    def writing(self, params: list[nn.Parameter], *, whole: bool = False) -> Iterator[None]:
+        """Written inside, in place: masters are what was written; without ``whole``, of the elements that changed."""
+        before = [p.detach().clone() for p in params]
+        yield
+        if whole:
+            self._note_written(params)
+        else:
+            for param, old in zip(params, before, strict=True):
+                self._note_rewritten(param, old)
 
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.get_parameter(name).detach().clone()
@@ -251,6 +331,9 @@ class PlainSide(Side):
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
 
+    def _beside(self, name: str) -> Any:
+        return beside.before(name)
+
 
 class ManagedSide(Side):
     """The same program under ``GeminiDDP``."""
@@ -258,8 +341,9 @@ class ManagedSide(Side):
     managed = True
 
     def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
-        model = gemini.GeminiDDP(model, where.config(model, precision, folder, ranks))
-        super().__init__(model, precision)
+        self._how_managed, self._stores = (where, ranks), itertools.count()
+        super().__init__(model, precision, folder)
+        self.model = model = self.another(model)
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
@@ -271,6 +355,22 @@ class ManagedSide(Side):
             if own is None:
                 model._gemini_engine.backward.scaling.loss_scale.scale = INIT_SCALE
 
+    def another(self, model: nn.Module) -> nn.Module:
+        where, ranks = self._how_managed
+        own = self._folder / f"store{next(self._stores)}"  # a durable store has one model
+        own.mkdir(exist_ok=True)  # ranks share it
+        return gemini.GeminiDDP(model, where.config(model, self.precision, own, ranks))  # type: ignore[no-any-return]
+
+    def anew(self, model: nn.Module) -> nn.Module:
+        self.model = self.another(round_weights(model, self.precision))
+        return self.model
+
+    def convert(self, old: torch.optim.Optimizer, scheduler: Any = None) -> gemini.HybridAdam:
+        new = to_hybrid_adam(old, step_in_backward=bool(self._how.get("step_in_backward")))
+        if scheduler is not None:
+            follow(scheduler, old, new)
+        return new
+
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         how = {"lr": 0.02, "weight_decay": 0.1, **how}
         return gemini.HybridAdam(params, **how, **self._how)
@@ -278,8 +378,11 @@ class ManagedSide(Side):
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         return self.model.clip_grad_norm_(max_norm, params=params)  # type: ignore[operator]
 
-    def load(self, values: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(values)
+    def load(self, values: dict[str, torch.Tensor], part: nn.Module | None = None) -> None:
+        (part or self.model).load_state_dict(values)
+
+    def writing(self, params: list[nn.Parameter], *, whole: bool = False) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.full_param(name)  # type: ignore[operator]
@@ -299,6 +402,28 @@ class ManagedSide(Side):
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, self.full_param(name)) for name, _ in self.model.named_parameters()]
+
+
+    def _beside(self, name: str) -> Any:
+        return beside.run(name)
+
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        if not order.startswith("checkpoint"):
+            return super()._saved(model, optimizer, scheduler, order)
+        folder = self.folder("checkpoint")
+        gemini.save_checkpoint(folder, model, optimizer, scheduler, wait=order == "checkpoint")
+        return folder
+
+    def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        if not order.startswith("checkpoint"):
+            return super()._restore(values, model, optimizer, scheduler, order)
+        gemini.load_checkpoint(values, model, optimizer, scheduler)
+
+
+def dtype_of(model: nn.Module, name: str, precision: str) -> torch.dtype:
+    """What a param is computed in."""
+    param = model.get_parameter(name)
+    return DTYPES[precision] if param.is_floating_point() else param.dtype
 
 
 def _sum_in_fp32(param: nn.Parameter) -> None:
@@ -322,10 +447,11 @@ def _written(params: Iterable[torch.Tensor]) -> None:
 
 
 def round_weights(model: nn.Module, precision: str) -> nn.Module:
-    """Let the weights be values of the compute dtype, in fp32."""
-    for param in model.parameters():
+    """Let the weights be values of the compute dtype, in fp32, and lie as they did."""
+    for name, param in model.named_parameters():
         if param.is_floating_point():
-            param.data = param.data.to(DTYPES[precision]).to(param.dtype)
+            with torch.no_grad():
+                param.copy_(param.to(dtype_of(model, name, precision)))
     return model
 
 

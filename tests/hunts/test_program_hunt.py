@@ -64,7 +64,7 @@ def test_a_seed_is_a_program() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str) -> None:
+def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str, tmp_path: Path) -> None:
     """Two backwards per step, clipped, three steps: weights and the masters behind them, and the norm."""
 
     def make() -> nn.Module:
@@ -72,7 +72,7 @@ def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str) -> 
         return round_weights(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), precision)
 
     plain = helpers.Plain(make(), precision, lr=0.02, scale=2.0**10 if precision == "fp16" else None)
-    side = PlainSide(make(), precision)
+    side = PlainSide(make(), precision, tmp_path)
     optimizer = side.adam(side.model.parameters())
     for step in range(3):
         for micro in range(2):
