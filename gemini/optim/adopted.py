@@ -258,7 +258,7 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))  # 0-dim ones are no bytes
 
 
 @lru_cache(maxsize=512)

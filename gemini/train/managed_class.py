@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partialmethod
 from typing import Any
 
 from torch import nn
@@ -27,7 +28,26 @@ def managed_class(original: type[nn.Module], face: type[nn.Module]) -> type[nn.M
         namespace["resize_token_embeddings"] = property(_no_such_method)
     if not hasattr(original, "device"):
         namespace["device"] = _OfEngine()
-    return type(original.__name__, (*faces_of(original), face, original), namespace)
+    first = (*faces_of(original), face)
+    if nn.Module in _laid_out_as(original):
+        return type(original.__name__, (*first, original), namespace)
+    # Python changes the class of an object to one of the same layout only, and a class has that of its first base. A
+    # class whose own first base is not nn.Module (ABC, Generic[T], a mixin with __slots__) has a layout of its own: it
+    # comes first among the bases, and behind ours in the order in which methods are looked for.
+    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), {"mro": partialmethod(_ours_first, original)})
+    return kind(original.__name__, (original, *first), namespace)
+
+
+def _laid_out_as(kind: type | None) -> Iterator[type]:
+    """The classes whose layout in memory a class has, or has more fields than."""
+    while kind is not None:
+        yield kind
+        kind = kind.__base__
+
+
+def _ours_first(cls: type, original: type) -> list[type]:
+    theirs = original.__mro__
+    return [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]
 
 
 class _OfEngine:

@@ -375,13 +375,3 @@ def test_adapted_on_the_way(tmp_path: Path) -> None:
     trained = sum(p.numel() for p in plain.parameters() if p.requires_grad)
     assert held["trained_params"] == trained < held["params"] / 3
     assert_same(managed, plain)
-
-
-def test_an_adapter_that_needs_the_weights_is_refused(tmp_path: Path) -> None:
-    import peft
-
-    save(plain_model("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"lora_magnitude_vector.*not there yet: load the model with transformers"):
-        gemini.from_pretrained(
-            tmp_path, config_of(), adapt=lambda model: peft.get_peft_model(model, _lora(use_dora=True))
-        )

@@ -39,7 +39,7 @@ def test_slices_of_sources_make_the_slice(kind: str) -> None:
     tensors = torch.arange(num_patterns * of_each * torch.Size(shape).numel()).view(num_patterns, of_each, *shape)
     patterns = {f"p{at}": list(tensors[at]) for at in range(num_patterns)}
     whole = converted(operations, {name: list(found) for name, found in patterns.items()})
-    made = Made(tuple(operations), shape, (of_each,) * num_patterns)
+    made = Made((), tuple(operations), shape, (of_each,) * num_patterns)
     ways = {}
     for dim, groups, rank in itertools.product(range(whole.dim()), (1, 2), range(2)):
         cut = TensorSlice(tuple(whole.shape), dim, groups, rank, 2)
@@ -69,7 +69,7 @@ def test_slices_of_sources_make_the_slice(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [None, Made((), (8, 8), ()), Made((conversions.MergeModulelist(dim=0),), (4,), (3,))],
+    [Made((), None, (8,), ()), Made((), (), (8, 8), ()), Made((), (conversions.MergeModulelist(dim=0),), (4,), (3,))],
     ids=["one of several", "another shape", "fewer experts"],
 )
 def test_what_is_not_understood_is_read_whole(made: Made | None) -> None:

@@ -3,45 +3,30 @@
 transformers does what it knows (which class, which files, renamed keys, fused experts, ties, dtypes, the report of
 missing and unexpected keys), and Gemini what it knows (where each param lives). Its ``from_pretrained`` runs with two
 of its internal steps replaced: the files are loaded as meta tensors, which settles names, shapes and ties without a
-byte of weights; then the chunks are placed, and the files are read a second time, one param at a time, into them. What
-the files lack is initialized last, as transformers does it.
+byte of weights; then the chunks are placed, and the files are read a second time, one param at a time, into them
+(:class:`~gemini.train.loading.stored_model.StoredModel`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.ranks.group import Ranks
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
-from gemini.train.loading.paging import Pager
-from gemini.train.loading.skeleton import (
-    Skeleton,
-    generator_of_first,
-    generators_kept,
-    replace_by_stand_ins,
-    replaced,
-)
-from gemini.train.loading.slice_reading import Made, SliceReading, noting_how, reading_of, reading_slices
-from gemini.train.params.by_name import ByName
+from gemini.train.loading.skeleton import Skeleton, generators_kept, replaced
+from gemini.train.loading.slice_reading import Made, noting_how
+from gemini.train.loading.stored_model import LOCK, Source, StoredModel, internal_step, without_progress
 from gemini.train.params.codes import WHAT_WORKS
-from gemini.train.params.handle import ParamHandle
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
-
-_LOCK = threading.Lock()
-"""Internal steps of transformers are replaced for the time of one load."""
 
 
 def from_pretrained(
@@ -67,9 +52,10 @@ def from_pretrained(
         path: a transformers folder with safetensors, in one file or with an index; or a name that transformers finds.
         config: the settings, as for :class:`gemini.GeminiDDP`.
         model_class: a model class or an auto class of transformers. By default the class in ``config.json``.
-        adapt: a function that changes the model before it is placed and returns it, for example
-            ``lambda model: peft.get_peft_model(model, lora_config)``. It cannot read the weights of the files yet. The
-            values of what it adds are kept.
+        adapt: a function that changes the model before it is placed and returns it (or nothing, if it changes it in
+            place), for example ``lambda model: peft.get_peft_model(model, lora_config)``. A weight that it reads or
+            writes is read from the files at that moment and stays in host memory, beside the budget, until the model is
+            placed, with what the function did to it; all others go to their homes as without it.
         attn_implementation: "eager", "sdpa", "flash_attention_2", ..., or None to choose as :func:`from_config` does.
         process_group, mesh: as for :class:`gemini.GeminiDDP`. Every rank reads the files and keeps its part. With
             ``tp`` and ``ep`` it reads only its slices.
@@ -80,8 +66,9 @@ def from_pretrained(
         BudgetExceeded: if the model does not fit, before a weight is read.
         OSError: as transformers, if ``path`` is not a model.
         StorageError: if a file is damaged; the message names it.
+        TypeError: if ``adapt`` returns something that is no module.
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``. Also if
-            ``adapt`` computes with weights, which are not loaded yet (as DoRA does), or if FlashAttention cannot run.
+            ``adapt`` makes a model that cannot be managed, or if FlashAttention cannot run.
     """
     refuse_config_fields("gemini.from_pretrained(path, ", kwargs)
     need_transformers("gemini.from_pretrained")
@@ -119,21 +106,11 @@ def skeleton_from_pretrained(
     return StoredModel(model, loading.source, adapt), info
 
 
-@dataclass
-class _Source:
-    """What transformers resolved: the files, how their keys become params, and which params they lack."""
-
-    files: list[str]
-    settings: Any
-    missing: frozenset[str]
-    made: dict[str, Made | None]
-
-
 class _Loading:
     """One run of transformers' ``from_pretrained`` on meta tensors."""
 
     def __init__(self) -> None:
-        self.source: _Source | None = None
+        self.source: Source | None = None
 
     @contextlib.contextmanager
     def replacing_steps(self) -> Iterator[None]:
@@ -145,8 +122,8 @@ class _Loading:
         from transformers import modeling_utils
 
         base = modeling_utils.PreTrainedModel
-        finalize = _internal(base, "_finalize_model_loading")
-        convert = _internal(modeling_utils, "convert_and_load_state_dict_in_model")
+        finalize = internal_step(base, "_finalize_model_loading")
+        convert = internal_step(modeling_utils, "convert_and_load_state_dict_in_model")
 
         def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
             if settings.hf_quantizer is not None:
@@ -155,11 +132,14 @@ class _Loading:
                     "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
                 )
             on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
-            shapes = {name: tensor for file in files for name, tensor in _shapes(file).items()}
-            made: dict[str, Made | None] = {}
-            with _without_progress(), noting_how(made, shapes):
+            shapes, file_of = {}, {}
+            for file in files:
+                for key, shape in _shapes(file).items():
+                    shapes[key], file_of[key] = shape, file
+            made: dict[str, Made] = {}
+            with without_progress(), noting_how(made, shapes):
                 found, _ = convert(model, shapes, on_meta)
-            self.source = _Source(files, settings, frozenset(found.missing_and_mismatched()), made)
+            self.source = Source(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
             _tie_equal(model, files, found)
             return found, None
 
@@ -168,94 +148,11 @@ class _Loading:
                 return finalize(model, replace(settings, device_map={"": "meta"}), found)
 
         with (
-            _LOCK,
+            LOCK,
             replaced(base, "_load_pretrained_model", staticmethod(load)),
             replaced(base, "_finalize_model_loading", staticmethod(finish)),
         ):
             yield
-
-
-class StoredModel(Skeleton):
-    """A model whose weights are read from files; what they lack is initialized, what ``adapt`` adds is kept."""
-
-    def __init__(self, model: Any, source: _Source, adapt: Callable[[Any], Any] | None = None):
-        self._stored = model
-        self._source = source
-        self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-        replace_by_stand_ins(model)
-        self._params = dict(model.named_parameters(remove_duplicate=False))
-        _make_buffers(model)
-        self.model = model if adapt is None else adapt(model)
-        stand_ins = {id(param) for param in self._params.values()}
-        self._added = {id(p): p.data for p in self.model.parameters() if id(p) not in stand_ins}
-        self._check_added()
-
-    def _check_added(self) -> None:
-        for name, param in self.model.named_parameters():
-            if id(param) in self._added and bool(param.isnan().any()):
-                raise ValueError(
-                    f"adapt= gave {name!r} values that come from weights which are not there yet: load the model with "
-                    "transformers, adapt it, and wrap it with GeminiDDP(model, config)"
-                )
-
-    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
-        model = self._stored
-        handles = {id(handle.param): handle for handle in homes.handles}
-        for key, value in self._added.items():
-            homes.write_whole(handles[key], value)
-        places = {name: handles[id(param)] for name, param in self._params.items() if id(param) in handles}
-        self._stream(homes, places)
-        drawn = {id(self._params[name]) for name in self._source.missing if name in self._params}
-        drawn -= {id(param) for name, param in self._params.items() if name not in self._source.missing}
-        pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in drawn])
-        for module in model.modules():
-            module._is_hf_initialized = False
-        for key, handle in handles.items():
-            handle.param._is_hf_initialized = key not in drawn  # type: ignore[attr-defined]
-        with generator_of_first(ranks), _apart(model):
-            model.initialize_weights()
-        pager.finish()
-        if ranks is not None:
-            ranks.take_from_first(dict(self.model.named_buffers()))
-        return self.model
-
-    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
-        """Let transformers read and convert one param after the other, and put each where it belongs."""
-        from transformers import core_model_loading
-
-        _internal(core_model_loading, "set_param_for_module")
-        buffers = dict(self._stored.named_buffers())
-        readings = self._readings(places)
-
-        def place(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
-            found.missing_keys.discard(name)
-            if name in readings:
-                homes.write(places[name], value)
-            elif name in places:
-                if value.shape == places[name].whole_shape:  # else transformers has reported it
-                    homes.write_whole(places[name], value)
-            elif name in buffers:
-                buffers[name].data = value.clone()
-                buffers[name]._is_hf_initialized = True  # type: ignore[attr-defined]
-
-        with (
-            _LOCK,
-            replaced(core_model_loading, "set_param_for_module", place),
-            replaced(self._stored, "state_dict", lambda: self._metas),
-            reading_slices(self._metas, readings),
-            _environment("HF_DEACTIVATE_ASYNC_LOAD", "1"),  # else threads read far ahead of what was placed
-        ):
-            type(self._stored)._load_pretrained_model(self._stored, None, self._source.files, self._source.settings)
-
-    def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
-        """What of the files is read for params of which slices are here."""
-        found = {}
-        for name, handle in places.items():
-            if handle.cut is not None and name not in self._source.missing:
-                made = self._source.made.get(name, Made((), handle.cut.shape, ()))
-                if (reading := reading_of(handle.cut, made)) is not None:
-                    found[name] = reading
-        return found
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
@@ -349,70 +246,3 @@ def _equal_in_files(files: list[str], first: str, second: str) -> bool:
         return all(
             torch.equal(found[first][at : at + step], found[second][at : at + step]) for at in range(0, rows, step)
         )
-
-
-def _make_buffers(model: nn.Module) -> None:
-    """Give the buffers memory, to be filled."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
-
-
-@contextlib.contextmanager
-def _apart(model: Any) -> Iterator[None]:
-    """Take tied params from all owners but the first: transformers initializes before it ties, so draws them once."""
-    taken = []
-    for target in model.all_tied_weights_keys:
-        owner, _, leaf = target.rpartition(".")
-        params = model.get_submodule(owner)._parameters
-        if leaf in params:
-            taken.append((params, leaf, params[leaf]))
-            placeholder = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
-            params[leaf] = nn.Parameter(placeholder, requires_grad=False)
-            params[leaf]._is_hf_initialized = True
-    try:
-        yield
-    finally:
-        for params, leaf, param in taken:
-            params[leaf] = param
-
-
-def _internal(owner: Any, name: str) -> Any:
-    """A step inside transformers that has no public name."""
-    found = getattr(owner, name, None)
-    if found is None:
-        import transformers
-
-        raise GeminiError(
-            f"transformers {transformers.__version__} has no {name} any more, which streaming needs: load the model "
-            "with transformers and wrap it with GeminiDDP(model, config), or use a version tested with Gemini "
-            "(constraints.txt)"
-        )
-    return found
-
-
-@contextlib.contextmanager
-def _without_progress() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -8,6 +8,7 @@ params, and the memory they take is bounded by ``ROOM`` (or one param, if that i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -22,8 +23,10 @@ ROOM = 128 * 2**20
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of NaN that takes no memory: what a param that is away, or not there yet, holds."""
-    return nan_of(dtype, torch.device("cpu")).expand(shape)
+    """A tensor of NaN that takes no memory but for one element, its own: what a param that is away, or not there yet,
+    holds.
+    """
+    return nan_of(dtype, torch.device("cpu")).clone().expand(shape)
 
 
 class PagedParameter(nn.Parameter):
@@ -41,7 +44,10 @@ class PagedParameter(nn.Parameter):
         for param in given:
             if isinstance(param, PagedParameter):
                 param._gemini_pager.bring_in(param, keep=given)  # type: ignore[attr-defined]
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            result.__class__ = nn.Parameter  # it wants the type of what it was given, which is an ordinary one by now
+        return result
 
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         copy = nn.Parameter(self.detach().clone(), self.requires_grad)

@@ -20,12 +20,15 @@ class Made(NamedTuple):
     """How a param comes from tensors of a checkpoint.
 
     Attributes:
-        operations: transformers', in their order; none for a tensor that is the param.
+        keys: of all tensors that take part.
+        operations: transformers', in their order; none for a tensor that is the param. None for one among several of
+            one conversion, or of tensors of several shapes.
         shape: of each tensor, all of which have it.
         numbers: how many tensors each of the patterns that the operations begin with has found.
     """
 
-    operations: tuple[Any, ...]
+    keys: tuple[str, ...]
+    operations: tuple[Any, ...] | None
     shape: tuple[int, ...]
     numbers: tuple[int, ...]
 
@@ -54,9 +57,9 @@ class SliceReading(NamedTuple):
         return parts[0] if len(parts) == 1 else torch.cat(parts, self.of_each.dim)
 
 
-def reading_of(cut: TensorSlice, made: Made | None) -> SliceReading | None:
+def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
     """How a slice is read, or None if an operation does not leave slices what they are: the whole must be read then."""
-    if made is None:
+    if made.operations is None:
         return None
     dim, groups, shape, some = cut.dim, cut.groups, cut.shape, None
     for operation in reversed(made.operations):
@@ -84,24 +87,26 @@ def reading_of(cut: TensorSlice, made: Made | None) -> SliceReading | None:
 
 
 @contextlib.contextmanager
-def noting_how(made: dict[str, Made | None], shapes: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Within transformers loads tensors of ``shapes``; ``made`` is told how params come from them that are not tensors
-    as they are: None for one among several of one conversion, or of tensors of several shapes.
-    """
+def noting_how(made: dict[str, Made], shapes: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Within transformers loads tensors of ``shapes``; ``made`` is told how params come from them."""
     from transformers import core_model_loading
 
-    class_: Any = core_model_loading.WeightConverter
-    convert = class_.convert
+    def noting(convert: Any) -> Any:
+        def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+            numbers = tuple(map(len, self.collected_tensors.values()))
+            keys = tuple({key: None for found in self.layer_targets.values() for key in found})
+            sources = {tuple(shapes[key].shape) for key in keys}
+            converted = convert(self, *args, **kwargs)
+            operations = tuple(getattr(self, "operations", ())) if len(converted) == len(sources) == 1 else None
+            made.update(dict.fromkeys(converted, Made(keys, operations, next(iter(sources), ()), numbers)))
+            return converted
 
-    def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        numbers = tuple(map(len, self.collected_tensors.values()))
-        sources = {tuple(shapes[key].shape) for keys in self.layer_targets.values() for key in keys}
-        converted = convert(self, *args, **kwargs)
-        how = Made(tuple(self.operations), sources.pop(), numbers) if len(converted) == len(sources) == 1 else None
-        made.update(dict.fromkeys(converted, how))
-        return converted
+        return noted
 
-    with replaced(class_, "convert", noted):
+    with contextlib.ExitStack() as stack:
+        for name in ("WeightRenaming", "WeightConverter"):
+            class_: Any = getattr(core_model_loading, name)
+            stack.enter_context(replaced(class_, "convert", noting(class_.convert)))
         yield
 
 

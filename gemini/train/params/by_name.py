@@ -167,7 +167,7 @@ class ByName:
     def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
         planes = handle.chunk.planes
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
-            part = flat[start:stop].to("cpu")
+            part = flat[start:stop].to("cpu").contiguous()
             if RESIDUAL in planes:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")

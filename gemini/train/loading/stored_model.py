@@ -1,0 +1,297 @@
+"""A model whose weights are in files: what reads them one by one, into homes or, at the touch of ``adapt``, into memory.
+
+What ``adapt`` is given has shapes, dtypes, ties and buffers, and params whose values come at the first touch: each is a
+:class:`~gemini.train.loading.paging.PagedParameter` until then. So whatever the function does (a larger embedding, the
+norms of DoRA, a copied layer, zeros) it does with the values that it would find in a loaded model, and what has been
+touched is kept as it is afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.ranks.group import Ranks
+from gemini.train.ddp import GeminiDDP
+from gemini.train.loading.paging import PagedParameter, Pager
+from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
+from gemini.train.loading.slice_reading import Made, SliceReading, reading_of, reading_slices
+from gemini.train.managed_class import managed_class
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import ParamHandle
+from gemini.train.setup.wrappable import refuse_unwrappable
+
+LOCK = threading.Lock()
+"""Internal steps of transformers are replaced for the time of one load."""
+
+Place = Callable[[str, torch.Tensor], None]
+"""What becomes of a value, given by the name of a param or a buffer."""
+
+
+@dataclass
+class Source:
+    """What transformers resolved: the files, how their keys become params, and which params they lack."""
+
+    files: list[str]
+    file_of: dict[str, str]
+    settings: Any
+    missing: frozenset[str]
+    made: dict[str, Made]
+
+
+class StoredModel(Skeleton):
+    """A model whose weights are read from files; what they lack is initialized, what ``adapt`` touches is kept."""
+
+    def __init__(self, model: Any, source: Source, adapt: Callable[[Any], Any] | None = None):
+        self._stored = self.model = model
+        self._source = source
+        self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        replace_by_stand_ins(model)
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._drawn = {id(self._params[name]) for name in source.missing if name in self._params}
+        self._drawn -= {id(param) for name, param in self._params.items() if name not in source.missing}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._is_adapted = adapt is not None
+        _make_buffers(model)
+        if adapt is not None:
+            self._adapt(adapt)
+
+    def _adapt(self, adapt: Callable[[Any], Any]) -> None:
+        away = _ReadAtTouch(self._params, self._drawn, self.read)
+        buffers = dict(self._stored.named_buffers())
+        self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
+        self._initialize(self._params.values(), None)
+        for param in self._params.values():
+            if id(param) in self._drawn and isinstance(param, PagedParameter):
+                away.bring_in(param)
+        result = adapt(self._stored)
+        self.model = self._stored if result is None else result
+        if not isinstance(self.model, nn.Module):
+            raise TypeError(
+                f"adapt= returned a {type(result).__name__}: it takes the model, changes it and returns it (an "
+                "nn.Module), or nothing if it changed it in place"
+            )
+        untouched = away.end()
+        refuse_unwrappable(self.model, partial(managed_class, face=GeminiDDP))
+        self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
+
+    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+        handles = {id(handle.param): handle for handle in homes.handles}
+        if ranks is not None:
+            ranks.take_from_first({handles[key].name: value for key, value in self._kept.items()})
+        places = {
+            name: handles[id(param)]
+            for name, param in self._params.items()
+            if id(param) in handles and id(param) not in self._kept and name not in self._source.missing
+        }
+        for key in list(self._kept):
+            homes.write_whole(handles[key], self._kept.pop(key))
+        self._stream(homes, places)
+        if not self._is_adapted:
+            pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in self._drawn])
+            self._initialize([handle.param for handle in homes.handles], ranks)
+            pager.finish()
+        if ranks is not None:
+            ranks.take_from_first(dict(self.model.named_buffers()))
+        return self.model
+
+    def read(self, name: str) -> torch.Tensor:
+        """The value of one param, which the files have, in memory of its own."""
+        found: list[torch.Tensor] = []
+
+        def note(of: str, value: torch.Tensor) -> None:
+            if of == name:
+                found.append(value.clone())
+
+        self._read_each(note, [name])
+        if not found:  # what its key becomes depends on other keys
+            self._read_each(note)
+        return found[0]
+
+    def _initialize(self, params: Iterable[nn.Parameter], ranks: Ranks | None) -> None:
+        """Let transformers draw what the files lack, and compute the buffers that no file has."""
+        for module in self._stored.modules():
+            module._is_hf_initialized = False
+        for param in params:
+            param._is_hf_initialized = id(param) not in self._drawn  # type: ignore[attr-defined]
+        with generator_of_first(ranks), _apart(self._stored):
+            self._stored.initialize_weights()
+
+    def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:
+        """Put each value that the files have where it belongs."""
+        buffers = {} if self._is_adapted else dict(self._stored.named_buffers())
+        readings = self._readings(places)
+
+        def place(name: str, value: torch.Tensor) -> None:
+            if name in readings:
+                homes.write(places[name], value)
+            elif name in places:
+                homes.write_whole(places[name], value)
+            else:
+                _fill_buffer(buffers.get(name), value)
+
+        self._read_each(place, readings=readings)
+
+    def _read_each(
+        self, place: Place, names: Collection[str] | None = None, readings: dict[str, SliceReading] | None = None
+    ) -> None:
+        """Let transformers read and convert one param after the other (those of ``names``, or all)."""
+        from transformers import core_model_loading
+
+        internal_step(core_model_loading, "set_param_for_module")
+
+        def put(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
+            found.missing_keys.discard(name)
+            place(name, value)
+
+        model, settings, made = self._stored, self._source.settings, self._source.made
+        with contextlib.ExitStack() as stack:
+            opened = None
+            if names is not None:
+                opened = self._open({key for name in names if name in made for key in made[name].keys}, stack)
+                settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
+                stack.enter_context(replaced(model, "_weight_conversions", None))
+                stack.enter_context(without_progress())
+            stack.enter_context(LOCK)
+            stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
+            stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
+            stack.enter_context(reading_slices(self._metas, readings or {}))
+            stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
+            type(model)._load_pretrained_model(model, opened, self._source.files, settings)
+
+    def _open(self, keys: set[str], stack: contextlib.ExitStack) -> dict[str, Any]:
+        """These tensors of the files, not read yet."""
+        from safetensors import safe_open
+
+        found: dict[str, Any] = {}
+        for file in sorted({self._source.file_of[key] for key in keys}):
+            here = [key for key in keys if self._source.file_of[key] == file]
+            if file.endswith(".safetensors"):
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                found |= {key: opened.get_slice(key) for key in here}
+            else:
+                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+                found |= {key: tensors[key] for key in here}
+        return found
+
+    def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
+        """What of the files is read for params of which slices are here."""
+        found = {}
+        for name, handle in places.items():
+            if handle.cut is not None and name in self._source.made:
+                if (reading := reading_of(handle.cut, self._source.made[name])) is not None:
+                    found[name] = reading
+        return found
+
+
+class _ReadAtTouch:
+    """Params whose values come when somebody touches them."""
+
+    def __init__(self, params: dict[str, nn.Parameter], drawn: set[int], read: Callable[[str], torch.Tensor]):
+        self._drawn, self._read = drawn, read
+        self._names = {id(param): name for name, param in reversed(params.items())}
+        self._params = list({id(param): param for param in params.values()}.values())
+        for param in self._params:
+            param._gemini_pager = self  # type: ignore[attr-defined]
+            param.__class__ = PagedParameter
+
+    def bring_in(self, param: nn.Parameter, keep: Collection[torch.Tensor] = ()) -> None:
+        """Make ``param`` ordinary, with its value in the files, or zeros if it is still to be drawn."""
+        drawn = id(param) in self._drawn
+        value = torch.zeros(param.shape, dtype=param.dtype) if drawn else self._read(self._names[id(param)])
+        param.__class__ = nn.Parameter
+        param.data = value
+
+    def end(self) -> set[int]:
+        """No value comes any more; returns the ``id`` of those that nobody touched."""
+        untouched = set()
+        for param in self._params:
+            if isinstance(param, PagedParameter):
+                param.__class__ = nn.Parameter
+                untouched.add(id(param))
+            del param._gemini_pager  # type: ignore[attr-defined]
+        return untouched
+
+
+def internal_step(owner: Any, name: str) -> Any:
+    """A step inside transformers that has no public name."""
+    found = getattr(owner, name, None)
+    if found is None:
+        import transformers
+
+        raise GeminiError(
+            f"transformers {transformers.__version__} has no {name} any more, which streaming needs: load the model "
+            "with transformers and wrap it with GeminiDDP(model, config), or use a version tested with Gemini "
+            "(constraints.txt)"
+        )
+    return found
+
+
+@contextlib.contextmanager
+def without_progress() -> Iterator[None]:
+    """No bar of transformers' within."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _make_buffers(model: nn.Module) -> None:
+    """Give the buffers memory, to be filled."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+
+
+def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:
+    if buffer is not None:
+        buffer.data = value.clone()
+        buffer._is_hf_initialized = True
+
+
+@contextlib.contextmanager
+def _apart(model: Any) -> Iterator[None]:
+    """Take tied params from all owners but the first: transformers initializes before it ties, so draws them once."""
+    taken = []
+    for target in model.all_tied_weights_keys:
+        owner, _, leaf = target.rpartition(".")
+        params = model.get_submodule(owner)._parameters
+        if leaf in params:
+            taken.append((params, leaf, params[leaf]))
+            placeholder = torch.empty(params[leaf].shape, dtype=params[leaf].dtype)  # takes memory only if written
+            params[leaf] = nn.Parameter(placeholder, requires_grad=False)
+            params[leaf]._is_hf_initialized = True
+    try:
+        yield
+    finally:
+        for params, leaf, param in taken:
+            params[leaf] = param
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
