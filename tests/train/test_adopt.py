@@ -471,7 +471,7 @@ def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
     optimizer = rule.make(model.parameters(), lr=1e-2)
     train(model, optimizer, range(2), None)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert set(optimizer.state[model.get_parameter(name)]) == {"step", "residual", "row_var", "col_var"}
+    assert set(optimizer.state[model.get_parameter(name)]) == {"step", "residual", "residual_of", "row_var", "col_var"}
     kept = optimizer.full_state(name)
     assert kept["row_var"].shape == (144, 1) and kept["col_var"].shape == (1, 32) and (kept["row_var"] > 0).all()
     state = copy.deepcopy(optimizer.state_dict())

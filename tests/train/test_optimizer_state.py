@@ -199,7 +199,7 @@ def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
     assert not optimizer.state[param]["exp_avg"].any()
     train(model, optimizer, [0])
     state = optimizer.state[param]
-    assert set(state) == {"step", "residual", "exp_avg", "exp_avg_sq"} and state["step"] == 1
+    assert set(state) == {"step", "residual", "residual_of", "exp_avg", "exp_avg_sq"} and state["step"] == 1
     assert all(same_bits(state[kind], snapshot(model)[Q][kind]) for kind in ("exp_avg", "exp_avg_sq"))
     assert param not in optimizer.state and "momentum_buffer" not in state
     with pytest.raises(RuntimeError, match="Inplace update"):  # to a copy, which nobody would look at

@@ -248,7 +248,7 @@ class Rest:
         """Masters and states are there: the rest, with the random states of a rank if they were saved."""
         optimizer = self._optimizer
         for handle in self._handles:
-            handle.num_steps = self._manifest.params[handle.whole_name].step
+            handle.num_steps, handle.waiting = self._manifest.params[handle.whole_name].step, None
         with torch.no_grad():
             for buffer, value in self._buffers:
                 buffer.copy_(value)

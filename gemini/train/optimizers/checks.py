@@ -41,7 +41,9 @@ _OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1
 _ALIKE = 0.85  # of difflib: one letter left out, added or exchanged; "max_lr" and "init_weight_decay" are far below
 _LARGEST = torch.finfo(torch.float32).max
 
-STATES = frozenset({"step", "exp_avg", "exp_avg_sq", "residual", "master"})
+RESIDUAL_OF = "residual_of"
+"""A state: the CRC-32 of the bf16 weights that "residual" completes, so that it completes these and no others."""
+STATES = frozenset({"step", "exp_avg", "exp_avg_sq", "residual", RESIDUAL_OF, "master"})
 _STATES_OF = {
     "momentum_buffer": "SGD, RMSprop or Muon", "square_avg": "RMSprop or Adadelta", "acc_delta": "Adadelta",
     "grad_avg": "RMSprop", "sum": "Adagrad", "exp_inf": "Adamax", "mu_product": "NAdam", "prev": "Rprop",
@@ -218,12 +220,13 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             continue  # it has had no update
         factors = shapes_of(rule.spec.factors, param.shape)
         wanted = {"step", *factors, *(spec.kind for spec in rule.spec.planes)}
-        if not wanted <= state.keys() <= wanted | {"residual", "master"}:
+        if not wanted <= state.keys() <= wanted | {"residual", RESIDUAL_OF, "master"}:
             raise ValueError(
                 f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.spec.name!r} has "
                 f"{sorted(wanted)}"
             )
         _check_step(state, name)
+        _check_residual_of(state, name)
         for spec in rule.spec.planes:
             shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
             shape = torch.Size() if spec.kind in rule.uniform else shape
@@ -320,6 +323,14 @@ def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
         _check_tensor(state["residual"], param, name, "residual")
         if state["residual"].dtype is not torch.int16:
             raise ValueError(f"'residual' of {name!r} is {state['residual'].dtype} in the loaded state, wanted int16")
+    _check_residual_of(state, name)
+
+
+def _check_residual_of(state: Mapping[str, Any], name: str) -> None:
+    if RESIDUAL_OF in state:
+        value = _number(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
+        if not (0 <= value < 2**32 and value == int(value)):
+            raise ValueError(f"{RESIDUAL_OF!r} of {name!r} is {value:g} in the loaded state: wanted a CRC-32")
 
 
 def _check_step(state: Mapping[str, Any], name: str) -> float:

@@ -25,7 +25,7 @@ from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.adam_options import refuse_options
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
-from gemini.train.optimizers.checks import loaded_group
+from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import Owner, owner_of
 from gemini.train.params.stepper import optimizer_of, stepping_in_backward
@@ -266,7 +266,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
         States are whole tensors on the CPU, for Adam in fp32. A bf16 param also has "residual" (int16), the other 16
-        bits of its master.
+        bits of its master, and "residual_of", the CRC-32 of the weights that these complete.
 
         Raises:
             GeminiError: if another optimizer has taken some of the params over.
@@ -281,7 +281,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 handle = handle_of(param)
                 if handle is not None and handle.num_steps:
-                    result["state"][index] = states_of.read_state(handle)
+                    result["state"][index] = states_of.saved_state(handle)
+                elif "residual" in result["state"].get(index, {}):
+                    result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
                 index += 1
         return result
 
@@ -293,6 +295,10 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         States have the dtypes of the rule, whatever the dtype of the param. The groups get the loaded hyperparameters
         and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
+
+        A residual completes the bf16 weights that it was saved with, whether they are there already or are loaded
+        later, up to the next update; to other weights nothing is done. So the state of the model may be loaded before
+        or after this one, or in parts.
 
         Raises:
             ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can
@@ -372,6 +378,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
+        states_of.end_waiting(handle for handle, _ in managed)
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
         if taking and stepping.looks_for_optimizers:

@@ -15,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.interrupts import WHOLE
+from gemini.kernels import crc32
 from gemini.optim.compact import CompactRule, upper_byte
 from gemini.planning.compact import scale_of
 from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
+from gemini.train.optimizers.checks import RESIDUAL_OF
+from gemini.train.params.by_name import halves
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import give_to, optimizer_of
@@ -137,7 +140,7 @@ class _Planes(Mapping[str, torch.Tensor]):
         self._handle = handle
 
     def __iter__(self) -> Iterator[str]:
-        return iter(["step", *_shown(self._handle), *self._handle.factors] if self._handle.chunk.trained else [])
+        return iter(_names_in(self._handle))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -201,6 +204,14 @@ def _compact_rule(handle: ParamHandle) -> CompactRule | None:
     return rule if isinstance(rule, CompactRule) else None
 
 
+def _names_in(handle: ParamHandle) -> list[str]:
+    """What the states of a param are called."""
+    if not handle.chunk.trained:
+        return []
+    shown = _shown(handle)
+    return ["step", *shown, *([RESIDUAL_OF] if RESIDUAL in shown else []), *handle.factors]
+
+
 def _shown(handle: ParamHandle) -> list[PlaneKind]:
     """The states of a param by name, as the optimizer's rule has them."""
     rule, kinds = _compact_rule(handle), handle.chunk.states
@@ -227,10 +238,18 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
             assert scales is not None
             value = compact.decoded(value, scales)
         state[kind] = value
+    if name == RESIDUAL_OF:
+        state[RESIDUAL_OF] = torch.tensor(by_names.sum_of_weights(handle), device="cpu")
     if handle.factors:
         stepping_of(handle).updates.wait(handle.chunk)
         state.update({kind: value.clone() for kind, value in handle.factors.items() if name in (None, kind)})
     return state
+
+
+def saved_state(handle: ParamHandle) -> dict[str, torch.Tensor]:
+    """What a state dict has of one managed param."""
+    of = read_state(handle, RESIDUAL_OF) if RESIDUAL_OF in _names_in(handle) else {}
+    return {**read_state(handle), **of}
 
 
 def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
@@ -267,10 +286,15 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         if state.get(RESIDUAL) is not None:
             coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
         state = coded
+    if handle.chunk.trained:  # else it is frozen, and nothing was kept
+        handle.num_steps, handle.waiting = int(state.get("step", 0)), None
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)
-        if value is not None:
+        if kind == RESIDUAL and value is not None:
+            of = state.get(RESIDUAL_OF)
+            by_names.complete(handle, value, None if of is None else int(of))
+        elif value is not None:
             is_number = plane.block != 1 and value.dim() == 0
             by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
         elif not state and kind != RESIDUAL:
@@ -282,8 +306,21 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
                 factor.copy_(state[kind])
             elif not state:
                 factor.zero_()
-    if handle.chunk.trained:  # else it is frozen, and nothing was kept
-        handle.num_steps = int(state.get("step", 0))
+
+
+def end_waiting(handles: Iterable[ParamHandle]) -> None:
+    """They are updated now. Warns of residuals whose weights never came."""
+    waited = [handle for handle in handles if handle.waiting is not None]
+    alone = [handle.name for handle in waited if handle.waiting is not None and not handle.waiting.met]
+    for handle in waited:
+        handle.waiting = None
+    if alone:
+        others = f" and {len(alone) - 1} more params" if len(alone) > 1 else ""
+        warn(
+            f"the optimizer state that was loaded was saved with other weights than {alone[0]!r}{others} had since: "
+            "the lower 16 bits of the masters that came with it were not used. To continue with the same bits load "
+            "the model's state of the same moment too, before or after the optimizer's"
+        )
 
 
 def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -297,6 +334,11 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
     for name, shape in shapes_of(rule.factors, param.shape).items():
         found[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
     return found
+
+
+def sum_of_plain(param: nn.Parameter) -> torch.Tensor:
+    """What a managed bf16 param has as "residual_of", of a plain one."""
+    return torch.tensor(crc32(halves(param.detach().reshape(-1))[0]), device="cpu")
 
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:

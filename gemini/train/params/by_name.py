@@ -17,6 +17,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
+from gemini.kernels import crc32
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
@@ -24,7 +25,7 @@ from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Agree, value_facts
 from gemini.train.own_work import without_transforms
-from gemini.train.params.handle import ParamHandle, note_writes
+from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers
 
 
@@ -161,10 +162,12 @@ class ByName:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         self._await_update(handle.chunk)
+        lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
-            self._write(handle, _own_part(handle, value))
+            self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
 
-    def _write(self, handle: ParamHandle, flat: torch.Tensor) -> None:
+    def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """``lower``: the residual, if it is known."""
         planes = handle.chunk.planes
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu").contiguous()
@@ -172,12 +175,40 @@ class ByName:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                self._write_range(planes[RESIDUAL], handle, lo, start)
+                self._write_range(planes[RESIDUAL], handle, lo if lower is None else lower[start:stop], start)
                 part = hi
             self._write_range(planes[WEIGHTS], handle, part, start)
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
+
+    def complete(self, handle: ParamHandle, residual: torch.Tensor, of: int | None) -> None:
+        """Make ``residual``, as an optimizer was saved with it, the lower bits of the master: now if the weights are
+        those with the sum ``of`` that it was saved with (or nothing is known of these), else when they are written.
+        """
+        handle.waiting = None if of is None else WaitingResidual(residual, of, handle.num_steps)
+        if of is None or of == self.sum_of_weights(handle):
+            self.write_plane(handle, RESIDUAL, residual)
+            if handle.waiting is not None:
+                handle.waiting.met = True
+
+    def sum_of_weights(self, handle: ParamHandle) -> int:
+        """Of the weights of a bf16 param. All ranks ask together, or serve one that does."""
+        return crc32(self._whole(handle, WEIGHTS))
+
+    def _waiting_for(self, handle: ParamHandle, value: torch.Tensor) -> torch.Tensor | None:
+        """The residual that waits for just these weights, of a param that had no update since it was loaded. Values
+        with lower bits of their own keep these.
+        """
+        waiting = handle.waiting
+        if waiting is None or waiting.num_steps != handle.num_steps:
+            return None
+        total, whole = 0, True
+        for start, stop in tiles(0, value.numel(), self._mover.tile):
+            hi, lo = halves(value.detach().reshape(-1)[start:stop])
+            total, whole = crc32(hi, total), whole and not lo.any()
+        waiting.met |= total == waiting.of
+        return waiting.residual if total == waiting.of and whole else None
 
     def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
@@ -225,7 +256,8 @@ class ByName:
         self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
-        """Make a param's gathered weights its master: written elements exactly, others keep their residual.
+        """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
+        residual that waits for just these weights completes them.
 
         ``before``: what the weights were, if they were changed in place.
         """
@@ -241,8 +273,12 @@ class ByName:
         new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
         if RESIDUAL in chunk.planes:
-            residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
-            residual[new.view(torch.int16) != old.view(torch.int16)] = 0
+            lower = self._waiting_for(handle, chunk.flat[slot.start : slot.stop])
+            if lower is None:
+                residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
+                residual[new.view(torch.int16) != old.view(torch.int16)] = 0
+            else:
+                residual = _own_part(handle, lower).to("cpu")
             self._write_range(chunk.planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
@@ -256,6 +292,14 @@ class ByName:
         """
         with self._observers.writing(handle.chunk):
             store_range(self._mover, plane, handle.part.start + offset, source)
+
+
+def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bf16 weights of masters, and the residuals in int16, of flat values on any device."""
+    hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
+    lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
+    kernels.split_master(values.to("cpu", torch.float32).contiguous(), hi, lo)
+    return hi, lo
 
 
 def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

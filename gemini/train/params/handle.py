@@ -37,6 +37,24 @@ class Leftover(IntEnum):
     """Zeros, by ``zero_grad(set_to_none=False)``: the next step updates with them what gets no other."""
 
 
+@dataclass(slots=True)
+class WaitingResidual:
+    """Lower bits of a bf16 master that came with the state of an optimizer, for whoever writes the weights next.
+
+    They belong to one moment's weights and to no others, which may be loaded before or after the optimizer's state. So
+    they wait for these until the next update: the loaded tensor itself, not a copy.
+    """
+
+    residual: torch.Tensor
+    """As the plane has it, whole."""
+    of: int
+    """The CRC-32 of the bf16 weights that it was saved with."""
+    num_steps: int
+    """The param's updates when it was loaded."""
+    met: bool = False
+    """The weights that it belongs to were there since."""
+
+
 @dataclass(eq=False, slots=True)
 class ParamHandle:
     """Reachable from the param as ``param._gemini``."""
@@ -74,6 +92,8 @@ class ParamHandle:
     leftover: Leftover = Leftover.NOTHING
     num_steps: int = 0
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
+    waiting: WaitingResidual | None = None
+    """Loaded with the state of its optimizer, until the next update."""
     in_backward: int = -1
     """The number of the backward in which the gradient arrived last."""
     optimizer: weakref.ref[Stepper] | None = None

@@ -1,0 +1,246 @@
+"""The states of a model and of its optimizer are loaded in any order, and in parts: the run goes on with the same bits.
+
+In bf16 the lower half of a master comes with the optimizer's state, and belongs to one moment's weights: it completes
+those and no others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict as of_torch
+
+import gemini
+from gemini import kernels
+from gemini.planning import compact
+from tests.train import test_adopt as adopted
+from tests.train.helpers import adam, assert_same_snapshot, llama, make_config, same_bits, snapshot, train, wrap
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+Loads = Callable[[Any, Any, dict[str, Any], dict[str, Any]], None]
+
+
+def in_parts(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    names = list(weights)
+    model.load_state_dict({name: weights[name] for name in names[::2]}, strict=False)
+    optimizer.load_state_dict(states)
+    model.load_state_dict({name: weights[name] for name in names[1::2]}, strict=False)
+
+
+def by_modules(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    for name, module in model.named_children():
+        own = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+        module.load_state_dict(own)
+
+
+def by_params(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(weights[name])
+
+
+def gathered(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    for name, param in model.named_parameters():
+        with torch.no_grad(), model.gathered([param], write=True):
+            param.copy_(weights[name])
+
+
+def other_weights_between(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    model.load_state_dict({name: value + 1 for name, value in weights.items()})
+    model.load_state_dict(weights)
+
+
+def twice(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
+
+
+def optimizer_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    model.load_state_dict(weights)
+
+
+def model_first(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+
+
+def as_torch_does(model: Any, optimizer: Any, weights: dict[str, Any], states: dict[str, Any]) -> None:
+    of_torch.set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=_named(model, states)
+    )  # fmt: skip
+
+
+def _named(model: Any, states: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name, _ in model.named_parameters()]
+    groups = [{**group, "params": [names[i] for i in group["params"]]} for group in states["param_groups"]]
+    return {"state": {names[i]: state for i, state in states["state"].items()}, "param_groups": groups}
+
+
+ORDERS: dict[str, Loads] = {
+    f.__name__: f for f in (
+        optimizer_first, as_torch_does, in_parts, by_modules, by_params, gathered, other_weights_between, twice,
+        model_first,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order_gives_the_same_bits(order: str, precision: str, where: str, tmp_path: Path) -> None:
+    first = wrap(llama(), where, tmp_path, precision=precision)
+    optimizer = adam(first)
+    train(first, optimizer, range(2))
+    weights, states = first.state_dict(), optimizer.state_dict()
+    if precision == "fp16":  # the state of the model has 16 bits of its masters, and nothing has the others
+        first.load_state_dict(weights)
+    second = wrap(llama(), where, tmp_path, precision=precision)
+    train(second, others := adam(second, lr=0.1), range(3, 4))
+    ORDERS[order](second, others, weights, states)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert train(second, others, range(2, 5)) == train(first, optimizer, range(2, 5))
+    assert_same_snapshot(snapshot(first), snapshot(second))
+
+
+@pytest.mark.parametrize("form", ["compact", "adopted"])
+@pytest.mark.parametrize("order", ["optimizer_first", "in_parts", "model_first"])
+def test_compact_states_and_adopted_optimizers_too(
+    form: str, order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compact, "SMALLEST", 600)
+
+    def made() -> tuple[Any, Any]:
+        if form == "adopted":
+            rule = gemini.optim.adopt(torch.optim.NAdam)
+            model = gemini.GeminiDDP(adopted.make_model(), adopted.config_for(rule, tmp_path, "bf16"))
+            return model, rule.make(model.parameters(), lr=1e-2)
+        config = gemini.GeminiConfig(precision="bf16", device="cpu", states="compact")
+        model = gemini.GeminiDDP(adopted.make_model(), config)
+        return model, adam(model)
+
+    (first, optimizer), (second, others) = made(), made()
+    adopted.train(first, optimizer, range(2), None)
+    weights, states = first.state_dict(), optimizer.state_dict()
+    adopted.train(second, others, range(3, 4), None)
+    ORDERS[order](second, others, weights, states)
+    for name, _ in first.named_parameters():
+        assert same_bits(first.full_param(name, torch.float32), second.full_param(name, torch.float32)), name
+
+
+def test_a_flattened_state_of_torch(tmp_path: Path) -> None:
+    options = of_torch.StateDictOptions(flatten_optimizer_state_dict=True)
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    weights, states = of_torch.get_state_dict(first, optimizer, options=options)
+    second = wrap(llama(), "disk", tmp_path)
+    of_torch.set_state_dict(
+        second, others := adam(second), model_state_dict=weights, optim_state_dict=states, options=options
+    )
+    assert_same_snapshot(snapshot(first), snapshot(second))
+    assert train(second, others, [2]) == train(first, optimizer, [2])
+
+
+def test_a_residual_completes_no_other_weights(where: str, tmp_path: Path) -> None:
+    """Not those that are there, nor those that are written, whether they are in bf16 or exact."""
+    first = wrap(llama(), where, tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    weights, states = first.state_dict(), optimizer.state_dict()
+    second = wrap(llama(), where, tmp_path)
+    train(second, others := adam(second), [5])
+    before = second.full_param(Q, torch.float32)
+    others.load_state_dict(states)
+    assert same_bits(second.full_param(Q, torch.float32), before)
+    changed = weights[Q].clone()
+    changed.view(-1)[3] += 1
+    for value in (changed, before, torch.randn(changed.shape)):
+        with torch.no_grad():
+            second.get_parameter(Q).copy_(value)
+        assert same_bits(second.full_param(Q, torch.float32), value.float())
+    master = first.full_param(Q, torch.float32)
+    with torch.no_grad():
+        second.get_parameter(Q).copy_(weights[Q].float())  # without lower bits: those weights again
+    assert same_bits(second.full_param(Q, torch.float32), master)
+    exact = (master.view(torch.int32) ^ 1).view(torch.float32)  # the same weights in bf16, and not the same master
+    assert same_bits(exact.bfloat16(), master.bfloat16())
+    with torch.no_grad():
+        second.get_parameter(Q).copy_(exact)
+    assert same_bits(second.full_param(Q, torch.float32), exact)
+
+
+def test_after_an_update_a_loaded_residual_is_gone(where: str, tmp_path: Path) -> None:
+    first = wrap(llama(), where, tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    weights, states = first.state_dict(), optimizer.state_dict()
+    optimizer.load_state_dict(states)
+    train(first, optimizer, [2])
+    first.load_state_dict(weights)
+    assert same_bits(first.full_param(Q, torch.float32), weights[Q].float())
+    assert all(handle.waiting is None for handle in first._gemini_engine.params.handles)
+
+
+def test_a_checkpoint_ends_the_waiting(tmp_path: Path) -> None:
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    weights, states = first.state_dict(), optimizer.state_dict()
+    train(first, optimizer, [2])
+    gemini.save_checkpoint(tmp_path / "c", first, optimizer)
+    optimizer.load_state_dict(states)
+    gemini.load_checkpoint(tmp_path / "c", first, optimizer)
+    first.load_state_dict(weights)
+    assert same_bits(first.full_param(Q, torch.float32), weights[Q].float())
+
+
+def test_states_of_other_weights_are_told(tmp_path: Path) -> None:
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    second = wrap(llama(), "ram", tmp_path)
+    (others := adam(second)).load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="saved with other weights than 'model.embed_tokens.weight' and"):
+        train(second, others, [2])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once
+        train(second, others, [3])
+
+
+def test_a_state_that_does_not_say_its_weights_completes_those_that_are_there(tmp_path: Path) -> None:
+    """As Gemini wrote it before: the model's state comes first then."""
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    states = optimizer.state_dict()
+    for state in states["state"].values():
+        del state["residual_of"]
+    second = gemini.GeminiDDP(llama(), make_config(llama(), "disk", tmp_path))
+    second.load_state_dict(first.state_dict())
+    (others := adam(second)).load_state_dict(states)
+    assert_same_snapshot(snapshot(first), snapshot(second))
+    states["state"][0]["residual_of"] = torch.tensor(-1)
+    with pytest.raises(ValueError, match="'residual_of' of 'model.embed_tokens.weight' is -1"):
+        others.load_state_dict(states)
+
+
+def test_plain_params_say_it_too(tmp_path: Path) -> None:
+    """Trained without a GeminiDDP, and loaded into one in the order of torch's own function."""
+    plain = llama().bfloat16()
+    optimizer = gemini.HybridAdam(plain.parameters(), lr=1e-2)
+    for _ in range(2):
+        plain(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = wrap(llama(), "ram", tmp_path)
+    optimizer_first(model, adam(model), plain.state_dict(), optimizer.state_dict())
+    for name, param in plain.named_parameters():
+        master = torch.empty(param.numel())
+        kernels.join_master(param.detach().view(-1), optimizer.state[param]["residual"].view(-1), master)
+        assert same_bits(model.full_param(name, torch.float32).view(-1), master), name
