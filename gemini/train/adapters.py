@@ -18,6 +18,7 @@ from gemini.interrupts import call_without_grad
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
+from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
@@ -232,13 +233,7 @@ class _written:
         self._gathered.__enter__()
 
     def __exit__(self, *error: Any) -> Any:
-        call_without_grad(self._put_back, write=error[0] is None)
+        if error[0] is None:
+            for param in self._params:
+                take_in(param._gemini)  # type: ignore[attr-defined]
         return self._gathered.__exit__(*error)
-
-    def _put_back(self, *, write: bool) -> None:
-        for param in self._params:
-            view = param._gemini.view  # type: ignore[attr-defined]
-            if param.data_ptr() != view.data_ptr():
-                value, param.data = param.data, view
-                if write:
-                    param.copy_(value)

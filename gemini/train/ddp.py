@@ -236,8 +236,8 @@ class GeminiDDP(nn.Module):
     ) -> AbstractContextManager[None]:
         """Inside this block ``params`` (one, several, or by default all) are ordinary tensors with their full weights.
 
-        With ``write=True`` values that were changed inside are written back to the exact fp32 masters at its end. If
-        the block raises an exception, nothing is written.
+        With ``write=True`` autograd is off inside (as ``torch.no_grad()`` does it), and values that were changed are
+        written back to the exact fp32 masters at its end. If the block raises an exception, nothing is written.
 
         Raises:
             BudgetExceeded: if the tier that computes has no room for all of them at once. Pass fewer.
@@ -493,7 +493,7 @@ def manage(
             for name, buffer in named.items():
                 if buffer is not None:
                     # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
-                    in_compute = is_a(type(module), "BufferDict")
+                    in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()  # not UniLora's indices
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
         prepare_layers(model, engine.store.device.torch_device)

@@ -38,12 +38,16 @@ CONFIGS: dict[str, Callable[[], peft.PeftConfig]] = {
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"], **CAUSAL),
     "lokr": lambda: peft.LoKrConfig(r=4, target_modules=["q_proj", "v_proj"], **CAUSAL),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, target_modules=["q_proj", "v_proj"], **CAUSAL),
+    "oft coft": lambda: peft.OFTConfig(
+        oft_block_size=4, coft=True, eps=1e-2, target_modules=["q_proj", "v_proj"], **CAUSAL
+    ),
     "boft": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=["q_proj", "v_proj"], **CAUSAL),
     "hra": lambda: peft.HRAConfig(r=4, target_modules=["q_proj", "v_proj"], **CAUSAL),
     "fourierft": lambda: peft.FourierFTConfig(n_frequency=20, target_modules=["q_proj", "v_proj"], **CAUSAL),
     "vblora": lambda: peft.VBLoRAConfig(
         r=4, num_vectors=16, vector_length=4, target_modules=["q_proj", "o_proj"], **CAUSAL
     ),
+    "unilora": lambda: peft.UniLoraConfig(r=4, theta_d_length=64, target_modules=["q_proj", "o_proj"], **CAUSAL),
     "ln tuning": lambda: peft.LNTuningConfig(target_modules=["input_layernorm", "norm"], **CAUSAL),
     "adaption prompt": lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, **CAUSAL),
     "token embeddings": lambda: peft.TrainableTokensConfig(token_indices=[1, 2, 3], **CAUSAL),

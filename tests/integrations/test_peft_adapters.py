@@ -119,6 +119,45 @@ def test_merging_gives_the_bits_of_plain_peft(
     assert {p.dtype for p in merged.parameters()} == {DTYPES[precision]}
 
 
+TAKEN_OUT = (
+    "lora", "dora", "trainable tokens", "experts", "ia3", "loha", "oft", "oft coft", "boft", "hra", "fourierft",
+    "vblora", "unilora",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("method", TAKEN_OUT)
+def test_a_merged_adapter_is_disabled(method: str, precision: str, where: str, tmp_path: Path) -> None:
+    """PEFT unmerges inside of the forward, layer by layer; with its bits, and for good."""
+    base = helpers.mixtral if method == "experts" else llama
+    plain, model = plain_pair(method, base, where, tmp_path, precision)
+    for each in (model, plain):
+        each.eval()
+        each.merge_adapter()
+    with model.disable_adapter(), plain.disable_adapter():
+        for _ in range(2):
+            assert torch.equal(logits(model), logits(plain))
+    assert_same_weights(model.state_dict(), plain.state_dict())
+    assert torch.equal(logits(model), logits(plain))
+    for each in (model, plain):
+        each.merge_adapter()
+    part, same = model.base_model.model, plain.base_model.model  # called below the adapters' model
+    with model.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(logits(part), logits(same))
+    assert_same_weights(model.state_dict(), plain.state_dict())
+    helpers.engine_of(model).check_invariants()
+
+
+def plain_pair(method: str, base: Any, where: str, path: Path, precision: str) -> tuple[Any, Any]:
+    """A model that is not managed, and one that is, with the same values."""
+    model = wrap(maker(method, base)(), where, path, precision=precision)
+    plain = plain_of(model, method, precision, base)
+    for name, buffer in plain.named_buffers():  # random projections
+        buffer.data = model.get_buffer(name).to(buffer.device)
+    return plain, model
+
+
 def test_after_merge_and_unload_nothing_is_managed(tmp_path: Path) -> None:
     model = trained("lora", "disk", tmp_path)
     engine = weakref.ref(helpers.engine_of(model))

@@ -21,7 +21,7 @@ BASES = {"experts": helpers.mixtral, "lora bias": helpers.gpt2}
 
 
 @pytest.mark.sweep(every=3)
-@pytest.mark.parametrize("method", [name for name in CONFIGS if name != "vera"])
+@pytest.mark.parametrize("method", [name for name in CONFIGS if name not in ("vera", "unilora", "oft coft")])
 def test_the_bits_of_the_plain_loop(method: str, tmp_path: Path) -> None:
     """All on NVMe, with room for one module: whatever a method reads must be gathered, and fit."""
     compare(maker(method, BASES.get(method, llama)), "disk", tmp_path, seeded)
@@ -40,16 +40,49 @@ def test_in_other_precisions(method: str, precision: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_random_projections_of_vera(precision: str, tmp_path: Path) -> None:
-    """They are buffers, and have to be in the dtype that the adapters are computed in."""
-    plain_model, model = maker("vera")(), maker("vera")()
-    projections = [b for n, b in plain_model.named_buffers() if ".vera_" in n]
+@pytest.mark.parametrize("method", ["vera", "unilora"])
+def test_random_projections(method: str, precision: str, tmp_path: Path) -> None:
+    """They are buffers, and have to be in the dtype that the adapters are computed in; indices are what they are."""
+    plain_model, model = maker(method)(), maker(method)()
+    projections = [b for n, b in plain_model.named_buffers() if ".vera_" in n or ".unilora_scales" in n]
     assert projections
     for projection in projections:
         projection.data = projection.data.to(helpers.DTYPES[precision])
     plain = Plain(plain_model, precision, scale=2.0**16 if precision == "fp16" else None)
     model = wrap(model, "disk", tmp_path, precision=precision)
     assert helpers.train(model, adam(model), range(3)) == helpers.train_plain(plain, range(3))
+    helpers.assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_rotations_that_bound_themselves(precision: str, checkpointing: bool, where: str, tmp_path: Path) -> None:
+    """OFT with ``coft=True`` writes to its params in each forward: what it writes is the master from then on."""
+    plain, model = Plain(maker("oft coft")(), precision), wrap(maker("oft coft")(), where, tmp_path, precision=precision)
+    optimizer, bounded = adam(model), 0
+    if checkpointing:
+        for each in (plain.model, model):
+            each.enable_input_require_grads()
+            each.gradient_checkpointing_enable()
+            each.train()
+    for seed in range(3):
+        loss, theirs = seeded(model, seed), seeded(plain.model, seed)
+        assert loss.item() == theirs.item()
+        plain.backward(theirs)
+        loss.backward()
+        for name, param in plain.model.named_parameters():
+            state, now = plain.states[name], param.detach().reshape(-1)
+            changed = now.view(torch.uint8) != state["weights"].view(torch.uint8)
+            bounded += int(changed.any())
+            if state["residual"] is not None:
+                state["residual"][changed.view(now.numel(), -1).any(-1)] = 0
+            if param.requires_grad:
+                state["weights"].copy_(now)
+        plain.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert bounded
     helpers.assert_same_state(model, plain)
 
 

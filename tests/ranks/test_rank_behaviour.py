@@ -347,6 +347,26 @@ def test_writes_must_be_the_same_on_every_rank(pool_of: Pools) -> None:
         assert "Nothing was changed" in text
 
 
+def write_at_rest() -> list[bool]:
+    """Whether each way of writing between steps leaves what it leaves of an ordinary tensor."""
+    model, found = wrap(), []
+    param = model.lm_head.weight
+    value = torch.randn(param.shape, generator=torch.Generator().manual_seed(0)).to(param.dtype)
+    expected = model.full_param("lm_head.weight")
+    for write in (
+        lambda p: p.data.mul_(2), lambda p: p.data[3:5].zero_(), lambda p: p.data.copy_(value),
+        lambda p: torch._foreach_lerp_([p.data], [value.flip(0)], 0.3), lambda p: p.data.clamp_(-0.5, 0.5),
+    ):  # fmt: skip
+        write(param)
+        write(expected)
+        found.append(torch.equal(model.full_param("lm_head.weight"), expected))
+    return found
+
+
+def test_writes_at_rest(pool_of: Pools) -> None:
+    assert pool_of(2).run(write_at_rest) == [[True] * 5] * 2
+
+
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 

@@ -233,6 +233,8 @@ def load(what: str, mesh: tuple[int, int] | None) -> tuple[str, bool]:
         elif what == "copy_":
             with torch.no_grad():
                 model[2].weight.copy_(state["2.weight"])
+        elif what == "mul_":
+            model[2].weight.data.mul_(2 if other else 1)
         elif what == "copy_ of others":
             with torch.no_grad():
                 (model[0] if other else model[4]).bias.copy_(state["0.bias" if other else "4.bias"])
@@ -260,6 +262,7 @@ LOADS = [
     ("part", "writing '2.weight': the ranks disagree about the values of '2.weight': checksum "),
     ("names", "the values of '2.weight': checksum "),
     ("copy_", "writing '2.weight': the ranks disagree about the values of '2.weight': checksum "),
+    ("mul_", "writing '2.weight': the ranks disagree about the values of '2.weight': checksum "),
     ("copy_ of others", "the ranks disagree about the values of '4.bias': checksum"),
     ("gathered", "gathered(write=True): the ranks disagree about the values of '2.weight': checksum "),
     ("optimizer", "optimizer.load_state_dict: the ranks disagree about exp_avg_sq of '2.weight': checksum "),

@@ -1,15 +1,18 @@
-"""Weights that torch rewrites inside a forward: ``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)``.
+"""Weights that are rewritten inside a forward: by ``nn.Embedding(max_norm=...)`` and ``nn.EmbeddingBag(max_norm=...)``,
+and by adapters of PEFT.
 
-Before it looks rows up, such a module scales those that are longer than ``max_norm``, in place and unseen by autograd.
-What it has written becomes the master exactly as in ``gathered(write=True)``, before the module's call ends: elements
-that changed have no residual any more, the others keep theirs. A module of the program's own that has a number called
-``max_norm``, and calls ``F.embedding(..., max_norm=self.max_norm)``, is served alike.
+Before it looks rows up, such an embedding scales those that are longer than ``max_norm``, in place and unseen by
+autograd. What it has written becomes the master exactly as in ``gathered(write=True)``, before the module's call ends:
+elements that changed have no residual any more, the others keep theirs. A module of the program's own that has a number
+called ``max_norm``, and calls ``F.embedding(..., max_norm=self.max_norm)``, is served alike. So are the rotations of
+OFT with ``coft=True``, which bound themselves in each forward, and layers with a merged adapter that is disabled, which
+take it out of the weights first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,7 +21,9 @@ from torch import nn
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.chunks.chunk import Chunk
+from gemini.train.modules.reading import is_a
 from gemini.train.params.by_name import ByName
+from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.write_observers import WriteObservers
 
@@ -42,12 +47,17 @@ def refuse_on_ranks(model: nn.Module) -> None:
 
 
 def renormalized_by(module: nn.Module) -> tuple[ParamHandle, ...]:
-    """The params that a call of ``module`` may rewrite."""
+    """The params that a call of ``module`` may rewrite, whatever is merged into it."""
+    if is_a(type(module), "OFTRotationModule") and module.coft:
+        return _handles(module.parameters())
     max_norm = getattr(module, "max_norm", None)
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
         return ()
-    handles = (handle_of(param) for param in module._parameters.values() if param is not None and param.dim() == 2)
-    return tuple(handle for handle in handles if handle is not None)
+    return _handles(param for param in module._parameters.values() if param is not None and param.dim() == 2)
+
+
+def _handles(params: Iterable[nn.Parameter]) -> tuple[ParamHandle, ...]:
+    return tuple(handle for handle in map(handle_of, params) if handle is not None)
 
 
 def resident_chunks(handles: tuple[ParamHandle, ...]) -> tuple[Chunk, ...]:
@@ -70,6 +80,15 @@ class Rewriting:
     def end(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
         """The call is over; ``before``: what :meth:`begin` gave."""
         call_without_grad(self._take_over, handles, before)
+
+    def unmerge(self, layer: Any) -> None:
+        """What a tuner layer with merged adapters does before it computes without them, with the bits of PEFT."""
+        handles = _handles(layer.parameters())
+        before = self.begin(handles)
+        call_without_grad(layer.unmerge)
+        for handle in handles:
+            call_without_grad(take_in, handle)
+        self.end(handles, before)
 
     def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
         with self._lock, WHOLE:

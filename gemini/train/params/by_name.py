@@ -178,6 +178,9 @@ class ByName:
                 self._write_range(planes[RESIDUAL], handle, lo if lower is None else lower[start:stop], start)
                 part = hi
             self._write_range(planes[WEIGHTS], handle, part, start)
+        self._forget_copies(handle)
+
+    def _forget_copies(self, handle: ParamHandle) -> None:
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
@@ -216,10 +219,27 @@ class ByName:
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
+        self._agree_on(handle, value)
+        self.write(handle, value)
+
+    def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """What a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed become
+        the master exactly, others keep theirs.
+
+        Raises:
+            RankMismatch: as of :meth:`overwrite`.
+        """
+        self._agree_on(handle, value)
+        self._await_update(handle.chunk)
+        with WHOLE, self._observers.writing(handle.chunk):
+            old = read_range(self._mover, handle.chunk.weights, handle)
+            self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
+            self._forget_copies(handle)
+
+    def _agree_on(self, handle: ParamHandle, value: torch.Tensor) -> None:
         if self._shards is not None and not self._compared:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
-        self.write(handle, value)
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -270,21 +290,28 @@ class ByName:
             )
         if handle.param._version != handle.version:
             note_writes([handle])
-        new = _own_part(handle, chunk.flat[slot.start : slot.stop]).to("cpu")
         old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-        if RESIDUAL in chunk.planes:
-            lower = self._waiting_for(handle, chunk.flat[slot.start : slot.stop])
+        new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
+        if not chunk.resident:
+            self._write_range(chunk.weights, handle, new)
+
+    def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+        """What this rank's part of the plane of weights, ``old``, is to be now that all weights are ``shown``: changed
+        elements exactly these. Their residual is nothing from here on, or the one that waits for these weights.
+        """
+        new, planes = _own_part(handle, shown).to("cpu"), handle.chunk.planes
+        if RESIDUAL in planes:
+            lower = self._waiting_for(handle, shown)
             if lower is None:
-                residual = read_range(self._mover, chunk.planes[RESIDUAL], handle)
+                residual = read_range(self._mover, planes[RESIDUAL], handle)
                 residual[new.view(torch.int16) != old.view(torch.int16)] = 0
             else:
                 residual = _own_part(handle, lower).to("cpu")
-            self._write_range(chunk.planes[RESIDUAL], handle, residual)
+            self._write_range(planes[RESIDUAL], handle, residual)
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
-        if not chunk.resident:
-            self._write_range(chunk.weights, handle, new)
+        return new
 
     def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
         """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its

@@ -236,6 +236,13 @@ def poison(handles: list[ParamHandle]) -> None:
         handle.poisoned = True
 
 
+def take_in(handle: ParamHandle) -> None:
+    """An ordinary param that was given other memory is a view of its window again, with the values from there."""
+    if handle.param.data_ptr() != handle.view.data_ptr():
+        value, handle.param.data = handle.param.data, handle.view
+        handle.param.copy_(value)
+
+
 def undo_writes(handle: ParamHandle) -> None:
     """An ordinary param is a view of its window again, and what was written until now is no write."""
     handle.param.data = handle.view

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -38,7 +38,7 @@ class Gathering:
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
         """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
 
-        An exception inside undoes what was written. With several ranks each writes its shard, so all must write the
+        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each writes its shard, so all must write the
         same.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
@@ -56,7 +56,8 @@ class Gathering:
                         self._observers.before_write(chunk)  # one that never moves is written in place
                         begun.append(chunk)
                 try:
-                    yield
+                    with torch.no_grad() if write else nullcontext():  # torch allows writes to weights only there
+                        yield
                     if write:
                         self._check_same_on_all(handles)
                 except BaseException:

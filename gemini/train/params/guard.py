@@ -4,10 +4,10 @@ While a module computes, a managed param is an ordinary ``nn.Parameter`` and cos
 :class:`ManagedParameter` (as torch's own ``UninitializedParameter`` becomes a ``Parameter``), whose
 ``__torch_function__`` sees every use: its shape, dtype and the like are answered; inside a forward its chunk is
 gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
-autograd records; other reads that yield new values are served from a copy, and what would write to the weights or lose
-a gradient is refused with the remedy. ``param.detach()``, ``param.data`` and views are such reads put off
-(:class:`DetachedWeights`). So a write can never leave a stale residual, and the same program behaves the same wherever
-its weights happen to live.
+autograd records; other operations get a copy of the values, and what they have written to it becomes the master, as in
+``gathered(write=True)``. What would lose a gradient or share the memory of weights is refused with the remedy.
+``param.detach()``, ``param.data`` and views are such uses put off (:class:`DetachedWeights`). So a write can never
+leave a stale residual, and the same program behaves the same wherever its weights happen to live.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -72,12 +73,18 @@ class ManagedParameter(nn.Parameter):
         for owner in map(owner_of, handles):
             if owner.state.computing:  # params of another model are met again in the call that follows
                 return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
-        if func is torch.Tensor.copy_ and args[0] is handles[0].param and not torch.is_grad_enabled():
-            value = args[1].expand(args[0].shape)
-            owner_of(handles[0]).by_names.overwrite(handles[0], value)  # how nn.Module.load_state_dict writes
+        if _is_recorded(func, args, kwargs):
+            if (written := _written_param(func, args, kwargs)) is not None:
+                raise ParamAccessError(
+                    f"{func.__name__} writes to managed param {written._gemini.name!r} while autograd is on, which "
+                    "torch allows to no param that requires gradients, or is given what does. Write inside "
+                    "torch.no_grad(), or inside model.gathered([param], write=True)"
+                )
+            return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)  # a loss that reads weights itself
+        if func == _SET_DATA:
+            return _set_data(handles[0], args[1], sys._getframe(1).f_code)
+        if _copies(func, args):
             return args[0]
-        if _is_differentiated(func, args, kwargs):  # a loss that reads ``lm_head.weight`` itself
-            return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
             raise ParamAccessError(
                 f"fully_shard cannot divide managed param {handles[0].name!r}: Gemini divides models among ranks itself"
@@ -148,7 +155,7 @@ class DetachedWeights(torch.Tensor):
     at each use.
 
     In torch they share memory with the param, so that what is read of them later is what the param is then, and so it
-    is here. Nothing can be written through them: that is refused as writes to the param are.
+    is here: what is written to them is written to the param.
     """
 
     _gemini: ParamHandle
@@ -200,6 +207,8 @@ class DetachedWeights(torch.Tensor):
                 own = {key: source for key, source in sources.items() if source.handle.owner() is owner}
                 handles = [source.handle for source in own.values()]
                 return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, handles)
+        if _copies(func, args):
+            return args[0]
         return _read_copies(func, args, kwargs, sources, func)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
@@ -266,13 +275,43 @@ def _edges_of(tree: Any) -> Any:
     return [_edges_of(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
+def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
+    """``param.data = value`` at rest: torch's function that copies a vector into params does it this way."""
+    if caller is not nn.utils.vector_to_parameters.__code__:
+        raise ParamAccessError(
+            f"param.data = ... would let managed param {handle.name!r} share the memory of that tensor, and its weights "
+            "live in a chunk. Write the values: param.data.copy_(value), or param.copy_(value) inside torch.no_grad()"
+        )
+    owner_of(handle).by_names.overwrite(handle, value)
+
+
+def _copies(func: Callable[..., Any], args: Any) -> bool:
+    """Serve ``copy_`` into whole params, which is how ``nn.Module.load_state_dict`` writes: all of the value becomes
+    the master, what a half precision cannot show too.
+    """
+    if func is torch._foreach_copy_:
+        for target, value in zip(args[0], args[1], strict=True):
+            target.copy_(value)
+        return True
+    if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[0], (ManagedParameter, DetachedWeights)):
+        return False
+    if isinstance(args[0], DetachedWeights) and args[0]._view is not None:
+        return False
+    handle: ParamHandle = args[0]._gemini  # type: ignore[union-attr]
+    value = args[1].detach()
+    if isinstance(value, DetachedWeights):  # perhaps of the same param, which is written piece by piece
+        value = value.clone()
+    owner_of(handle).by_names.overwrite(handle, value.expand(args[0].shape))
+    return True
+
+
 def _read_copies(
     func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, Source], call: Callable[..., Any]
 ) -> Any:
-    """Run a read outside of forward on copies of the params; refuse what a copy would silently falsify.
+    """Run an operation outside of forward on copies of the params; refuse what a copy would silently falsify.
 
-    ``of``: whose values stand in the place of which argument (by ``id``). What shares memory with the copy would, in
-    torch, share it with the param: it becomes a read put off.
+    ``of``: whose values stand in the place of which argument (by ``id``). What it writes to a copy is written to the
+    param. What shares memory with the copy would, in torch, share it with the param: it becomes a read put off.
     """
     handles = {source.handle: None for source in of.values()}
     first = next(iter(handles))
@@ -291,13 +330,21 @@ def _read_copies(
     versions = {handle: copy._version for handle, copy in copies.items()}
     with torch.inference_mode(False), without_transforms():
         values = {key: source.of(copies[source.handle]) for key, source in of.items()}
+    places = {key: _place_of(value) for key, value in values.items()}
+    given = {id(values[id(tensor)]): tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in values}
     args, kwargs = _replace((args, kwargs), values)
     result = call(*args, **kwargs)
-    if any(copy._version != versions[handle] for handle, copy in copies.items()):
-        raise ParamAccessError(_refusal(f"writing ({what})", first, write=True))
+    written = {handle: copy for handle, copy in copies.items() if copy._version != versions[handle]}
+    if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
+        raise ParamAccessError(_refusal(f"another shape or memory ({what})", first, write=True))
+    for handle, copy in written.items():
+        owner_of(handle).by_names.rewrite(handle, copy)
     storages = {copy.untyped_storage()._cdata: handle for handle, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(result):
+        if written and id(tensor) in given:  # what was written to
+            views[id(tensor)] = given[id(tensor)]
+            continue
         handle = storages.get(unwrapped(tensor).untyped_storage()._cdata)
         if handle is None or owner_of(handle).store.device.torch_device.type != tensor.device.type:
             continue  # p.cpu() of a param on a GPU is a copy in torch too
@@ -317,20 +364,28 @@ def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
         return values.to(owner_of(handle).store.device.torch_device)
 
 
-def _is_differentiated(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.data_ptr()
+
+
+def _is_recorded(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether autograd records this operation, so that a gradient would be lost with a copy."""
-    name = getattr(func, "__name__", "")
-    if not torch.is_grad_enabled() or name in _VALUES_ONLY:
+    if not torch.is_grad_enabled() or getattr(func, "__name__", "") in _VALUES_ONLY:
         return False
-    first = next(iter((*args, *kwargs.values())), None)
-    target = kwargs.get("out", first if _WRITES.fullmatch(name) else None)
-    if any(isinstance(tensor, ManagedParameter) for tensor in tensors_in(target)):
-        return False  # a write
+    if getattr(func, "__module__", None) == "torch.nn.init":
+        return False  # they turn autograd off themselves
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
-_WRITES = re.compile(r"[a-z_]*[a-z]_|__i[a-z]+__|__setitem__|_foreach_.*")
+def _written_param(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The first managed param that an operation writes to, by its name and torch's conventions."""
+    first = next(iter((*args, *kwargs.values())), None)
+    target = kwargs.get("out", first if _WRITES.fullmatch(getattr(func, "__name__", "")) else None)
+    return next((tensor for tensor in tensors_in(target) if isinstance(tensor, ManagedParameter)), None)
+
+
+_WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 
 
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
@@ -381,6 +436,8 @@ def _getters() -> set[Any]:
 
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _DETACHES: set[Any] = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]

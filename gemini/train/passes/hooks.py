@@ -27,7 +27,7 @@ from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
 from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
-from gemini.train.modules.reading import is_a, params_read_by, readers
+from gemini.train.modules.reading import is_a, is_tuner_layer, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
 from gemini.train.params.handle import handle_of
@@ -91,6 +91,18 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             if not passes.store.moves:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
+        if is_tuner_layer(module):
+            hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
+
+
+def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
+    """PEFT's layers do so in their forward, where a write would be refused."""
+    if layer.disable_adapters and layer.merged:
+        passes = passes_of(ref)
+        for param in layer.parameters():
+            if (handle := handle_of(param)) is not None and handle.chunk.resident:
+                passes.forward.exposure.expose(handle.chunk)  # after its update
+        passes.rewriting.unmerge(layer)
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:

@@ -1,0 +1,246 @@
+"""Writes to params between steps: averages, target networks, clipping, new starts, masks, as programs write them.
+
+In fp32 each must leave the bits of the same program on an ordinary model; in half precision what is shown afterwards
+must be what torch computes of what was shown, and the masters of elements that did not change must keep their residual.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from tests.train.helpers import DTYPES, Blocks, Plain, adam, engine_of, noise, same_bits, squares, wrap
+
+NAME = "layers.1.weight"
+
+
+def set_rows(p: Any) -> None:
+    p[3:5] = 0.5
+
+
+def mask(p: Any) -> None:
+    p[p.abs() < 0.1] = 0
+
+
+def add(p: Any) -> None:
+    p += 1
+
+
+def other(p: Any) -> torch.Tensor:
+    return noise(*p.shape, seed=5).to(p.dtype)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "mul_": lambda p: p.mul_(1.5),
+    "lerp_": lambda p: p.lerp_(other(p), 0.1),
+    "fill_": lambda p: p.fill_(0.3),
+    "clamp_": lambda p: p.clamp_(-0.1, 0.1),
+    "a digit in its name": lambda p: p.abs_().log1p_(),
+    "a chain": lambda p: p.mul_(0.9).add_(other(p)),
+    "+=": add,
+    "rows": set_rows,
+    "a mask": mask,
+    "a row of a row": lambda p: p[1][2:4].zero_(),
+    "a view": lambda p: p.view(-1)[1:].view(31, 33)[::2].T.fill_(1),
+    "turned": lambda p: p.t().copy_(other(p)),
+    "bits": lambda p: p.view(torch.int16).bitwise_not_(),
+    "out": lambda p: torch.mul(p, 2, out=p),
+    "out, a row": lambda p: torch.add(p[1], 1, out=p[0]),
+    "relu_": lambda p: torch.relu_(p),
+    "foreach": lambda p: torch._foreach_lerp_([p], [other(p)], 0.1),
+    "foreach, rows": lambda p: torch._foreach_zero_([*p[4:6]]),
+    "foreach_copy_": lambda p: torch._foreach_copy_([p], [other(p)]),
+    "normed": lambda p: p.div_(p.norm()),
+    "of itself": lambda p: p.copy_(p.T.clone()),
+    "masked_fill_": lambda p: p.masked_fill_(p > 0, 0),
+    "bernoulli_": lambda p: p.bernoulli_(0.5),
+    "uniform_": lambda p: p.uniform_(-1, 1),
+}
+"""As they are written under ``no_grad``, and to ``p.data``."""
+
+STARTS: dict[str, Callable[[Any], Any]] = {
+    "orthogonal_": nn.init.orthogonal_,
+    "kaiming_uniform_": nn.init.kaiming_uniform_,
+    "trunc_normal_": nn.init.trunc_normal_,
+    "zeros_": nn.init.zeros_,
+    "eye_": nn.init.eye_,
+    "sparse_": lambda p: nn.init.sparse_(p, 0.5),
+    "a vector": lambda p: nn.utils.vector_to_parameters(other(p).view(-1), [p]),
+    "of a graph": lambda p: p.data.copy_(p * 2),
+    "added of a graph": lambda p: p.data.add_(p),
+}
+"""What torch lets a program do with autograd on."""
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_the_values_of_torch(precision: str, where: str, tmp_path: Path) -> None:
+    model = wrap(Blocks(), where, tmp_path, precision=precision, slack=2**17)
+    plain, ours = Blocks().to(DTYPES[precision]).get_parameter(NAME), model.get_parameter(NAME)
+
+    def check(name: str, write: Callable[[Any], Any]) -> None:
+        plain.data.copy_(ours.detach())
+        master = model.full_param(NAME, torch.float32)
+        kept = plain.detach().clone()
+        for p in (plain, ours):
+            torch.manual_seed(1)
+            write(p)
+        assert same_bits(model.full_param(NAME), plain.detach()), name
+        now = model.full_param(NAME, torch.float32)
+        same = kept.view(torch.uint8).view(32, 32, -1).eq(plain.data.view(torch.uint8).view(32, 32, -1)).all(-1)
+        exact = plain.detach().float()
+        if name not in ("foreach_copy_", "of itself", "a vector", "of a graph"):  # which write all of the master
+            exact = torch.where(same, master, exact)
+        assert same_bits(now, exact), name
+        engine_of(model).check_invariants()
+
+    for name, how in {**WRITES, **STARTS}.items():
+        if (name, precision) == ("bits", "fp32") or (name == "orthogonal_" and precision != "fp32"):
+            continue  # torch cannot either
+        for theirs in (how,) if name in STARTS else (torch.no_grad()(how), lambda p, how=how: how(p.data)):
+            with torch.no_grad():
+                ours.copy_(Blocks().get_parameter(NAME))  # fp32: masters have lower bits
+            check(name, theirs)
+
+
+def steps_of(model: Any) -> Callable[[torch.Tensor], None]:
+    """A backward and an update, of a managed model or of the plain loop."""
+    optimizer = None if isinstance(model, Plain) else adam(model)
+
+    def step(loss: torch.Tensor) -> None:
+        if optimizer is None:
+            model.backward(loss)
+            model.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+@pytest.mark.parametrize("how", ["no_grad", "data", "foreach", "lerp of a graph", "state dict"])
+def test_a_target_network(how: str, where: str, tmp_path: Path) -> None:
+    """Averaged after every step, and read by the loss of the next one."""
+
+    def follow(online: Any, target: Any) -> None:
+        theirs, ours = list(online.parameters()), list(target.parameters())
+        if how == "no_grad":
+            with torch.no_grad():
+                for p, q in zip(theirs, ours, strict=True):
+                    q.mul_(0.9).add_(p, alpha=0.1)
+        elif how == "data":
+            for p, q in zip(theirs, ours, strict=True):
+                q.data.copy_(0.1 * p.data + 0.9 * q.data)
+        elif how == "foreach":
+            with torch.no_grad():
+                torch._foreach_lerp_(ours, theirs, 0.1)
+        elif how == "lerp of a graph":
+            for p, q in zip(theirs, ours, strict=True):
+                q.data.lerp_(p, 0.1)
+        else:
+            target.load_state_dict(online.state_dict())
+
+    def run(online: Any, target: Any, step: Callable[[torch.Tensor], None]) -> list[float]:
+        losses = []
+        for seed in range(4):
+            x = noise(2, 5, 32, seed=seed, dtype=torch.float32)
+            with torch.no_grad():
+                wanted = target(x)
+            loss = (online(x) - wanted - 0.1).square().mean()
+            step(loss)
+            follow(online, target)
+            losses.append(loss.item())
+        return losses
+
+    plain = Plain(Blocks(), "fp32")
+    there = copy.deepcopy(plain.model).requires_grad_(False)
+    expected = run(plain.model, there, steps_of(plain))
+    online = wrap(Blocks(), where, tmp_path, precision="fp32", slack=2**17)
+    target = wrap(Blocks().requires_grad_(False), where, tmp_path, precision="fp32", slack=2**17)
+    assert run(online, target, steps_of(online)) == expected
+    for name, value in there.named_parameters():
+        assert same_bits(target.full_param(name), value), name
+
+
+class ShadowWeights:
+    """An average beside the model that takes its place for an evaluation."""
+
+    def __init__(self, params: Any):
+        self.shadow = [p.clone().detach() for p in params]
+        self.kept: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def update(self, params: Any) -> None:
+        torch._foreach_sub_(self.shadow, torch._foreach_mul(torch._foreach_sub(self.shadow, list(params)), 0.1))
+
+    def show(self, params: Any) -> None:
+        self.kept = [p.detach().cpu().clone() for p in params]
+        for shadow, p in zip(self.shadow, params, strict=True):
+            p.data.copy_(shadow.data)
+
+    def restore(self, params: Any) -> None:
+        for kept, p in zip(self.kept, params, strict=True):
+            p.data.copy_(kept.data)
+
+
+def test_an_average_takes_the_place_of_weights_for_a_while(where: str, tmp_path: Path) -> None:
+    def run(model: Any, step: Callable[[torch.Tensor], None]) -> list[float]:
+        average, seen = ShadowWeights(list(model.parameters())), []
+        for seed in range(3):
+            step(model(noise(2, 5, 32, seed=seed, dtype=torch.float32)).square().mean())
+            average.update(model.parameters())
+            average.show(list(model.parameters()))
+            with torch.no_grad():
+                seen.append(model(noise(2, 5, 32, dtype=torch.float32)).sum().item())
+            average.restore(list(model.parameters()))
+        return seen
+
+    plain, model = Plain(Blocks(), "fp32"), wrap(Blocks(), where, tmp_path, precision="fp32", slack=2**17)
+    assert run(model, steps_of(model)) == run(plain.model, steps_of(plain))
+
+
+def test_gathered_write_needs_no_more(where: str, tmp_path: Path) -> None:
+    """Autograd is off inside, and as it was afterwards."""
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    weight = model.get_parameter(NAME)
+    with model.gathered([weight], write=True):
+        assert not torch.is_grad_enabled()
+        weight.mul_(2)
+        nn.init.zeros_(weight[0])
+    assert torch.is_grad_enabled()
+    expected = 2 * Blocks().get_parameter(NAME).detach().bfloat16()
+    expected[0] = 0
+    assert same_bits(model.full_param(NAME), expected)
+    with pytest.raises(KeyError), model.gathered([weight], write=True):
+        raise KeyError
+    assert torch.is_grad_enabled()
+    with model.gathered([weight]):
+        assert torch.is_grad_enabled()
+
+
+def test_a_graph_from_before_a_write_is_refused(where: str, tmp_path: Path) -> None:
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    loss = squares(model, 0)
+    model.get_parameter(NAME).data.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace|in place|written|changed"):
+        loss.backward()
+
+
+def test_an_operation_that_fails_writes_nothing(where: str, tmp_path: Path) -> None:
+    model = wrap(Blocks(), where, tmp_path, slack=2**17)
+    before = model.full_param(NAME, torch.float32)
+    weight = model.get_parameter(NAME)
+    with torch.no_grad():
+        for write in (lambda: weight.add_(torch.ones(3)), lambda: weight.data.copy_(torch.ones(5))):
+            with pytest.raises(RuntimeError):
+                write()
+        with pytest.raises(gemini.ParamAccessError, match=r"share the memory.*copy_"):
+            weight.data = torch.zeros(32, 32, dtype=torch.bfloat16)
+    assert same_bits(model.full_param(NAME, torch.float32), before)
