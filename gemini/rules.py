@@ -168,7 +168,7 @@ class AdamRule(UpdateRule):
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             step=step,
-            decoupled=bool(group.get("decoupled", True)),
+            decoupled=is_decoupled(group),
             grad_scale=grad_scale,
         )
 
@@ -190,6 +190,11 @@ class AdamRule(UpdateRule):
 
 
 ADAM = AdamRule()
+
+
+def is_decoupled(group: Mapping[str, Any]) -> Any:
+    """Whether a group of an Adam is AdamW's, in our word or, where it is torch's own group, in torch's."""
+    return group.get("decoupled", group.get("decoupled_weight_decay", True))
 
 
 def rule_of(optimizer: UpdateRule | None) -> UpdateRule:

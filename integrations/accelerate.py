@@ -3,7 +3,7 @@
     accelerator = GeminiAccelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-``prepare`` manages the model in place of DDP and device moves, and puts HybridAdam in the place of AdamW. Autocast
+``prepare`` manages the model in place of DDP and device moves, and makes AdamW a HybridAdam where it stands. Autocast
 stays off: precision is the config's. In fp16 ``accelerator.scaler`` is a ``gemini.GradScaler``, which ``backward``,
 clipping and ``optimizer.step`` use as accelerate's own. The Hugging Face Trainer integration uses the same class.
 """
@@ -40,9 +40,8 @@ except ImportError as e:
     ) from e
 
 from .accelerate_state import SavingAccelerator, engine_in
-from .adam import follow, owns_managed
 from .parallelism import Parallel, parallel_of
-from .rules import to_hybrid
+from .rules import owns_managed, to_hybrid
 from .settings import check_config, check_precision, config_of, resolve_config
 
 
@@ -118,7 +117,6 @@ class GeminiAccelerator(SavingAccelerator):
             if self._sharing > 1:
                 self._let_ranks_read()
         self._gemini_config, self._gemini_flag = config, flag
-        self._gemini_replaced: list[tuple[Any, HybridOptimizer]] = []
         if flag == "fp16" or (config is not None and config.precision == "fp16"):
             self._scale_losses()
         if reduce_always:
@@ -249,40 +247,13 @@ class GeminiAccelerator(SavingAccelerator):
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
 
-    def convert(self, optimizer: Any, schedulers: Any = ()) -> Any:
-        """The optimizer itself, or the one of Gemini in its place if it has managed params."""
-        if isinstance(optimizer, AcceleratedOptimizer) or not owns_managed(optimizer):
-            return optimizer
-        model_config = next(
-            owner_of(handle).config
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if (handle := handle_of(param)) is not None
-        )
-        hybrid = to_hybrid(optimizer, step_in_backward=model_config.gradients == "transient")
-        if hybrid is not optimizer:
-            self._gemini_replaced.append((optimizer, hybrid))
-        for scheduler in schedulers:
-            self.follow(scheduler)
-        return hybrid
-
-    def follow(self, scheduler: Any) -> None:
-        """Let a scheduler belong to the HybridAdam that took the place of its optimizer."""
-        for old, new in self._gemini_replaced:
-            follow(scheduler, old, new)
-
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Convert, and wrap without moving states."""
+        """Convert where it stands, and wrap without moving states."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not owns_managed(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = GeminiOptimizer(self.convert(optimizer), self.scaler)
+        prepared = GeminiOptimizer(to_hybrid(optimizer), self.scaler)
         self._optimizers.append(prepared)
         return prepared
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Let it belong to the converted optimizer first."""
-        self.follow(scheduler)
-        return super().prepare_scheduler(scheduler)
 
     # ---- a step -------------------------------------------------------------------------------------------------
 

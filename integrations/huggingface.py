@@ -20,6 +20,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import StorageError, warn
+from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.ranks.agreement import Point
 from gemini.ranks.foreign import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
@@ -27,7 +28,6 @@ from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
-from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.sharding.consensus import agree
 
 try:
@@ -55,7 +55,7 @@ from .huggingface_save import (
     staging_in,
     start_staging,
 )
-from .rules import BY_NAME, rule_of_name
+from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
 from .settings import check_config, config_of
 
 
@@ -190,34 +190,33 @@ class GeminiTrainerMixin:
     # ---- optimizer and scheduler --------------------------------------------------------------------------------
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The Trainer's own groups and hyperparameters, in a HybridAdam or by the rule that the model is managed for;
-        one given by ``optimizers=`` is converted.
+        """The Trainer's own, or one given by ``optimizers=``, converted where it stands; or one by the rule that the
+        model is managed for, with the Trainer's groups and hyperparameters.
         """
         self._gemini_manage()
         rule = rule_of(config_of(self.model).optimizer)  # type: ignore[union-attr]
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and not isinstance(rule, AdamRule):
-            self.optimizer_cls_and_kwargs = HybridOptimizer, self._gemini_hypers(rule)
+            self.optimizer_cls_and_kwargs = self._gemini_class_and_kwargs(rule)
         super().create_optimizer(model)  # type: ignore[misc]
-        given = [] if self.lr_scheduler is None else [self.lr_scheduler]
-        self.optimizer = self.accelerator.convert(self.optimizer, given)
+        bare = getattr(self.optimizer, "optimizer", self.optimizer)  # of a second train() it is accelerate's
+        if owns_managed(bare):
+            to_hybrid(bare)
         return self.optimizer
 
-    def _gemini_hypers(self, rule: UpdateRule) -> dict[str, Any]:
-        """Of an optimizer by the rule that the model is managed for; what the arguments do not say is the rule's."""
+    def _gemini_class_and_kwargs(self, rule: UpdateRule) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+        """Of an optimizer by the rule that the model is managed for; what the arguments do not say is the rule's. None
+        for the Trainer's own.
+        """
         if getattr(self.args.optim, "value", self.args.optim) in BY_NAME:
             rule, hypers = rule_of_name(self.args)
         else:
             hypers = {"lr": self.args.learning_rate}
         if self.args.weight_decay and "weight_decay" not in rule.defaults:
             raise ValueError(f"weight_decay={self.args.weight_decay}: {rule!r} has none; leave it out")
+        if isinstance(rule, SGDRule | PlainSGDRule) and self.args.optim == "sgd":
+            return None
         transient = config_of(self.model).gradients == "transient"  # type: ignore[union-attr]
-        return {"rule": rule, "step_in_backward": transient, **hypers}
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's; one given by ``optimizers=`` belongs to the HybridAdam from now on."""
-        super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
-        self.accelerator.follow(self.lr_scheduler)
-        return self.lr_scheduler
+        return class_of(rule), {"rule": rule, "step_in_backward": transient, **hypers}
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # gradients are not at the params, where the Trainer would look for meshes

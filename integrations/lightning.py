@@ -1,7 +1,7 @@
 """Lightning: ``Trainer(strategy="gemini")`` and ``Trainer(strategy=GeminiStrategy(...))``.
 
-Importing this module registers the name. The strategy makes the LightningModule itself a managed model, turns
-``torch.optim.AdamW`` and ``Adam`` into ``HybridAdam``, and takes precision and clipping out of Lightning's hands: no
+Importing this module registers the name. The strategy makes the LightningModule itself a managed model, and
+``torch.optim.AdamW`` and ``Adam`` a ``HybridAdam``. It takes precision and clipping out of Lightning's hands: no
 autocast, and in fp16 a ``gemini.GradScaler``. Processes, samplers and logging are those of Lightning's DDPStrategy.
 Checkpoints are ordinary Lightning files with exact fp32 masters and states, written from the chunks param by param.
 """
@@ -92,8 +92,6 @@ class GeminiStrategy(DDPStrategy):
             )
         self.config = config
         self.reduce_every_backward = reduce_every_backward
-        self.grad_norm: torch.Tensor | None = None
-        """Norm of all gradients (with several optimizers: of the last one's) as clipping found it."""
         self._weights_only: bool | None = None
         super().__init__(**ddp)
 
@@ -108,6 +106,15 @@ class GeminiStrategy(DDPStrategy):
         if not isinstance(self.model, GeminiDDP):
             raise GeminiError("the LightningModule is not managed yet: it is from Trainer.fit, validate, ... on")
         return self.model
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The norm of all gradients before clipping (with several optimizers: of the last one's).
+
+        It is there from ``on_before_optimizer_step`` on, where it is that of the step to come; without clipping only if
+        it is read there. None with ``gradients="transient"``, where gradients are gone by then.
+        """
+        return self.precision_plugin.grad_norm  # type: ignore[attr-defined,no-any-return]
 
     @property
     def engine(self) -> Engine:
@@ -192,7 +199,7 @@ class GeminiStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         given = [getattr(optimizer, "_optimizer", optimizer) for optimizer in self.optimizers]
         found = [optimizer for optimizer in given if not isinstance(optimizer, _MockOptimizer)]
-        hybrids = iter(hybrids_of(self.managed, found, [config.scheduler for config in self.lr_scheduler_configs]))
+        hybrids = iter(hybrids_of(found))
         self.optimizers = [o if isinstance(o, _MockOptimizer) else next(hybrids) for o in given]
 
     def teardown(self) -> None:

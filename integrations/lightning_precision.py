@@ -7,6 +7,7 @@ it scales losses and steps through a ``gemini.GradScaler``, where Lightning's "1
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,6 +63,11 @@ class GeminiPrecision(Precision):
         if self.scaler is not None and scaler is not None and scaler.is_enabled():
             self.scaler.load_state_dict(scaler.state_dict())
         self._strategy = strategy
+        self._norm: torch.Tensor | None = None
+        self._clipped: list[Any] = []
+        """Optimizers whose gradients were clipped since their last step."""
+        self._before_step: Any = None
+        """The optimizer whose gradients are whole, and which has not used them yet."""
 
     def convert_input(self, data: Any) -> Any:
         """Floating-point tensors of a batch in the compute dtype, as Lightning's "bf16-true" does."""
@@ -88,11 +94,35 @@ class GeminiPrecision(Precision):
         self.scaler.update()
         return result
 
+    def _after_closure(self, model: Any, optimizer: Any) -> None:
+        """As Lightning's, whose hooks may ask for :attr:`grad_norm` of the gradients they stand before."""
+        if all(optimizer is not clipped for clipped in self._clipped):
+            self._norm = None  # of the step before
+        self._before_step = optimizer
+        try:
+            super()._after_closure(model, optimizer)
+        finally:
+            self._before_step = None
+            self._clipped = [clipped for clipped in self._clipped if clipped is not optimizer]
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """Of the last gradients that were clipped, or that somebody asked for before their step."""
+        transient = self._before_step is None or self._strategy.engine.config.gradients == "transient"
+        if self._norm is None and not transient:
+            self._norm = self._clip(self._before_step, math.inf)
+        return self._norm
+
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the gradients of one optimizer's params; ``strategy.grad_norm`` is their norm before."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        self._norm = self._clip(optimizer, clip_val)
+        self._clipped.append(optimizer)
+
+    def _clip(self, optimizer: Any, clip_val: float) -> torch.Tensor:
         alone = len(self._strategy.optimizers) == 1
         params = None if alone else [p for group in optimizer.param_groups for p in group["params"]]
-        self._strategy.grad_norm = self._strategy.managed.clip_grad_norm_(clip_val, params=params)
+        return self._strategy.managed.clip_grad_norm_(clip_val, params=params)  # type: ignore[no-any-return]
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Refused."""

@@ -42,7 +42,7 @@ from gemini.train.passes import hooks
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.setup.arguments import refuse_unknown, refuse_wrong_device
+from gemini.train.setup.arguments import refuse_stock_loop, refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.slices.experts import SpreadExperts, spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
@@ -360,6 +360,7 @@ class GeminiDDP(nn.Module):
     # ---- refused ------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        refuse_stock_loop()
         engine = _engine(self)
         dtype = COMPUTE_DTYPES[engine.config.precision]
         probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)

@@ -15,16 +15,18 @@ from gemini.planning.planes import compute_itemsize
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
 from gemini.train.modules.coded_layers import release_layers
+from gemini.train.optimizers.in_place import give_back as give_optimizer_back
 from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.stepper import optimizer_of
 
 
 def release(model: nn.Module) -> nn.Module:
     """Make a managed model an ordinary one again: the same object, of its original class, with all its weights on the
     CPU in the compute dtype. It can be wrapped again, for example with other budgets or in another precision.
 
-    The optimizer states and the exact masters are dropped, and optimizers of the model cannot be used any more. Save a
-    checkpoint first if you want to continue from it. With several ranks, call it on all of them; each gets the whole
-    model.
+    The optimizer states and the exact masters are dropped. Optimizers of Gemini cannot be used any more; a torch
+    optimizer that was converted for the model is one of torch again, and starts anew. Save a checkpoint first if you
+    want to continue from it. With several ranks, call it on all of them; each gets the whole model.
 
     Raises:
         ValueError: for a model that is not managed.
@@ -61,6 +63,7 @@ def unmanage(model: nn.Module, what: str) -> None:
             f"{human_bytes(free)} are free; nothing was changed. Save it (model.save_pretrained) and go on where "
             "there is more; an adapter can be merged in place with model.merge_adapter()"
         )
+    optimizers = {id(o): o for handle in engine.params.handles if (o := optimizer_of(handle.param)) is not None}
     for pending in pending_in(engine.write_observers):
         pending.join()
     for hook in model.__dict__.pop("_gemini_hooks"):
@@ -78,6 +81,8 @@ def unmanage(model: nn.Module, what: str) -> None:
     engine.params.forget()
     model.__class__ = model._gemini_original  # type: ignore[assignment]
     del model.__dict__["_gemini_engine"]
+    for optimizer in optimizers.values():
+        give_optimizer_back(optimizer)
 
 
 def _give_back(params: ParamSet, read: Callable[[ParamHandle], torch.Tensor], chunks: list[Chunk]) -> None:

@@ -59,7 +59,7 @@ def test_sft_follows_the_stock_sft_trainer_and_resumes_exactly(tmp_path: Path) -
     trainer.train()
     for key in ("loss", "grad_norm", "mean_token_accuracy"):
         assert record.of(key) == pytest.approx(wanted.of(key), rel=2e-5), key
-    assert trainer.args.gradient_checkpointing and type(trainer.optimizer.optimizer) is gemini.HybridAdam
+    assert trainer.args.gradient_checkpointing and isinstance(trainer.optimizer.optimizer, gemini.HybridAdam)
     shutil.rmtree(tmp_path / "ours" / "checkpoint-4")
     again, _ = sft(tmp_path / "ours")
     again.train(resume_from_checkpoint=True)

@@ -24,13 +24,15 @@ import torch
 from torch import nn
 
 from gemini.planning.factors import shapes_of
-from gemini.rules import UpdateRule
+from gemini.rules import UpdateRule, is_decoupled
 from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
 
 _OURS = ("lr", "betas", "eps", "weight_decay", "decoupled")
-_ANY_VALUE = frozenset({"foreach", "fused", "capturable", "decoupled_weight_decay", *_OURS})
+IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable"})
+"""Keys of torch that choose among implementations of one result."""
+_ANY_VALUE = frozenset({"decoupled_weight_decay", *IMPLEMENTATIONS, *_OURS})
 """Interpreted here, or without a say in the result. ``decoupled_weight_decay`` is looked at with ``decoupled``."""
 _DOES_NOTHING: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False,
@@ -101,7 +103,9 @@ def check_group(group: Group, what: str) -> None:
         raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas!r}")
     if not all(0 <= _number(beta, f"betas of {what}") < 1 for beta in betas):
         raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas}")
-    decoupled = group.get("decoupled", True)
+    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
+        raise ValueError(f"betas of {what} must be two floats or two tensors, as torch has them, got {betas}")
+    decoupled = is_decoupled(group)
     if not isinstance(decoupled, bool):
         raise TypeError(f"decoupled of {what} must be True (AdamW) or False (Adam), got {decoupled!r}")
     meant = group.get("decoupled_weight_decay", decoupled)
@@ -256,7 +260,7 @@ def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
             f"{what} is of {other}: HybridAdam loads states of its own, of torch.optim.AdamW, and with decoupled=False "
             "of torch.optim.Adam"
         )
-    here = mine.get("decoupled", True)
+    here = is_decoupled(mine)
     check_group({**mine, **group, "decoupled": here, "decoupled_weight_decay": here}, what)
     check_decay(group, mine, what)
 
@@ -267,10 +271,8 @@ def check_decay(group: Group, mine: Group, what: str) -> None:
     Raises:
         ValueError: saying how this optimizer is to be made.
     """
-    if "decoupled" not in mine:
-        return  # no Adam of ours: what it has by that name it interprets itself
     there = group.get("decoupled", group.get("decoupled_weight_decay"))
-    here = mine["decoupled"]
+    here = is_decoupled(mine)
     if there is not None and bool(there) is not here and float(group.get("weight_decay", 0)) != 0:
         kinds = {True: "decoupled weight decay (AdamW)", False: "L2 weight decay (Adam)"}
         raise ValueError(
@@ -364,7 +366,7 @@ def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
 
 def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:
     """What of a saved group goes into the optimizer's: not its params, nor what an Adam is, which was compared."""
-    left = {"params", "decoupled", "decoupled_weight_decay"} if "decoupled" in mine else {"params"}
+    left = {"params", "decoupled", "decoupled_weight_decay"} if "decoupled" in mine else {"params", "decoupled"}
     kept = {k: v for k, v in saved.items() if k not in left}
     return copy.deepcopy(kept)  # a learning rate may be a tensor, which a scheduler fills, or a label a list
 

@@ -82,13 +82,37 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
         self.check_group(defaults, type(self).__name__)
+        self._update(step_in_backward, speculate)
+        torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
+        self._end_of_making(self._params())
+
+    def _update(self, step_in_backward: bool, speculate: bool | None) -> None:
+        """When updates are made."""
         if speculate and not step_in_backward:
             raise ValueError("speculate=True needs step_in_backward=True: it is about updates inside backward")
         self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
         self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
-        super().__init__(params, defaults)
+
+    def take_over(
+        self, rule: UpdateRule, states: dict[int, dict[str, Any]], what: str, *, step_in_backward: bool
+    ) -> None:
+        """Make one of this, whose class was another one (``in_place.py``), with the states of params by number.
+
+        Raises:
+            ValueError, TypeError, GeminiError: as for a new one. Attributes were set, and params taken over.
+        """
+        self.rule = rule
+        self._update(step_in_backward, None)
+        for group in self.param_groups:
+            self.check_group(group, what)
+        self._owner_of(self._params())
+        vars(self)["state"] = states_of.States(self, {})
         self._end_of_making(self._params())
+        if states:
+            numbers = iter(range(len(self._params())))
+            groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+            self._load({"state": states, "param_groups": groups})
 
     def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
         states_of.own(self, params)
@@ -287,8 +311,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                 index += 1
         return result
 
-    @told_to_all("optimizer.load_state_dict")
-    @without_grad
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned. :class:`HybridAdam` also loads the state of ``torch.optim.AdamW``, or,
         with ``decoupled=False`` or without weight decay, of ``torch.optim.Adam``.
@@ -305,8 +327,15 @@ class HybridOptimizer(torch.optim.Optimizer):
                 have produced; the message names the param and the key. Nothing was changed.
             GeminiError: if another optimizer has taken some of the params over.
         """
+        self._load(state_dict, self._optimizer_load_state_dict_pre_hooks.values())
+        for then in self._optimizer_load_state_dict_post_hooks.values():
+            then(self)
+
+    @told_to_all("optimizer.load_state_dict")
+    @without_grad
+    def _load(self, state_dict: dict[str, Any], hooks: Iterable[Callable[..., Any]] = ()) -> None:
         states_of.check_owned(self, self._handles())
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in hooks:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         params = self._params()
@@ -328,8 +357,6 @@ class HybridOptimizer(torch.optim.Optimizer):
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
                 group.update(loaded)
-        for then in self._optimizer_load_state_dict_post_hooks.values():
-            then(self)
 
     def start_anew(self) -> None:
         """Drop the states and step counts of all params, as if this optimizer had just been created. Params that

@@ -59,9 +59,9 @@ def reference_to_optimizer_of(param: Any) -> weakref.ref[Stepper] | None:
     return _owners.get(param)
 
 
-def give_to(optimizer: Stepper, params: Iterable[torch.Tensor]) -> None:
-    """From now on :func:`optimizer_of` these params is this one."""
-    reference = weakref.ref(optimizer)
+def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
+    """From now on :func:`optimizer_of` these params is this one, or none."""
+    reference = None if optimizer is None else weakref.ref(optimizer)
     for param in params:
         _owners[param] = reference
         handle = getattr(param, "_gemini", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
@@ -47,6 +48,51 @@ def refuse_unknown(call: str, given: Mapping[str, Any], known: str) -> None:
     refuse_config_fields(call, given)
     if given:
         raise TypeError(f"{call}...) has no argument {', '.join(map(repr, given))}; it takes {known}")
+
+
+_LOOPS = {
+    "transformers.trainer": (
+        "transformers' Trainer",
+        "use gemini.integrations.huggingface.GeminiTrainer in its place (for a subclass such as TRL's put "
+        "GeminiTrainerMixin before it), with the model managed or not",
+    ),
+    "lightning.pytorch.": (
+        "Lightning's Trainer", 'import gemini.integrations.lightning and write Trainer(strategy="gemini")'
+    ),
+    "pytorch_lightning.": (
+        "the Trainer of pytorch_lightning",
+        'import gemini.integrations.lightning and write lightning.Trainer(strategy="gemini")',
+    ),
+    "lightning.fabric.": ("Lightning Fabric", "write the loop without it, as Gemini's quickstart has it"),
+    "accelerate.accelerator": (
+        "accelerate's Accelerator", "use gemini.integrations.accelerate.GeminiAccelerator in its place"
+    ),
+}  # fmt: skip
+"""Whose loops move a model to its device before they train it: by module, and what to use in their place."""
+_ON_THE_WAY = ("torch.", "gemini.", "transformers.modeling_utils", "lightning.fabric.utilities.device_dtype_mixin")
+"""Modules of the calls between such a loop and the model."""
+
+
+def refuse_stock_loop() -> None:
+    """Refuse the loop of a framework whose bridge is not used, where it moves a managed model to its device: it would
+    look for gradients and masters where there are none. Somebody else may move the model to where it is.
+
+    Raises:
+        GeminiError: naming the bridge.
+    """
+    modules = list(_modules_that_call())
+    nearest = next((module for module in modules if not module.startswith(_ON_THE_WAY)), "")
+    if not nearest.startswith(tuple(_LOOPS)):
+        return
+    who, instead = next(told for known, told in _LOOPS.items() if any(module.startswith(known) for module in modules))
+    raise GeminiError(f"this model is managed by Gemini, and {who} cannot train it by itself: {instead}")
+
+
+def _modules_that_call() -> Iterator[str]:
+    frame = sys._getframe(2)
+    while frame is not None:
+        yield frame.f_globals.get("__name__", "")
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def refuse_wrong_device(error: BaseException, device: torch.device, batch: Any) -> None:

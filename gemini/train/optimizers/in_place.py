@@ -1,0 +1,130 @@
+"""A torch optimizer becomes one of Gemini's where it stands, as a model does in ``GeminiDDP``: it is the same object.
+
+Frameworks and programs make their optimizer themselves, before anybody can say HybridAdam, and hand it on: to
+schedulers, callbacks, loggers. All of them go on holding the optimizer that updates the model. Its class becomes one
+that is both its own, under its own name, and :class:`HybridOptimizer`; groups, defaults, hooks and all else stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections import defaultdict
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from gemini.rules import ADAM, UpdateRule
+from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
+from gemini.train.params.grad_reads import refuse_in
+from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
+
+_Kind = TypeVar("_Kind", bound=HybridOptimizer)
+_SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
+"""What the new class does in another way."""
+_ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
+"""What an optimizer of ours has on itself beside what every one of torch has."""
+
+
+@cache
+def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) -> type[_Kind]:
+    """The class that is both ``original`` and ``kind``, under the name of the first: programs and loggers read it."""
+    for base in original.__mro__[: original.__mro__.index(torch.optim.Optimizer)]:
+        for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
+            refuse_in(
+                function,
+                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
+                "find no gradient of {name!r}: call optimizer.step(), and keep no step from before",
+            )
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_gemini_original": original,
+    }
+    return type(original.__name__, (kind, original), namespace)
+
+
+def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backward: bool = False) -> HybridOptimizer:
+    """Let a torch optimizer update its params by ``rule``; its states move to where those of managed params are.
+
+    Raises:
+        ValueError, TypeError, GeminiError: as :class:`HybridOptimizer`, for its groups and its states; and for methods
+            that were replaced on the optimizer itself. Nothing was changed.
+    """
+    original, before = type(optimizer), dict(vars(optimizer))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    owners = [(param, optimizer_of(param)) for param in params]
+    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param))}
+    for name in _SERVED:
+        if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
+            raise ValueError(
+                f"{name} of the optimizer {original.__name__} was replaced by {before[name]!r}, which goes on calling "
+                f"{original.__name__}'s own: replace it after the optimizer was converted for the managed model"
+            )
+    kind = HybridAdam if rule == ADAM else HybridOptimizer
+    try:
+        optimizer.__class__ = class_in_place_of(original, kind)  # type: ignore[assignment]
+        assert isinstance(optimizer, HybridOptimizer)
+        optimizer.take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
+        _renew_step(optimizer)
+    except BaseException:
+        _put_back(optimizer, original, before)
+        for param, owner in owners:
+            give_to(owner, [param])
+        raise
+    return optimizer
+
+
+def _past_of(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
+    """A state with its count of steps: SGD keeps none, and its first step alone is unlike the others."""
+    found = {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+    return {"step": torch.tensor(1.0, device="cpu"), **found} if found else found
+
+
+def give_back(optimizer: Any) -> None:
+    """Let a converted optimizer be what it was: its model is an ordinary one again. Its params start anew.
+
+    One that was made as an optimizer of Gemini stays one.
+    """
+    original = getattr(type(optimizer), "_gemini_original", None)
+    if original is None:
+        return
+    left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
+    give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
+    _put_back(optimizer, original, {**left, "state": defaultdict(dict, dict.items(optimizer.state))})
+    _renew_step(optimizer)
+
+
+def _put_back(optimizer: Any, original: type, attributes: dict[str, Any]) -> None:
+    stepping_in_backward.discard(optimizer)
+    optimizer.__class__ = original
+    vars(optimizer).clear()
+    vars(optimizer).update(attributes)
+
+
+def _is_of_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` on the optimizer itself is what an LR scheduler has put around that of its class."""
+    step = vars(optimizer)["step"]
+    return hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+
+
+def _renew_step(optimizer: torch.optim.Optimizer) -> None:
+    """``optimizer.step`` as LR schedulers leave it (they warn unless they see that it was called before theirs), around
+    the step of the class that the optimizer has now.
+    """
+    optimizer._patch_step_function()  # torch's: hooks of the optimizer are called
+    if "step" not in vars(optimizer):
+        return
+    reference, function = weakref.ref(optimizer), type(optimizer).step
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        alive: Any = reference()
+        alive._opt_called = True
+        return function(alive, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
