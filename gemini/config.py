@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +29,12 @@ class GeminiConfig:
         placement: where everything is stored. "auto": what :func:`gemini.plan` chooses for ``trace`` and ``hardware``.
             A :class:`StaticPlacement`: fractions. A :class:`~gemini.planning.plan.Plan`: exactly its homes and moves.
             Or a whole :class:`~gemini.planning.placement.Placement`.
+        keep_fp32: which params stay in fp32 where ``precision`` is "bf16" or "fp16". "auto": those that are already so
+            in a model of bf16 or fp16, those that the class of the model declares (``_keep_in_fp32_modules`` of
+            transformers, with the meaning it has there), and those that torch computes with fp32 buffers (norms with
+            running statistics, spectral norms). A list of names of modules or params ("head", "layers.*.gate") and of
+            classes of modules (``nn.LayerNorm``): these too. What is named computes in fp32 whatever it is given;
+            norms and embeddings give the compute dtype, everything else fp32. None: every param is cast.
         gradients: what is kept between backward and update.
 
             - "retain": the gradients of one backward per step, in 2 bytes per param in half precision, 4 in fp32. If
@@ -93,11 +100,13 @@ class GeminiConfig:
     states: str = "exact"
     tile_tokens: int | str | None = None
     context_attention: str = "auto"
+    keep_fp32: Any = "auto"
 
     def __post_init__(self) -> None:
         if self.precision is not None:
             _one_of("precision", self.precision, PRECISIONS)
         _one_of("gradients", self.gradients, GRADIENTS)
+        object.__setattr__(self, "keep_fp32", _as_kept(self.keep_fp32))
         if self.reduce_dtype is not None:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
         _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
@@ -147,6 +156,18 @@ class GeminiConfig:
             ValueError: if the rest of it cannot be had in that precision.
         """
         return self if self.precision is not None else replace(self, precision=precision)
+
+
+def _as_kept(wanted: Any) -> str | tuple[Any, ...] | None:
+    if wanted is None or wanted == "auto":
+        return wanted
+    listed = None if isinstance(wanted, (str, bytes, type)) or not isinstance(wanted, Iterable) else tuple(wanted)
+    if listed is None or not all(isinstance(one, (str, type)) and one != "" for one in listed):
+        raise TypeError(
+            'keep_fp32= is "auto", None, or a list of names and classes of modules (["lm_head", nn.LayerNorm]), got '
+            f"{wanted!r}"
+        )
+    return listed
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -42,7 +42,7 @@ except ImportError as e:
 from .accelerate_state import SavingAccelerator, engine_in
 from .parallelism import Parallel, parallel_of
 from .rules import owns_managed, to_hybrid
-from .settings import check_config, check_precision, config_of, resolve_config
+from .settings import check_config, check_precision, config_of, resolve_config, warn_half
 
 
 class GeminiOptimizer(AcceleratedOptimizer):
@@ -232,6 +232,9 @@ class GeminiAccelerator(SavingAccelerator):
         """
         for obj in args:
             if isinstance(obj, nn.Module):
+                if self._gemini_flag in (None, "no"):
+                    unsaid, flag = "mixed_precision= was not given", 'mixed_precision="{}"'
+                    warn_half(obj, self._gemini_config, "fp32", unsaid, flag)
                 self.manage(obj)
         return super().prepare(*args, device_placement=device_placement)
 

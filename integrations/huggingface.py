@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.errors import StorageError, warn
+from gemini.errors import StorageError
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.ranks.agreement import Point
 from gemini.ranks.foreign import collectives_of
@@ -56,7 +56,7 @@ from .huggingface_save import (
     start_staging,
 )
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
-from .settings import check_config, config_of
+from .settings import check_config, config_of, warn_half
 
 
 @contextmanager
@@ -176,13 +176,8 @@ class GeminiTrainerMixin:
         return self.model
 
     def _gemini_warn_half(self) -> None:
-        dtypes = {p.dtype for p in self.model.parameters()}
-        said = self.args.mixed_precision != "no" or (self._gemini_config or GeminiConfig()).precision is not None
-        if not said and dtypes <= {torch.bfloat16}:
-            warn(
-                "the model's weights are bf16, and neither bf16=True nor fp16=True was given: it is trained in fp32. "
-                "Give bf16=True to compute in bf16 (with exact fp32 masters), or GeminiConfig(precision=...) to choose"
-            )
+        if self.args.mixed_precision == "no":
+            warn_half(self.model, self._gemini_config, "fp32", "neither bf16=True nor fp16=True was given", "{}=True")
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         return self._gemini_manage() if model is self.model else model

@@ -34,6 +34,7 @@ from gemini.train.passes.hooks import call_as_forward
 from gemini.train.sharding.consensus import agree
 
 from .lightning_optimizers import hybrids_of
+from .settings import warn_half
 
 try:
     import lightning.pytorch as pl
@@ -185,6 +186,8 @@ class GeminiStrategy(DDPStrategy):
             raise ValueError(
                 f"GeminiConfig(device={config.device!r}) and Trainer's accelerator ({root.type}) are different devices"
             )
+        if compute == "fp32":
+            warn_half(module, self.config, compute, 'Trainer(precision=) is "32-true"', "Trainer(precision=)")
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         for part in module.modules():  # metrics and the like, which move their states themselves

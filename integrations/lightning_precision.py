@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
-from lightning_utilities import apply_to_collection
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
+from gemini.train.modules.mixed import TARGETS, cast_floats
 from gemini.train.optimizers.grad_scaler import GradScaler
 
 from .settings import take_over_scale
@@ -70,11 +70,8 @@ class GeminiPrecision(Precision):
         """The optimizer whose gradients are whole, and which has not used them yet."""
 
     def convert_input(self, data: Any) -> Any:
-        """Floating-point tensors of a batch in the compute dtype, as Lightning's "bf16-true" does."""
-        if self.compute == "fp32":
-            return data
-        dtype = COMPUTE_DTYPES[self.compute]
-        return apply_to_collection(data, torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        """A batch in the compute dtype, for steps too that call parts of the model and not its forward."""
+        return data if self.compute == "fp32" else cast_floats(data, COMPUTE_DTYPES[self.compute], but=TARGETS)
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:  # type: ignore[override]
         """The loss, scaled in fp16; also of ``manual_backward``."""

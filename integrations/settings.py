@@ -10,10 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.errors import warn
 from gemini.memory.devices.device import torch_device_of
 from gemini.train.ddp import GeminiDDP
+from gemini.train.modules.mixed import half_of
 
 _UNSAID = (None, "no")
 
@@ -53,6 +56,21 @@ def precision_of(flag: str | None, config: GeminiConfig | None) -> str:
     """
     by_flag = "fp32" if flag is None or flag in _UNSAID else flag
     return by_flag if config is None else config.resolved(by_flag).precision
+
+
+def warn_half(model: nn.Module, config: GeminiConfig | None, computed: str, unsaid: str, flag: str) -> None:
+    """Say it where weights in half precision are going to be computed with in another one that nobody asked for.
+
+    Args:
+        unsaid: what was not given.
+        flag: what would be, with ``{}`` in the place of the precision.
+    """
+    half = None if isinstance(model, GeminiDDP) else half_of(model)
+    if half not in (None, computed) and (config is None or config.precision is None):
+        warn(
+            f"the model's weights are {half}, and {unsaid}: it is trained in {computed}. Give {flag.format(half)} to "
+            f"compute in {half} (with exact fp32 masters), or GeminiConfig(precision=...) to choose"
+        )
 
 
 def config_of(model: Any) -> GeminiConfig | None:

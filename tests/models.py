@@ -75,6 +75,13 @@ def t5(**changes: Any) -> nn.Module:
     return T5ForConditionalGeneration(T5Config(**(config | changes)))
 
 
+def _mixed() -> nn.Module:
+    """A body in half precision, and a head in fp32, which casts what it is given."""
+    model = llama().bfloat16()
+    model.lm_head.float().register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    return model
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -82,7 +89,13 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "t5": t5,
     "tied": lambda: llama(tie_word_embeddings=True),
     "frozen": _frozen,
+    "mixed": _mixed,
 }
+
+
+def fp32_in(family: str) -> list[str]:
+    """What stays in fp32 beside the rest."""
+    return ["lm_head.weight"] if family == "mixed" else []
 
 
 def make_model(family: str) -> nn.Module:
@@ -213,7 +226,8 @@ def plain_loop(family: str, recipe: Recipe, device: str = "cpu") -> Run:
     """Train the plain loop on ``device``; what comes out is on the CPU."""
     model = make_model(family).to(device)
     scale = recipe.loss_scale if recipe.precision == "fp16" else None
-    plain = Plain(model, recipe.precision, betas=recipe.betas, decoupled=recipe.decoupled, scale=scale)
+    how: dict[str, Any] = {"betas": recipe.betas, "decoupled": recipe.decoupled, "fp32": fp32_in(family)}
+    plain = Plain(model, recipe.precision, scale=scale, **how)
     # A stock optimizer holds groups and learning rates for the scheduler; it sees no gradient and updates nothing.
     groups = torch.optim.SGD(param_groups(model, recipe), lr=0.0)
     scheduler = make_scheduler(groups, recipe)

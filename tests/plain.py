@@ -8,6 +8,8 @@ param. It uses no native kernel, so that comparing with it compares those too.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,14 +21,23 @@ from gemini.kernels import AdamHyper
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def declared_fp32(model: nn.Module, precision: str) -> list[str]:
+    """What transformers keeps in fp32 when it loads this model in ``precision``."""
+    plan = model._get_dtype_plan(DTYPES[precision]) if hasattr(model, "_get_dtype_plan") else {}
+    return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in plan)]
+
+
 class Plain:
-    """The loop that defines the bits. ``of`` may give a param, by its name, another lr or weight decay."""
+    """The loop that defines the bits. ``of`` may give a param, by its name, another lr or weight decay; those in
+    ``fp32``, and those that a model of transformers loads so, are of no other dtype.
+    """
 
     def __init__(
         self, model: nn.Module, precision: str = "bf16", *, lr: float = 1e-2, weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, decoupled: bool = True,
-        scale: float | None = None,
+        scale: float | None = None, fp32: Collection[str] = (),
     ):  # fmt: skip
+        self.fp32 = {*fp32, *declared_fp32(model, precision)}
         self.model, self.precision, self.scale = model, precision, scale
         self.hyper: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "decoupled": decoupled}
         self.lr, self.weight_decay = lr, weight_decay
@@ -35,18 +46,21 @@ class Plain:
         self.grads: dict[str, torch.Tensor] = {}
         self.coefficient = 1.0
         for name, param in model.named_parameters():
-            given = param.detach() if param.requires_grad else param.detach().to(DTYPES[precision])
+            given = param.detach() if param.requires_grad else param.detach().to(self._dtype_of(name))
             master = given.float().contiguous().view(-1).clone()  # of frozen params only the weights are kept
             state: dict[str, Any] = {"step": 0, "weights": master, "residual": None}
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            if precision == "bf16":
+            if self._dtype_of(name) is torch.bfloat16:
                 state["weights"], state["residual"] = master.bfloat16(), torch.zeros_like(master, dtype=torch.int16)
                 reference.split_master(master, state["weights"], state["residual"])
             self.states[name] = state
             self._show(name, param)
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self.fp32 else DTYPES[self.precision]
+
     def _show(self, name: str, param: nn.Parameter) -> None:
-        param.data = self.states[name]["weights"].to(DTYPES[self.precision], copy=True).view(param.shape)
+        param.data = self.states[name]["weights"].to(self._dtype_of(name), copy=True).view(param.shape)
 
     def backward(self, loss: torch.Tensor, share: float = 1.0, **kwargs: Any) -> None:
         """``share``: what the loss counts. In fp16 it keeps a large scale finite where it begins."""

@@ -17,7 +17,7 @@ from gemini.jobs.plan_machine import Machine
 from gemini.jobs.plan_settings import PlanSettings
 from gemini.planning.break_even import Grow, break_even
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRADS, RuleSpec, plane_specs
+from gemini.planning.planes import GRADS, RuleSpec, plane_specs, precision_of
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
@@ -255,9 +255,8 @@ def _needs(trace: MemoryTrace, rule: RuleSpec, gradients: str, ranks: int) -> di
     layout = trace.layout(ranks=ranks, rule=rule)
     found: Counter[str] = Counter()
     for chunk in layout.chunks:
-        specs = plane_specs(
-            trace.precision, gradients, rule.of(chunk.exact), trainable=chunk.trainable, coded=chunk.coded
-        )
+        precision, own = precision_of(chunk, trace.precision), rule.of(chunk.exact)
+        specs = plane_specs(precision, gradients, own, trainable=chunk.trainable, coded=chunk.coded)
         found.update({kind: spec.page_bytes(chunk.numel // layout.ranks) for kind, spec in specs.items()})
     return dict(found)
 

@@ -37,6 +37,7 @@ from gemini.train.gradients.tied import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton
+from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.params.codes import first_coded
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
@@ -104,6 +105,14 @@ class Pipeline:
             raise ValueError(
                 f"Pipeline of a model with 4-bit codes ({coded!r}): stages are of params in floating point. Use dp, "
                 "which divides codes among ranks: GeminiDDP(model, config)"
+            )
+        kept = kept_in_fp32(model, config.precision, config.keep_fp32) if size > 1 else {}
+        if kept:
+            first, why = next((name, kept[id(p)]) for name, p in model.named_parameters() if id(p) in kept)
+            raise ValueError(
+                f"Pipeline over ranks of a model with params that stay in fp32 (the first is {first!r}, {why}): its "
+                f"stages are all in {config.precision}. Cast them with GeminiConfig(keep_fp32=None), or use dp, which "
+                "divides them among ranks: GeminiDDP(model, config)"
             )
         if example is None:
             example = _example_for(model)

@@ -8,7 +8,8 @@ Sizes are in elements, because a chunk has planes of several element sizes. Ever
 ``align`` elements, which is a page of 4 KiB in every plane that may be in a file (2048 where 2-byte planes are the
 smallest), so each param's part of each plane can be read and written by direct I/O, and a plane fills whole pages.
 
-Weights that are codes of a few bits have chunks of their own, whose elements are bytes.
+Weights that are codes of a few bits have chunks of their own, whose elements are bytes, and so have those that stay in
+fp32 where the others are of two bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from gemini.planning.planes import ALIGN, PAGE
+from gemini.planning.planes import ALIGN, PAGE, compute_itemsize, precision_of
 
 DEFAULT_MAX_CHUNK = 64 * 2**20
 """Elements above which a block is cut into several chunks (128 MiB of bf16). A larger single param is its own chunk."""
@@ -29,7 +30,8 @@ _INDEX = re.compile(r"^(?P<block>(?:.*?\.)?\d+)\.")
 @dataclass(frozen=True)
 class ParamSpec:
     """What the layout needs to know of a param: its first name, its number of elements, whether it is trained, whether
-    it keeps exact states where others do not, whether its chunk holds nothing else, and whether it is bytes of codes.
+    it keeps exact states where others do not, whether its chunk holds nothing else, whether it is bytes of codes, and
+    whether it stays in fp32 where others do not.
     """
 
     name: str
@@ -38,6 +40,7 @@ class ParamSpec:
     exact: bool = False
     apart: bool = False
     coded: bool = False
+    fp32: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Part:
 class ChunkSpec:
     """A contiguous run of whole params of one block; ``numel`` includes the padding, the same on every rank. Params
     start at multiples of ``align``. ``exact``: its params keep exact states where those of other chunks are compact.
-    ``coded``: its elements are bytes of codes, of several weights each.
+    ``coded``: its elements are bytes of codes, of several weights each. ``fp32``: it stays in fp32.
     """
 
     index: int
@@ -80,6 +83,15 @@ class ChunkSpec:
     align: int = ALIGN
     exact: bool = False
     coded: bool = False
+    fp32: bool = False
+
+    def itemsize(self, precision: str) -> int:
+        """Bytes per element of the gathered weights, in a model of ``precision``."""
+        return compute_itemsize(precision_of(self, precision), coded=self.coded)
+
+    def grad_itemsize(self, itemsize: int) -> int:
+        """Bytes per element of a gradient on its way, where others have ``itemsize``."""
+        return 4 if self.fp32 else itemsize
 
     @property
     def payload(self) -> int:
@@ -147,10 +159,10 @@ def make_layout(
 ) -> Layout:
     """Cut ``params`` (in declaration order, tied names once) into chunks.
 
-    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others, or
-    codes and numbers), at a param that stands apart, or where ``max_chunk`` elements would be passed. Blocks that are
-    larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a multiple of
-    ``ranks``, and each rank's shard of it a whole number of pages in every plane.
+    A chunk ends where the block ends, where trained and frozen params meet (or those with exact states and others,
+    codes and numbers, fp32 and less), at a param that stands apart, or where ``max_chunk`` elements would be passed.
+    Blocks that are larger than ``max_chunk`` are cut into pieces of about equal size. ``numel`` of every chunk is a
+    multiple of ``ranks``, and each rank's shard of it a whole number of pages in every plane.
 
     Raises:
         ValueError: without params, with a repeated name, or a negative number of elements.
@@ -173,8 +185,10 @@ def make_layout(
         for spec in run:
             slots.append(Slot(spec.name, start, spec.numel))
             start += room(spec)
-        numel = page_up(start, ranks * own)
-        chunks.append(ChunkSpec(len(chunks), tuple(slots), numel, run[0].trainable, own, run[0].exact, run[0].coded))
+        numel, first = page_up(start, ranks * own), run[0]
+        chunks.append(
+            ChunkSpec(len(chunks), tuple(slots), numel, first.trainable, own, first.exact, first.coded, first.fp32)
+        )
 
     for run in _runs(params):
         total = sum(map(room, run))
@@ -198,15 +212,16 @@ def make_layout(
 
 def _runs(params: Sequence[ParamSpec]) -> list[list[ParamSpec]]:
     """Stretches of one block; in each, the trained params and the frozen ones apart (LoRA declares them in turns), and
-    so those with exact states (norms stand between matrices), those that are codes, and each that is to stand apart.
+    so those with exact states (norms stand between matrices), those that are codes, those in fp32, and each that is to
+    stand apart.
     """
     runs: list[list[ParamSpec]] = []
     for _, stretch in groupby(params, key=lambda spec: block_of(spec.name)):
-        by_kind: dict[tuple[bool, bool, bool, str], list[ParamSpec]] = {}
+        by_kind: dict[tuple[bool, bool, bool, bool, str], list[ParamSpec]] = {}
         for spec in stretch:
             if spec.numel < 0:
                 raise ValueError(f"param {spec.name!r} has {spec.numel} elements")
-            kind = (spec.trainable, spec.exact, spec.coded, spec.name if spec.apart else "")
+            kind = (spec.trainable, spec.exact, spec.coded, spec.fp32, spec.name if spec.apart else "")
             by_kind.setdefault(kind, []).append(spec)
         runs += by_kind.values()
     return runs

@@ -22,8 +22,8 @@ from gemini.planning.planes import (
     PlaneKind,
     PlaneSpec,
     RuleSpec,
-    compute_itemsize,
     plane_specs,
+    precision_of,
 )
 from gemini.planning.working import whole_numel
 from gemini.tiers import Tier
@@ -165,7 +165,8 @@ class Problem:
         """The form of each plane of a chunk."""
         chunk = self.layout.chunks[index]
         rule = self.rule.of(chunk.exact)
-        return plane_specs(self.precision, self.gradients, rule, trainable=chunk.trainable, coded=chunk.coded)
+        precision = precision_of(chunk, self.precision)
+        return plane_specs(precision, self.gradients, rule, trainable=chunk.trainable, coded=chunk.coded)
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
@@ -175,13 +176,13 @@ class Problem:
     def window_bytes(self, index: int) -> int:
         """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype or as it is coded."""
         chunk = self.layout.chunks[index]
-        return chunk.numel * compute_itemsize(self.precision, coded=chunk.coded)
+        return chunk.numel * chunk.itemsize(self.precision)
 
     def needs_window(self, index: int, home: Tier) -> bool:
         """Whether the weights must be gathered into other memory than their home before a module can read them."""
-        trainable = self.layout.chunks[index].trainable
-        sharded = self.layout.ranks > 1
-        return sharded or home is not self.compute or (self.precision == "fp16" and trainable)
+        chunk, sharded = self.layout.chunks[index], self.layout.ranks > 1
+        is_cast = precision_of(chunk, self.precision) == "fp16" and chunk.trainable
+        return sharded or home is not self.compute or is_cast
 
     def spoken_for_by_name(
         self, *, gathers: bool = True, stages: bool = True, streams: bool = False
@@ -416,7 +417,7 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         roomy = replace(problem, budgets={**budgets, compute: floor, Tier.NVME: 2**62})
         on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(Tier.NVME, 0)
         disk = "" if on_disk <= budgets.get(Tier.NVME, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
-        largest = max(chunk.numel for chunk in problem.layout.chunks) * compute_itemsize(problem.precision)
+        largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
         return (
             f"raise the {compute.value} budget to at least {_at_least(floor)}{disk}: the gathered weights of one "
             f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once"

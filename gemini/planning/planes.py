@@ -2,7 +2,7 @@
 
 bf16:  weights 2 (the bf16 half of the fp32 master) + residual 2 (the other half)
 fp16:  weights 4 (the fp32 master; cast when it is gathered)
-fp32:  weights 4 (the master itself)
+fp32:  weights 4 (the master itself), which is also how a param is kept that stays in fp32 beside the others
 
 that is 4 bytes per param, and the planes of the update rule beside them: Adam's two states make it 12. Gradients
 between backward and update take 2 bytes (4 in fp32, or where accumulated), none where updates run in backward. With
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from gemini.planning.factors import FactorSpec
 
@@ -148,12 +148,12 @@ class RuleSpec:
         if self.factors and not self.whole:
             raise ValueError(f"rule {self.name!r} has factors, which are of whole params: it needs 'param'")
 
-    def keeps_exact(self, shape: tuple[int, ...], *, trainable: bool) -> bool:
-        """Whether a param has a place among those with exact states: the small ones, and frozen ones, in case they are
-        trained later. Of a rule without compact states no param has: all are alike.
+    def keeps_exact(self, shape: tuple[int, ...], *, trainable: bool, fp32: bool = False) -> bool:
+        """Whether a param has a place among those with exact states: the small ones, those in fp32, and frozen ones, in
+        case they are trained later. Of a rule without compact states no param has: all are alike.
         """
         small = len(shape) < 2 or math.prod(shape) < self.smallest
-        return self.exact is not None and (small or not trainable)
+        return self.exact is not None and (small or fp32 or not trainable)
 
     def of(self, exact: bool) -> RuleSpec:
         """The rule of a chunk, which keeps its states exact or not."""
@@ -263,6 +263,19 @@ def check_gradients(gradients: str, rule: RuleSpec) -> None:
         )
 
 
+class InFp32(Protocol):
+    """A param, or the params of a chunk, as far as their precision goes."""
+
+    @property
+    def fp32(self) -> bool:
+        """Whether it stays in fp32, whatever the model is computed in."""
+
+
+def precision_of(spec: InFp32, precision: str) -> str:
+    """What a param or a chunk is computed in, in a model of ``precision``."""
+    return "fp32" if spec.fp32 else precision
+
+
 def compute_itemsize(precision: str, *, coded: bool = False) -> int:
     """Bytes per element of the gathered weights, as forward and backward read them."""
     return 1 if coded else 4 if precision == "fp32" else 2
@@ -285,7 +298,7 @@ def plane_specs(
         specs += rule.planes
         if gradients != "transient":
             specs.append(PlaneSpec(GRAD, "float32" if gradients == "accumulate" else narrow))
-        if gradients == "accumulate_bf16":
+        if gradients == "accumulate_bf16" and precision == "bf16":
             specs.append(PlaneSpec(GRAD_ERROR, "int8"))
     return {spec.kind: spec for spec in specs}
 

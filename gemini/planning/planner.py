@@ -123,6 +123,8 @@ def plan(
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
     if not trace.moments:
         raise PlanMismatch(f"the trace of {trace.model} has no moments: trace a whole forward and backward")
+    if precision == "fp32":
+        trace = trace.with_fp32(())  # all are
     rule = spec_for(spec_of(optimizer), states, precision or trace.precision)
     check_gradients(gradients, rule)
     sharing = local_ranks or ranks
@@ -271,8 +273,8 @@ def _in_flight(layout: Layout, itemsize: int, *, many: bool, waiting: bool) -> i
     """Bytes of gradients on their way: whole ones that wait to be divided, or those that wait for their update."""
     if many:
         return gradients_in_flight(layout, itemsize)
-    largest = max((chunk.numel for chunk in layout.chunks if chunk.trainable), default=0)
-    return WAITING_GRADIENTS * largest * itemsize if waiting else 0
+    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
+    return WAITING_GRADIENTS * largest if waiting else 0
 
 
 class Planner:

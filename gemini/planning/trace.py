@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -43,7 +43,8 @@ class Source(Enum):
 @dataclass(frozen=True)
 class TracedParam:
     """A param once: all its names (the first is its name), its shape, whether it is laid out as a trained one, whether
-    its chunk holds nothing else, and whether its elements are bytes of codes (two 4-bit weights in each).
+    its chunk holds nothing else, whether its elements are bytes of codes (two 4-bit weights in each), and whether it
+    stays in fp32 in a model of another precision.
     """
 
     names: tuple[str, ...]
@@ -51,6 +52,7 @@ class TracedParam:
     trainable: bool = True
     apart: bool = False
     coded: bool = False
+    fp32: bool = False
 
     @property
     def name(self) -> str:
@@ -178,15 +180,26 @@ class MemoryTrace:
     @property
     def fingerprint(self) -> str:
         """Equal for two models exactly if their params have the same names, ties, shapes and are trained alike."""
-        described = [[list(p.names), list(p.shape), p.trainable, *["coded"] * p.coded] for p in self.params]
+        described = [
+            [list(p.names), list(p.shape), p.trainable, *["coded"] * p.coded, *["fp32"] * p.fp32] for p in self.params
+        ]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    def with_fp32(self, names: Collection[str]) -> MemoryTrace:
+        """The same step of a model in which the params of these (first) names stay in fp32, and no others."""
+        params = tuple(replace(param, fp32=param.name in names) for param in self.params)
+        tiled = None if self.tiled is None else self.tiled.with_fp32(names)
+        return self if params == self.params and tiled == self.tiled else replace(self, params=params, tiled=tiled)
 
     def layout(self, *, ranks: int = 1, max_chunk: int = DEFAULT_MAX_CHUNK, rule: RuleSpec = ADAM) -> Layout:
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
-            ParamSpec(p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable), p.apart, p.coded)
+            ParamSpec(
+                p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32), p.apart,
+                p.coded, p.fp32,
+            )
             for p in self.params
-        ]
+        ]  # fmt: skip
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
@@ -218,7 +231,7 @@ class MemoryTrace:
             "tensor_parallel": self.tensor_parallel,
             "tiled": None if self.tiled is None else self.tiled.to_json(),
             "together": [list(indices) for indices in self.read_together],
-            "params": [[list(p.names), list(p.shape), p.trainable, p.apart, p.coded] for p in self.params],
+            "params": [[list(p.names), list(p.shape), p.trainable, p.apart, p.coded, p.fp32] for p in self.params],
             "moment_fields": list(_FIELDS),
             "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
         }  # fmt: skip
@@ -305,7 +318,7 @@ def _moment(fields: dict[str, Any]) -> Moment:
 def _said(param: TracedParam | None) -> str:
     if param is None:
         return "absent"
-    how = {"frozen": not param.trainable, "apart": param.apart, "coded": param.coded}
+    how = {"frozen": not param.trainable, "apart": param.apart, "coded": param.coded, "kept in fp32": param.fp32}
     return " ".join([str(list(param.shape)), *(word for word, is_so in how.items() if is_so)])
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gemini.planning.layout import page_up
 from gemini.planning.placement import Homes, Placement, Problem
-from gemini.planning.planes import ALIGN, GRAD, GRAD_ERROR, GRADS, PAGE, WEIGHTS, compute_itemsize
+from gemini.planning.planes import ALIGN, GRAD, GRAD_ERROR, GRADS, PAGE, WEIGHTS
 from gemini.tiers import Tier
 
 
@@ -70,7 +70,7 @@ def gradient_traffic(
     if not chunk.trainable:
         return moved
     home = homes.get(GRAD, update_tier(problem, homes, streamed=streamed))
-    itemsize = compute_itemsize(problem.precision)
+    itemsize = chunk.itemsize(problem.precision)
     planes = [spec for kind, spec in problem.plane_specs(index).items() if kind in GRADS]
     for slot in chunk.slots:
         numel = slot.numel // problem.layout.ranks
@@ -106,7 +106,7 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
     chunk, wide = problem.layout.chunks[index], problem.plane_bytes(index)[WEIGHTS]
     return (
         problem.gradients == "transient" and homes[WEIGHTS] is Tier.NVME and where is Tier.CPU
-        and problem.layout.ranks == 1 and wide == chunk.numel * compute_itemsize(problem.precision)
+        and problem.layout.ranks == 1 and wide == chunk.numel * chunk.itemsize(problem.precision)
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gemini.planning.costs import Cost, Costs
 from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
+from gemini.planning.planes import GRAD, GRADS, WEIGHTS
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.tiers import Tier
@@ -207,7 +207,7 @@ class Work:
 
     def _landing(self, index: int, numel: int, moved: Mapping[Boundary, int]) -> list[Hop]:
         problem, homes, name = self.problem, self.plan.placement.homes[index], f"land gradients of chunk {index}"
-        narrow = compute_itemsize(problem.precision)
+        narrow = problem.layout.chunks[index].itemsize(problem.precision)
         hops: list[Hop] = []
         if self.ranks > 1:
             hops.append(self._share(Track.REDUCE, numel * narrow, f"reduce-scatter chunk {index}", REDUCING, index))
@@ -234,7 +234,7 @@ class Work:
         streamed = index in self.plan.placement.streamed
         where = update_tier(problem, homes, streamed=streamed)
         numel = problem.layout.chunks[index].numel // self.ranks
-        grad_bytes = numel * compute_itemsize(problem.precision)
+        grad_bytes = numel * problem.layout.chunks[index].itemsize(problem.precision)
         rule = problem.rule.of(problem.layout.chunks[index].exact)
         cost = self._costs.update(
             problem.plane_bytes(index), where, grad_bytes=grad_bytes, beyond_bytes=rule.beyond_bytes

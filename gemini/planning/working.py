@@ -6,7 +6,7 @@ Closed forms, the same for the planner, which leaves room for them, and for the 
 from __future__ import annotations
 
 from gemini.planning.layout import Layout, block_of, page_up
-from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
+from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.trace import MemoryTrace, chunks_of_params
 from gemini.tiers import Tier
 
@@ -113,7 +113,7 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 
     The chunks of one block are open together, and one of the block before it may be.
     """
-    largest = max((chunk.numel * itemsize for chunk in layout.chunks if chunk.trainable), default=0)
+    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
     return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest
 
 
@@ -122,7 +122,7 @@ def _gradients_by_block(layout: Layout, itemsize: int) -> dict[str, int]:
     for chunk in layout.chunks:
         if chunk.trainable:
             block = block_of(chunk.slots[0].name) or f"chunk {chunk.index}"
-            found[block] = found.get(block, 0) + chunk.numel * itemsize
+            found[block] = found.get(block, 0) + chunk.numel * chunk.grad_itemsize(itemsize)
     return found
 
 
@@ -139,7 +139,7 @@ def waiting_activations(trace: MemoryTrace) -> int:
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:
     """The working set: the most bytes of gathered weights that any moment, or any module, needs at once."""
     by_param = chunks_of_params(trace, layout)
-    num_bytes = [chunk.numel * compute_itemsize(precision, coded=chunk.coded) for chunk in layout.chunks]
+    num_bytes = [chunk.numel * chunk.itemsize(precision) for chunk in layout.chunks]
     read = {*trace.read_together, *(moment.params for moment in trace.moments)}
     needs = {frozenset(by_param[index] for index in indices) for indices in read}
     return max((sum(num_bytes[i] for i in chunks) for chunks in needs), default=0)

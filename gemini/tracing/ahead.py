@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
 from gemini.train.modules.calls import iter_tensors
 from gemini.train.modules.compiled import compiled_part, mark_compiled
+from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 from gemini.train.slices.slicing import imagine_slices
@@ -52,6 +53,7 @@ def trace(
     context_parallel: int = 1,
     context_attention: str = "auto",
     tensor_parallel: int = 1,
+    keep_fp32: KeepFp32 = "auto",
 ) -> MemoryTrace:
     """One forward and backward of ``model`` on ``batch``, without weights, without memory for them and without a GPU.
 
@@ -60,7 +62,7 @@ def trace(
             left as it is. It is traced in training mode.
         batch: keyword arguments of forward. Of tensors only shapes and dtypes count, so they may be on the meta
             device; :func:`gemini.tracing.batches.batch_for` makes them for a config.
-        precision: the compute dtype, "bf16", "fp16" or "fp32". Params are cast to it, buffers are not, as
+        precision: the compute dtype, "bf16", "fp16" or "fp32". Params and inputs are cast to it, buffers are not, as
             ``GeminiDDP`` does.
         target: "cpu" or "cuda", whose workspaces the bytes include; by default "cuda" if there is one.
         checkpointing: gradient checkpointing of a transformers model: True (as transformers does it by default),
@@ -75,6 +77,7 @@ def trace(
         context_attention: as in :class:`gemini.GeminiConfig`.
         tensor_parallel: ranks that have slices of each layer, the size of ``tp`` in their mesh. The trace is of the
             first one, and its params are slices.
+        keep_fp32: as in :class:`gemini.GeminiConfig`.
 
     Returns:
         A trace with ``source`` "ahead". MoE models are traced with the experts implementation they have; those whose
@@ -96,7 +99,8 @@ def trace(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
-            _cast_params(fake, COMPUTE_DTYPES[precision])
+            kept = kept_in_fp32(fake, precision, keep_fp32)
+            _cast_params(fake, COMPUTE_DTYPES[precision], kept)
             for module in fake.modules():
                 without_package(getattr(module, "config", None))
             fake.train()
@@ -118,8 +122,11 @@ def trace(
                 token_tiles.tile_tokens(fake, int(tiles))
             if context_parallel > 1:
                 imagine_parts(fake, context_parallel, context_attention, sent, slices=tensor_parallel)
+            if precision != "fp32":
+                inputs = cast_floats(inputs, COMPUTE_DTYPES[precision], but=TARGETS)
+                cast_where_they_meet(fake, kept, COMPUTE_DTYPES[precision])
             step = _run(fake, inputs, chosen, loss, mode, sent)
-            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles))
+            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles), kept)
             return replace(found, context_parallel=context_parallel, tensor_parallel=tensor_parallel)
 
     if tile_tokens != "auto" or tensor_parallel > 1:
@@ -133,7 +140,9 @@ def trace(
     return whole if tiled.tile_tokens is None else replace(whole, tiled=tiled)
 
 
-def _as_trace(fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None) -> MemoryTrace:
+def _as_trace(
+    fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None, kept: Collection[int]
+) -> MemoryTrace:
     return MemoryTrace(
         model=type(fake).__name__,
         precision=precision,
@@ -141,7 +150,7 @@ def _as_trace(fake: nn.Module, step: ObservedStep, precision: str, target: Targe
         tokens=step.tokens,
         target=target.name,
         source=Source.AHEAD,
-        params=traced_params(fake),
+        params=traced_params(fake, kept),
         moments=tuple(step.moments),
         buffer_bytes=buffer_bytes(fake),
         checkpointing=step.checkpointing,
@@ -189,8 +198,9 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         memo[id(param)].__dict__.update(param.__dict__)
         if (scales := getattr(param, "quant_state", None)) is not None:  # fake operations take them as they are
             memo[id(scales)] = scales
-    for buffer in model.buffers():
-        memo[id(buffer)] = _empty_as(buffer, mode)
+    beside = (value for module in model.modules() for value in vars(module).values())  # what spectral_norm computed
+    for tensor in (*model.buffers(), *(value for value in beside if isinstance(value, torch.Tensor))):
+        memo[id(tensor)] = _empty_as(tensor.detach(), mode)
     try:
         copied = copy.deepcopy(model, memo)
         for own, other in zip(model.modules(), copied.modules(), strict=True):
@@ -225,10 +235,11 @@ def _empty_as(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-def _cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+def _cast_params(model: nn.Module, dtype: torch.dtype, kept: Collection[int]) -> None:
     for param, _ in distinct_params(model):
-        if param.is_floating_point() and param.dtype is not dtype:
-            param.data = torch.empty(param.shape, dtype=dtype)
+        own = torch.float32 if id(param) in kept else dtype
+        if param.is_floating_point() and param.dtype is not own:
+            param.data = torch.empty(param.shape, dtype=own)
 
 
 def _set_checkpointing(model: Any, wanted: bool | str | None) -> None:

@@ -21,6 +21,7 @@ from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 
@@ -154,14 +155,16 @@ class MemoryTracer:
                 "the backward of its loss inside the `with gemini.MemoryTracer(model)` block"
             )
         same = [timed.times for timed in self._timed if timed.keys == [key for key in step.keys if key is not None]]
+        precision = self._precision()
+        kept = kept_in_fp32(self._model, precision) if self._engine is None else self._engine.params.in_fp32
         made = MemoryTrace(
             model=type(self._model).__name__,
-            precision=self._precision(),
+            precision=precision,
             batch=step.inputs,
             tokens=step.tokens,
             target=self._target.name,
             source=Source.RECORDED,
-            params=traced_params(self._model),
+            params=traced_params(self._model, kept),
             moments=tuple(step.moments),
             buffer_bytes=buffer_bytes(self._model),
             checkpointing=step.checkpointing,

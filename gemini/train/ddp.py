@@ -30,6 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
+from gemini.train.modules.mixed import warn_of_fp16, whys_of
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -279,7 +280,7 @@ class GeminiDDP(nn.Module):
         engine.drain()
         return make_report(
             engine.store, engine.decision.problem.layout, engine.shards, engine.updates.guesses,
-            engine.decision.tile_tokens,
+            engine.decision.tile_tokens, whys_of(self, engine.config, engine.params.in_fp32),
         )  # fmt: skip
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
@@ -440,6 +441,8 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     refuse_compiled_whole(model)
     refuse_unsupported(model)
     refuse_unwrappable(model, _class_for)
+    if config.precision is None:
+        warn_of_fp16(model)
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
-from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import make_device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
@@ -156,7 +155,7 @@ class Engine:
             shards.connect(reduction)
         self.shards = shards
         by_names = self.by_names = ByName(
-            params.handles, COMPUTE_DTYPES[config.precision], store, await_update=updates.wait,
+            params.handles, store, await_update=updates.wait,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
             slices=others, all_agree=in_job is not None and in_job.experts is not None,
         )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from gemini.errors import human_bytes
@@ -32,6 +34,7 @@ class MemoryReport(dict[str, Any]):
       "reduce-scatter". If one wait happens inside another, all of it counts for the outer one.
     - "params": the number of managed params. "bytes_per_param": bytes of weights and states. "grad_bytes_per_param":
       bytes reserved for gradients between backward and update. Both are per trained param.
+    - "fp32": by why, the number of params that stay in fp32 in a model of bf16 or fp16 (``GeminiConfig(keep_fp32=)``).
     - "tile_tokens": as in the config, or with "auto" what the planner chose. None: not tiled.
     - "speculation": how many of the updates that ``HybridAdam(speculate=True)`` made during backward were "kept" and
       how many "undone" (or not made, for lack of room), since the model was wrapped.
@@ -72,6 +75,9 @@ class MemoryReport(dict[str, Any]):
             f"{self['params']:,} params ({self['trained_params']:,} trained): {self['bytes_per_param']:.2f} bytes "
             f"each when trained, and {self['grad_bytes_per_param']:.2f} for gradients between backward and update"
         )
+        if self["fp32"]:
+            listed = ", ".join(f"{num_params:,} {why}" for why, num_params in self["fp32"].items())
+            lines.append(f"params that stay in fp32: {listed}")
         if self["tile_tokens"] is not None:
             lines.append(f"MLPs, norms, and the head with its loss: {self['tile_tokens']:,} tokens at a time")
         return "\n".join(lines)
@@ -103,10 +109,16 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
 
 
 def make_report(
-    store: ChunkStore, layout: Layout, shards: Shards | None, guesses: GuessRecord, tile_tokens: int | None = None
-) -> MemoryReport:
-    """The report of a model as it stands, nothing being in flight."""
+    store: ChunkStore, layout: Layout, shards: Shards | None, guesses: GuessRecord, tile_tokens: int | None = None,
+    kept: Iterable[str] = (),
+) -> MemoryReport:  # fmt: skip
+    """The report of a model as it stands, nothing being in flight.
+
+    Args:
+        kept: of each param that stays in fp32, why.
+    """
     ledger, report = store.ledger, MemoryReport()
+    report["fp32"] = dict(sorted(Counter(kept).items()))
     report["speculation"] = {"kept": guesses.num_kept, "undone": guesses.num_undone}
     report["tile_tokens"] = tile_tokens
     for tier in ledger.tiers:

@@ -11,7 +11,6 @@ from torch import nn
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import Chunk
-from gemini.planning.planes import compute_itemsize
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.engine import Engine
 from gemini.train.modules.coded_layers import release_layers
@@ -55,7 +54,7 @@ def unmanage(model: nn.Module, what: str) -> None:
     engine.drain()
     engine.state.check_whole()
     precision, chunks = engine.config.precision, engine.decision.problem.layout.chunks
-    needed = sum(chunk.payload * compute_itemsize(precision, coded=chunk.coded) for chunk in chunks)
+    needed = sum(chunk.payload * chunk.itemsize(precision) for chunk in chunks)
     free = psutil.virtual_memory().available
     if needed > free:
         raise BudgetExceeded(

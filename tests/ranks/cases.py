@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini.memory.devices.device import make_device
-from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM
 from gemini.planning.working import device_staging_bytes, gradients_in_flight, scratch_bytes, staging_bytes, tile_numel
 from gemini.tiers import Tier
 from gemini.train.params.by_name import read_range
-from gemini.train.setup.problem import collect_params, reduce_dtype
-from gemini.train.setup.structure import working_set
+from gemini.train.setup.problem import reduce_dtype
+from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.hunts.race_recipes import AlwaysPays
 
@@ -87,10 +86,7 @@ def config_of(job: Job, model: nn.Module) -> gemini.GeminiConfig:
         "update_threads": job.update_threads,
     }  # fmt: skip
     plain = gemini.GeminiConfig(**how)
-    named = collect_params(model)
-    layout = make_layout(
-        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], ranks=shards, max_chunk=8000
-    )
+    layout = structural_trace(model, job.precision).layout(ranks=shards, max_chunk=8000)
     largest = max(chunk.numel for chunk in layout.chunks)
     tile = tile_numel(largest)
     problem = Problem(

@@ -73,7 +73,9 @@ def test_ranks_compute_what_one_process_computes(
         pytest.param(4, "fp32", 2, 0.1, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", [f if f == "unused" else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES])
+@pytest.mark.parametrize(
+    "family", ["unused", "mixed", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:-1])]
+)
 def test_placement_changes_no_bit(
     family: str, ranks: int, precision: str, micro: int, clip: float | None, pool_of: Callable[[int], Pool],
     tmp_path: Path, summary: Callable[[str], None],

@@ -19,12 +19,9 @@ from torch import nn
 
 import gemini
 import gemini.testing  # makes the stand-in known, also in processes that import nothing else
-from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.params.codes import is_coded
-from gemini.train.setup.problem import collect_params
-from gemini.train.setup.structure import working_set
+from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain
@@ -104,25 +101,29 @@ def squares(model: nn.Module, seed: int) -> torch.Tensor:
 # ---- placements ------------------------------------------------------------------------------------------------------
 
 
-def tight_bytes(model: nn.Module, precision: str) -> tuple[int, int]:
+def tight_bytes(model: nn.Module, precision: str, keep_fp32: Any = "auto") -> tuple[int, int]:
     """The working set of gathered weights, and host staging of all workers: what the budgets must leave."""
-    named = collect_params(model)
-    layout = make_layout(
-        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad, coded=is_coded(n.param)) for n in named]
-    )
+    layout = structural_trace(model, precision, keep_fp32).layout()
     largest = max(chunk.numel for chunk in layout.chunks)
     sets = staging_sets(Tier.CPU, precision, overlap=True)
     return working_set(model, layout, precision), sets * staging_bytes(tile_numel(largest))
 
 
 def make_config(
-    model: nn.Module, where: str, path: Path, *, precision: str = "bf16", gradients: str = "retain", slack: int = 0
+    model: nn.Module,
+    where: str,
+    path: Path,
+    *,
+    precision: str = "bf16",
+    gradients: str = "retain",
+    slack: int = 0,
+    keep_fp32: Any = "auto",
 ) -> gemini.GeminiConfig:
     """``ram``: all in place. ``disk``: all on NVMe, memory for one module. ``standin``: a GPU with room for one.
 
     ``serial``: as disk, in turn. ``small``: as disk, in chunks of 64 elements. ``half``: half of everything on NVMe.
     """
-    gathered, staging = tight_bytes(model, precision)
+    gathered, staging = tight_bytes(model, precision, keep_fp32)
     gathered += slack
     kind = {"serial": "disk", "small": "disk"}.get(where, where)
     more: dict[str, Any] = {"serial": {"overlap": False}, "small": {"max_chunk": 64}}.get(where, {})
@@ -139,8 +140,9 @@ def make_config(
         memory = gemini.MemoryBudget(gpu=gathered, cpu="64MiB", nvme="64MiB", nvme_path=path)
         device, placement = "standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)
     return gemini.GeminiConfig(
-        precision=precision, gradients=gradients, memory=memory, device=device, placement=placement, **more
-    )
+        precision=precision, gradients=gradients, memory=memory, device=device, placement=placement,
+        keep_fp32=keep_fp32, **more,
+    )  # fmt: skip
 
 
 def wrap(model: nn.Module, where: str, path: Path, **how: Any) -> Any:

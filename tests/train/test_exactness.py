@@ -23,14 +23,13 @@ from torch import nn
 import gemini
 from gemini import kernels
 from gemini.memory.devices.device import make_device
-from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
+from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, Problem, bytes_per_tier, can_stream
 from gemini.planning.planes import ADAM as RULE
 from gemini.planning.planes import GRAD, RESIDUAL, PlaneKind, compute_itemsize
 from gemini.planning.working import device_staging_bytes, staging_bytes, staging_sets, tile_numel
 from gemini.tiers import MemoryBudget, Tier
-from gemini.train.setup.problem import collect_params
-from gemini.train.setup.structure import working_set
+from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.models import Recipe
 from tests.plain import Plain
@@ -53,10 +52,20 @@ CASES: list[tuple[str, Recipe, int]] = [
     ("tied", Recipe("fp32"), 10),
     ("frozen", Recipe("bf16", **ADAM), 20),
     ("frozen", Recipe("fp16"), 10),
+    ("mixed", Recipe("bf16"), 20),
+    ("mixed", Recipe("fp16", **ADAM), 10),
 ]
 
 
-QUICK = {("llama", "bf16"), ("gpt2", "fp32"), ("mixtral", "fp16"), ("t5", "fp16"), ("tied", "bf16"), ("frozen", "fp16")}
+QUICK = {
+    ("llama", "bf16"),
+    ("gpt2", "fp32"),
+    ("mixtral", "fp16"),
+    ("t5", "fp16"),
+    ("tied", "bf16"),
+    ("frozen", "fp16"),
+    ("mixed", "bf16"),
+}
 """The cases of which the quick suite makes some draws."""
 
 NUM_QUICK = 3
@@ -120,10 +129,7 @@ def draw(rng: random.Random, model: nn.Module, precision: str, devices: tuple[st
     isa = rng.choice((None, None, "reference"))
     gradients = rng.choice(("retain", "accumulate"))
     max_chunk = rng.choice((8000, 20000, DEFAULT_MAX_CHUNK))
-    named = collect_params(model)
-    layout = make_layout(
-        [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named], max_chunk=max_chunk
-    )
+    layout = structural_trace(model, precision).layout(max_chunk=max_chunk)
     tiers = [Tier.CPU, Tier.NVME] if device == "cpu" else list(Tier)
     largest = max(chunk.numel for chunk in layout.chunks)
     problem = Problem(
@@ -215,7 +221,7 @@ def test_gradients_of_the_first_backward_are_torch_s_own(
     """One backward, no accumulation: ``full_grad`` shows the bits that torch leaves in ``p.grad``."""
     batch = models.make_batches(1, 1)[0][0]
     plain = models.make_model(family)
-    Plain(plain, precision)  # casts it as forward is to read it
+    Plain(plain, precision, fp32=models.fp32_in(family))  # casts it as forward is to read it
     plain(**batch).loss.backward()
     for index in range(4):
         model = models.make_model(family)

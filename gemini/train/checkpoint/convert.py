@@ -1,4 +1,5 @@
-"""States that were saved in one form and are kept in another: exact ones read into a compact model, and the other way.
+"""States that were saved in one form and are kept in another: exact ones read into a compact model, masters in two
+halves into a param that stays in fp32, and the other way.
 
 A param is converted tile by tile, master and states together. From compact to exact nothing is lost that was there;
 what exact states lose is counted, for whoever loads to be told.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,9 +53,17 @@ def _form(rule: RuleSpec) -> str:
     return f"{planes or 'no states'}, residual {rule.residual}, codes of form {rule.codes}"
 
 
-def specs_of(rule: RuleSpec) -> list[PlaneSpec]:
-    """The planes of a trained param in bf16."""
-    return [PlaneSpec(WEIGHTS, "bfloat16"), PlaneSpec(RESIDUAL, rule.residual), *rule.planes]
+class Form(NamedTuple):
+    """How a trained param of a bf16 model is kept: by which rule, and whether its weights stay in fp32."""
+
+    rule: RuleSpec
+    fp32: bool
+
+    @property
+    def specs(self) -> list[PlaneSpec]:
+        """Its planes."""
+        halves = [PlaneSpec(WEIGHTS, "bfloat16"), PlaneSpec(RESIDUAL, self.rule.residual)]
+        return [*([PlaneSpec(WEIGHTS, "float32")] if self.fp32 else halves), *self.rule.planes]
 
 
 @dataclass
@@ -77,23 +87,27 @@ class Loss:
             )
 
 
-def converted(saved: RuleSpec, here: RuleSpec, read: Callable[[PlaneSpec], torch.Tensor], loss: Loss) -> Values:
+def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor], loss: Loss) -> Values:
     """The planes, as ``here`` has them, of elements whose saved planes ``read`` gives; they begin with a block."""
-    master_planes = {spec.kind: read(spec) for spec in specs_of(saved)}
-    weights, residual = master_planes[WEIGHTS], master_planes[RESIDUAL]
-    n = weights.numel()
-    master = torch.empty(n, dtype=torch.float32, device="cpu")
-    kernels.join_master(weights, residual, master)
-    made = {spec.kind: _empty(spec, n) for spec in specs_of(here)}
-    kernels.split_master(master, made[WEIGHTS], made[RESIDUAL])
+    there = {spec.kind: read(spec) for spec in saved.specs}
+    n = there[WEIGHTS].numel()
+    made = {spec.kind: _empty(spec, n) for spec in here.specs}
+    master = there[WEIGHTS] if saved.fp32 else torch.empty(n, dtype=torch.float32, device="cpu")
+    if not saved.fp32:
+        kernels.join_master(there[WEIGHTS], there[RESIDUAL], master)
+    if here.fp32:
+        made[WEIGHTS] = master
+    else:
+        kernels.split_master(master, made[WEIGHTS], made[RESIDUAL])
     loss.elements += n
-    if residual.dtype is torch.int16:
-        loss.rounded += int(torch.count_nonzero(residual & 0xFF)) if made[RESIDUAL].dtype is torch.int8 else 0
-    for kind in (spec.kind for spec in face_of(saved).planes):
-        values = master_planes[kind]
-        if saved.exact is not None:
-            values = decode(values, master_planes[scale_of(kind)])
-        if here.exact is None:
+    if saved.fp32 or there[RESIDUAL].dtype is torch.int16:
+        lost = not here.fp32 and made[RESIDUAL].dtype is torch.int8
+        loss.rounded += int(torch.count_nonzero(master.view(torch.int32) & 0xFF)) if lost else 0
+    for kind in (spec.kind for spec in face_of(saved.rule).planes):
+        values = there[kind]
+        if saved.rule.exact is not None:
+            values = decode(values, there[scale_of(kind)])
+        if here.rule.exact is None:
             made[kind] = values
         else:
             encode(values, made[kind], made[scale_of(kind)])

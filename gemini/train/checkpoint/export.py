@@ -41,8 +41,8 @@ class Export:
 
     Args:
         original: ``super()`` of the managed model.
-        compute: dtype of the weights.
-        dtype: in which they are written: that, if None, or fp32, which are the exact masters.
+        compute: dtype of the weights, but for those that stay in fp32.
+        dtype: in which they are written: as they are, if None, or fp32, which are the exact masters.
         params: of the model, which knows those of other stages.
         ranks: None in one process.
     """
@@ -116,7 +116,7 @@ class Export:
             if writes and failure is None and not self._is_given():
                 try:
                     with _naming_the_disk(self._directory):
-                        kept = self._file_backed(whole.numel(), self._dtype).copy_(whole.reshape(-1))
+                        kept = self._file_backed(whole.numel(), whole.dtype).copy_(whole.reshape(-1))
                         views[name] = kept.view(whole.shape)
                 except BaseException as e:
                     failure = e
@@ -139,7 +139,7 @@ class Export:
         """
         if not self._of_stages:
             for handle in self._by_names.handles:
-                yield handle.name, self._by_names.read_whole(handle, self._dtype)
+                yield handle.name, self._by_names.read_whole(handle, self._dtype_of(handle))
             return
         assert ranks.stages is not None
         own = {handle.whole_name: handle for handle in self._by_names.handles}
@@ -201,13 +201,17 @@ class Export:
             config.write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         return result
 
+    def _dtype_of(self, handle: ParamHandle) -> torch.dtype:
+        """In which a param is written."""
+        return handle.chunk.flat.dtype if self._dtype is self._compute else self._dtype
+
     def _mapped(self, handle: ParamHandle) -> torch.Tensor:
         """The weights, each param a storage of its own (transformers tells ties by storages)."""
-        plane, slot = handle.chunk.weights, handle.slot
+        plane, slot, dtype = handle.chunk.weights, handle.slot, self._dtype_of(handle)
         if not slot.numel:  # no file of no bytes can be mapped
-            return torch.empty(0, dtype=self._dtype, device="cpu")
+            return torch.empty(0, dtype=dtype, device="cpu")
         is_whole = self._shards is None or self._shards.ranks.size == 1
-        if is_whole and plane.dtype == self._dtype:
+        if is_whole and plane.dtype == dtype:
             if isinstance(plane, FilePlane):
                 return plane.mapped(slot.start, slot.stop)
             view = plane.host_view(slot.start, slot.stop)
@@ -215,12 +219,12 @@ class Export:
                 buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
                 buffer.owner = view  # type: ignore[attr-defined]
                 return torch.frombuffer(buffer, dtype=view.dtype)
-        if self._dtype != self._compute:
-            masters = self._by_names.read(handle, self._dtype).reshape(-1)
-            return self._file_backed(slot.numel, self._dtype).copy_(masters)
+        if dtype != handle.chunk.flat.dtype:
+            masters = self._by_names.read(handle, dtype).reshape(-1)
+            return self._file_backed(slot.numel, dtype).copy_(masters)
         whole = self._file_backed(slot.numel, plane.dtype)
         self._by_names.read_into(handle, WEIGHTS, whole)
-        return whole if plane.dtype == self._dtype else self._file_backed(slot.numel, self._dtype).copy_(whole)
+        return whole if plane.dtype == dtype else self._file_backed(slot.numel, dtype).copy_(whole)
 
     def _file_backed(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over a nameless file beside the result, for weights that have to be received, copied or cast

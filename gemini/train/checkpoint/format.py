@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from gemini.errors import StorageError
-from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs
+from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs, precision_of
 from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 from gemini.train.params.tensor_slice import TensorSlice
@@ -49,7 +49,7 @@ Raises:
 
 class SavedParam(NamedTuple):
     """A param: its whole shape, its updates, whether there are states of it, how it was cut into slices (dim, groups
-    and size of :class:`TensorSlice`, or None), and whether it is bytes of codes.
+    and size of :class:`TensorSlice`, or None), whether it is bytes of codes, and whether it stays in fp32.
     """
 
     shape: tuple[int, ...]
@@ -57,6 +57,7 @@ class SavedParam(NamedTuple):
     trained: bool
     cut: tuple[int, ...] | None = None
     coded: bool = False
+    fp32: bool = False
 
     def slice_of(self, rank: int) -> TensorSlice | None:
         """What a rank had; None for all of it."""
@@ -255,12 +256,13 @@ def _manifest_of(data: Any) -> Manifest:
         params=_mapping(
             _record(
                 SavedParam,
-                ("cut", "coded"),
+                ("cut", "coded", "fp32"),
                 shape=_sequence(_integer(0, 2**48)),
                 step=_COUNT,
                 trained=_flag,
                 cut=_sequence(_integer(0, 2**32)),
                 coded=_flag,
+                fp32=_flag,
             )
         ),  # fmt: skip
         files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
@@ -305,7 +307,8 @@ def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None
     for name, param in manifest.params.items():
         shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
         rule = manifest.rule.of(name in exact)
-        specs = plane_specs(manifest.precision, "transient", rule, trainable=param.trained, coded=param.coded)
+        precision = precision_of(param, manifest.precision)
+        specs = plane_specs(precision, "transient", rule, trainable=param.trained, coded=param.coded)
         for kind, plane in specs.items():
             items = plane.num_items(math.prod(shape))
             needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, plane.dtype), size

@@ -40,6 +40,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet) -> M
         h.whole_name: {"shape": list(h.whole_shape), "step": h.num_steps, "trained": h.chunk.trained}
         | ({} if h.cut is None else {"cut": [h.cut.dim, h.cut.groups, h.cut.size]})
         | ({"coded": True} if h.chunk.spec.coded else {})
+        | ({"fp32": True} if h.chunk.spec.fp32 else {})
         for h in handles
     }
     exact = [h.whole_name for h in handles if h.chunk.spec.exact]

@@ -17,8 +17,8 @@ from torch import nn
 
 from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.planning.planes import RESIDUAL, PlaneSpec, RuleSpec
-from gemini.train.checkpoint.convert import Loss, check_rule, converted, specs_of
+from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.train.checkpoint.convert import Form, Loss, check_rule, converted
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
 from gemini.train.checkpoint.parts import own_groups, own_values
 from gemini.train.checkpoint.plain_data import Decoder
@@ -71,8 +71,8 @@ class Reader:
     ):
         self._sources, self._mover, self._piece = sources, mover, manifest.piece
         exact = frozenset(manifest.exact)
-        self._forms = {name: (manifest.rule.of(name in exact), rule) for name in manifest.params}
-        self._params = manifest.params
+        self._rule, self._params, self._is_bf16 = rule, manifest.params, manifest.precision == "bf16"
+        self._forms = {name: Form(manifest.rule.of(name in exact), p.fp32) for name, p in manifest.params.items()}
         self.loss = Loss()
         self._entries = [
             (opened[file], name, entry)
@@ -122,15 +122,16 @@ class Reader:
 
     def _other_form(self, handle: ParamHandle) -> bool:
         """Whether a param was saved with states in another form than it keeps here."""
-        saved, here = self._forms[handle.whole_name]
-        was_trained = f"{RESIDUAL}/{handle.whole_name}" in self._saved
-        return was_trained and handle.chunk.trained and specs_of(saved) != specs_of(here.of(handle.chunk.spec.exact))
+        both = self._params[handle.whole_name].trained and handle.chunk.trained
+        return self._is_bf16 and both and self._forms[handle.whole_name].specs != self._form_here(handle).specs
+
+    def _form_here(self, handle: ParamHandle) -> Form:
+        return Form(self._rule.of(handle.chunk.spec.exact), handle.chunk.spec.fp32)
 
     def _convert(self, handle: ParamHandle) -> None:
         """Overwrite all planes of a param, tile by tile."""
-        saved, rule = self._forms[handle.whole_name]
-        here, part = rule.of(handle.chunk.spec.exact), handle.part
-        lossy = saved.exact is None
+        saved, here, part = self._forms[handle.whole_name], self._form_here(handle), handle.part
+        lossy = saved.rule.exact is None and here.rule.exact is not None
         self.loss.params += lossy and part.numel > 0
         for start, stop in tiles(0, part.numel, self._mover.tile):
             read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
@@ -290,6 +291,13 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             'load with states="exact"'
         )
     for handle in handles:
+        saved_in, here_in = manifest.params[handle.whole_name].fp32, handle.chunk.spec.fp32
+        if saved_in != here_in and (handle in anew or not manifest.params[handle.whole_name].trained):
+            raise PlanMismatch(
+                f"{handle.whole_name!r} was saved in {'fp32' if saved_in else manifest.precision} in {path} and is in "
+                f"{'fp32' if here_in else precision} here, which only a trained param in the same slices can be read "
+                "into: wrap the model with the same GeminiConfig(keep_fp32=)"
+            )
         was, now = manifest.params[handle.whole_name].trained, handle.chunk.trained
         if was and not now:
             raise PlanMismatch(f"{handle.whole_name!r} was trained when {path} was saved and is frozen here")

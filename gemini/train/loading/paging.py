@@ -79,8 +79,9 @@ class Pager:
         num_bytes = param.numel() * param.dtype.itemsize
         self._make_room(num_bytes, {id(other) for other in keep})
         if value is None and id(param) in self._filled:
-            exact = None if param.dtype is self._homes.compute else torch.float32
-            value = self._homes.read_whole(self._handles[id(param)], exact).to(param.dtype)
+            handle = self._handles[id(param)]
+            exact = None if param.dtype is handle.chunk.flat.dtype else torch.float32
+            value = self._homes.read_whole(handle, exact).to(param.dtype)
         elif value is None:
             value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
         param.__class__ = nn.Parameter

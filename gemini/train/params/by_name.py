@@ -47,7 +47,6 @@ class ByName:
     """The params of one model, by any of their names.
 
     Args:
-        compute: dtype of the weights.
         await_update: waits for the update of a chunk.
         observers: told of every write.
         shards: None in one process.
@@ -57,14 +56,14 @@ class ByName:
     """
 
     def __init__(
-        self, handles: list[ParamHandle], compute: torch.dtype, store: ChunkStore, *,
+        self, handles: list[ParamHandle], store: ChunkStore, *,
         await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
         self._compared, self._all_agree = False, all_agree
-        self.handles, self.compute = handles, compute
+        self.handles = handles
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
@@ -85,11 +84,11 @@ class ByName:
         return iter(self._handles)
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The full weights on the CPU, in the compute dtype; ``torch.float32`` gives the exact master. Codes are bytes
-        in any case.
+        """The full weights on the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master. Codes
+        are bytes in any case.
         """
         with without_transforms():
-            return self._read(handle, torch.uint8 if handle.chunk.spec.coded else dtype or self.compute)
+            return self._read(handle, handle.chunk.flat.dtype if dtype is None or handle.chunk.spec.coded else dtype)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The same of the whole param where it is a slice of one."""

@@ -185,6 +185,11 @@ class ParamSet:
         first = {name: param.ranks[0] for name, param in self.of_stages.items()}
         return [handle for handle in self.handles if first.get(handle.whole_name, stage) != stage]
 
+    @property
+    def in_fp32(self) -> set[int]:
+        """Those that stay in fp32 beside others, by their ``id``."""
+        return {id(handle.param) for handle in self.handles if handle.chunk.spec.fp32}
+
     def forget(self) -> None:
         """They are ordinary params again, and nobody's here."""
         self.handles.clear()

@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
 from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
+from gemini.train.modules.mixed import cast_inputs, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import is_a, is_tuner_layer, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
@@ -39,7 +40,7 @@ from gemini.train.step import StepState
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
-NUM_ROOT_HOOKS = 2
+NUM_ROOT_HOOKS = 3
 """Of the list of hooks the first ones are the root's, which run while others change."""
 
 
@@ -93,6 +94,8 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
+    kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
+    hooks += cast_where_they_meet(model, kept, COMPUTE_DTYPES[passes.config.precision])
 
 
 def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
@@ -186,8 +189,11 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         passes.forward.begin_call(module, chunks, resident)
 
     pre, post = taking_over(_rewriting(ref), renormalized_by(model), root_pre, _post(ref, is_root=True))
+    dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
+    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)
+    hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
 def follow_compiled(model: nn.Module, passes: Passes) -> None:

@@ -30,7 +30,7 @@ from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
-from gemini.planning.planes import WEIGHTS
+from gemini.planning.planes import WEIGHTS, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
@@ -239,7 +239,7 @@ def _make_chunk(
         for kind, form in problem.plane_specs(spec.index).items()
     }
     weights = planes[WEIGHTS]
-    dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[problem.precision]
+    dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)

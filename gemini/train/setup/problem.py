@@ -30,12 +30,13 @@ from gemini.planning.working import MARGIN
 from gemini.ranks.group import Ranks, checksum_of
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
+from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import is_read_as_a_whole
 from gemini.train.modules.renormalized import refuse_on_ranks
 from gemini.train.params.codes import WHAT_WORKS, check_coded, is_coded, scales_in
 from gemini.train.params.handle import handle_of
 from gemini.train.params.stepper import optimizer_of
-from gemini.train.setup.structure import structural_trace
+from gemini.train.setup.structure import distinct_params, structural_trace
 from gemini.version import __version__
 
 
@@ -253,12 +254,21 @@ def decide(
         BudgetExceeded: if it does not fit.
         PlanMismatch: for a trace or a plan of another model or of other settings.
     """
-    structure = structural_trace(model, config.precision)
+    structure = structural_trace(model, config.precision, config.keep_fp32)
+    made = kept_in_fp32(model, config.precision) if config.keep_fp32 is None else {}
+    cast = [names[0] for param, names in distinct_params(model) if made.get(id(param)) == MADE]
+    if cast:
+        warn(
+            f"{len(cast)} params are float32 beside those in half precision (the first is {cast[0]!r}), and "
+            f"keep_fp32=None casts them to {config.precision} like all others: leave it out, and they stay as they are"
+        )
     params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in structure.params)
     structure, given = replace(structure, params=params), config.placement
     if isinstance(given, Plan):
         _check_plan(given, structure, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or structure
+    if not isinstance(given, Plan):
+        trace = trace.with_fp32({param.name for param in structure.params if param.fp32})
     structure.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
     parts = 1 if ranks is None or ranks.context is None else ranks.context.size

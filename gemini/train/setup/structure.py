@@ -7,12 +7,15 @@ and shapes that every trace of a model begins with come from here too.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
 from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
+from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
 from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
 from gemini.train.params.codes import is_coded, scales_in
 from gemini.train.params.handle import is_in_stages
@@ -26,8 +29,12 @@ def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...
     return [(param, tuple(names)) for param, names in found.values()]
 
 
-def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
-    """The params of a trace of ``model``, trained or frozen as its layout has them."""
+def traced_params(model: nn.Module, kept: Collection[int]) -> tuple[TracedParam, ...]:
+    """The params of a trace of ``model``, trained or frozen as its layout has them.
+
+    Args:
+        kept: by their ``id`` those that stay in fp32.
+    """
     adapters = adapter_params(model)
     return tuple(
         TracedParam(
@@ -36,6 +43,7 @@ def traced_params(model: nn.Module) -> tuple[TracedParam, ...]:
             param.requires_grad or id(param) in adapters,
             is_in_stages(param),
             is_coded(param),
+            id(param) in kept,
         )  # fmt: skip
         for param, names in distinct_params(model)
     )
@@ -59,14 +67,16 @@ def read_together(model: nn.Module) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(moment.params for moment in moments))
 
 
-def structural_trace(model: nn.Module, precision: str, *, target: str = "cpu") -> MemoryTrace:
+def structural_trace(
+    model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
+) -> MemoryTrace:
     """The moments of ``model`` as its modules are declared, forward and then backward in reverse.
 
     A moment holds what one module reads, what the modules around it read, and, because a module that owns params may
     read its leaf children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs.
     So the largest set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
-    params = traced_params(model)
+    params = traced_params(model, kept_in_fp32(model, precision, keep_fp32))
     index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
     moments: list[Moment] = []
     owns: list[list[int]] = []

@@ -8,7 +8,7 @@ from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
 from gemini.planning.factors import factor_bytes
-from gemini.planning.planes import RuleSpec, plane_specs
+from gemini.planning.planes import RuleSpec, plane_specs, precision_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
 from gemini.train.params.factors import make_factors
@@ -52,9 +52,10 @@ class TrainedParams:
             return
         store, numel = self._store, chunk.weights.numel
         rule = self._rule.of(chunk.spec.exact)
-        specs = plane_specs(self._precision, self._gradients, rule, trainable=True)
+        precision = precision_of(chunk.spec, self._precision)
+        specs = plane_specs(precision, self._gradients, rule, trainable=True)
         missing = {kind: spec for kind, spec in specs.items() if kind not in chunk.planes}
-        if self._precision == "fp16":
+        if precision == "fp16":
             raise GeminiError(
                 f"{chunk.name} was frozen when the model was wrapped: in fp16 it has no fp32 master to train. "
                 "Set requires_grad before wrapping, or use precision='bf16'"

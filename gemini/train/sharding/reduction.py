@@ -66,7 +66,7 @@ class Reduction:
     """The gradients of a model that is shared with other ranks.
 
     Args:
-        dtype: in which they are added up.
+        dtype: in which they are added up, unless their params stay in fp32.
         room: bytes of the computing tier for whole gradients.
         staging: through which sums go that are added up behind backward, where that is needed.
         sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
@@ -327,7 +327,7 @@ class Reduction:
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
             return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
-        dtype = self._dtype if whole is None else whole.flat.dtype
+        dtype = self._dtype_of(self._chunks[index]) if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
@@ -385,10 +385,13 @@ class Reduction:
             self._in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
         self._updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
+    def _dtype_of(self, chunk: Chunk) -> torch.dtype:
+        return torch.float32 if chunk.spec.fp32 else self._dtype
+
     def _open(self, chunk: Chunk) -> _WholeGradient:
         """Memory for the gradient of a whole chunk; without room, others are reduced before they are complete."""
         # Micro-batches inside no_sync are added up here, in fp32.
-        dtype = self._dtype if self.reduces else torch.float32
+        dtype = self._dtype_of(chunk) if self.reduces else torch.float32
         num_bytes = chunk.spec.numel * dtype.itemsize
         spare = self._spare.setdefault(num_bytes, [])
         window = spare.pop() if spare else self._device.make_window(num_bytes)

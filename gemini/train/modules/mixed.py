@@ -1,0 +1,248 @@
+"""Parts of a model that stay in fp32 beside those of two bytes: which they are, and what is cast where they meet.
+
+Stays in fp32 what is so already in a model of bf16 or fp16, what the model's class declares (transformers'
+``_keep_in_fp32_modules``, with the meaning it has there), what torch can only compute with the fp32 buffers beside it
+(running statistics, spectral norms), and what ``GeminiConfig(keep_fp32=)`` names. Where the first two meet the rest is
+the model's own business, as in plain torch; torch's parts and those that were named are helped here. Inputs of the
+whole are cast as FSDP2's policy casts them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from gemini.config import GeminiConfig
+from gemini.errors import warn
+from gemini.train.modules.reading import adapter_params
+from gemini.train.params.codes import is_coded
+
+HALVES = (torch.bfloat16, torch.float16)
+TARGETS = ("label", "labels")
+"""What is called so among inputs is compared with outputs, in fp32 where it is: not cast."""
+
+NAMED, DECLARED, STATISTICS, PARAMETRIZED, MADE = (
+    "by keep_fp32=", "by the model's class", "with running statistics", "under a parametrization", "as they were made",
+)  # fmt: skip
+
+_DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
+"""transformers' ``_keep_in_fp32_modules`` is for fp16 alone, and ``_keep_in_fp32_modules_strict`` for both."""
+
+_BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+"""What hands its outputs on to the body of a model: in the compute dtype, as torch's norms with fp32 weights do."""
+
+KeepFp32 = str | tuple[Any, ...] | None
+
+
+def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto") -> dict[int, str]:
+    """By the ``id`` of each param of ``model`` that stays in fp32, why.
+
+    Raises:
+        ValueError: if ``keep_fp32`` names what the model does not have.
+    """
+    kept: dict[int, str] = {}
+    if precision == "fp32" or keep_fp32 is None:
+        return kept
+
+    def keep(params: Iterable[nn.Parameter | None], why: str) -> None:
+        for param in params:
+            if param is not None and param.is_floating_point() and not is_coded(param):
+                kept.setdefault(id(param), why)
+
+    for wanted in () if isinstance(keep_fp32, str) else keep_fp32:
+        keep(_chosen(model, wanted), NAMED)
+    for module in model.modules():
+        for which in _DECLARATIONS[precision]:
+            keep(_declared(module, which), DECLARED)
+        if _has_statistics(module):
+            keep(module._parameters.values(), STATISTICS)
+        for original, _ in _parametrized(module):
+            keep(original, PARAMETRIZED)
+    own = [param for param in model.parameters() if param.is_floating_point()]
+    if any(param.dtype in HALVES for param in own):
+        adapters = adapter_params(model)  # which PEFT makes in fp32 for the sake of their masters
+        keep((p for p in own if p.dtype is torch.float32 and id(p) not in adapters), MADE)
+    return kept
+
+
+def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list[str]:
+    """Of the params of a managed model that are ``kept``, why: what was made so can be seen no more."""
+    whys = kept_in_fp32(model, config.precision, config.keep_fp32)
+    return [whys.get(key, MADE) for key in kept]
+
+
+def half_of(model: nn.Module) -> str | None:
+    """The precision of a model all of whose params are bf16, or all fp16."""
+    dtypes = {param.dtype for param in model.parameters()}
+    return {(torch.bfloat16,): "bf16", (torch.float16,): "fp16"}.get(tuple(dtypes))
+
+
+def warn_of_fp16(model: nn.Module) -> None:
+    """Say it where fp16 weights are going to be computed with in bf16, because no precision was given."""
+    if half_of(model) == "fp16":
+        warn(
+            "the model's weights are fp16, and no precision was given: it is computed in bf16, with fp32 masters. "
+            'Give GeminiConfig(precision="fp16") and use gemini.GradScaler to compute in fp16, or precision="bf16"'
+        )
+
+
+def _chosen(model: nn.Module, wanted: Any) -> list[nn.Parameter]:
+    """The params that one of ``keep_fp32`` means: those of a class of modules, or with that path in their names."""
+    if isinstance(wanted, type):
+        modules = [module for module in model.modules() if isinstance(module, wanted)]
+        found = [param for module in modules for param in module.parameters()]
+        names = sorted({type(module).__name__ for module in model.modules()})
+    else:
+        pattern = re.compile(rf"(^|\.){re.escape(wanted).replace(re.escape('*'), '[^.]*')}($|\.)")
+        every = dict(model.named_parameters(remove_duplicate=False))
+        found = [param for name, param in every.items() if pattern.search(name)]
+        names = [path for path, _ in model.named_modules() if path] + list(every)
+    if not found:
+        said = wanted.__name__ if isinstance(wanted, type) else wanted
+        near = get_close_matches(str(said), names, n=3) or names[:3]
+        raise ValueError(
+            f"keep_fp32= has {wanted!r}, and {type(model).__name__} has no params there: give names of modules or "
+            f"params (with * for a part of one), or classes of modules; there are for example {', '.join(near)}"
+        )
+    return found
+
+
+def _declared(module: nn.Module, which: str) -> Iterator[nn.Parameter]:
+    """What transformers loads in fp32: names in which it finds one of the patterns."""
+    patterns = getattr(module, f"_keep_in_fp32_modules{which and '_' + which}", None)
+    if not patterns or isinstance(patterns, str) or not isinstance(patterns, Collection):
+        return
+    found = re.compile("|".join(str(pattern).replace("*", ".*") for pattern in patterns))
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if found.search(name.replace(".base_layer.", ".")):  # PEFT has put a module around it
+            yield param
+
+
+def _are_fp32(buffers: Iterable[torch.Tensor | None]) -> bool:
+    return any(buffer is not None and buffer.dtype is torch.float32 for buffer in buffers)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether it is a norm with running statistics in fp32: torch's, or one that is written like them (frozen ones)."""
+    return _are_fp32([module._buffers.get("running_mean"), module._buffers.get("running_var")])
+
+
+def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:
+    """What a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
+    if parametrize.is_parametrized(module):
+        for made in module.parametrizations.values():  # type: ignore[union-attr]
+            if _are_fp32(made.buffers()) or any(type(part).__name__ == "_Orthogonal" for part in made):
+                yield made.parameters(), partial(_after_parametrization, made)
+    for hook in module._forward_pre_hooks.values():
+        name = hook.name if isinstance(hook, SpectralNorm) else ""
+        if name and _are_fp32([module._buffers.get(f"{name}_u")]):
+            yield [module._parameters[f"{name}_orig"]], partial(_before_forward, module, name)
+
+
+def _after_parametrization(made: nn.Module, dtype: torch.dtype) -> Any:
+    return made.register_forward_hook(lambda _, args, weight: weight.to(dtype))
+
+
+def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
+    return module.register_forward_pre_hook(lambda m, args: setattr(m, name, getattr(m, name).to(dtype)))
+
+
+# ---- where they meet ------------------------------------------------------------------------------------------------
+
+
+def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
+    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks."""
+    hooks: list[Any] = []
+    for module in model.modules():
+        made = [(list(original), put) for original, put in _parametrized(module)]
+        own = [*module._parameters.values(), *(param for original, _ in made for param in original)]
+        by_itself = isinstance(module, _NormBase) or not _has_statistics(module)  # torch's take any dtype beside fp32
+        if any(kept.get(id(param)) == NAMED for param in own) or not by_itself:
+            hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
+        else:
+            hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
+    return hooks
+
+
+def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
+    """``module`` computes in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
+    cast: list[torch.dtype | None] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        was = next((t.dtype for t in _floating((args, kwargs)) if t.dtype in HALVES), None)
+        cast.append(was)
+        return None if was is None else (cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
+
+    def after(_: nn.Module, args: Any, output: Any) -> Any:
+        was = cast.pop() if cast else None
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        return cast_floats(output, dtype) if is_embedding else None if was is None else cast_floats(output, was)
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
+    is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
+    if isinstance(module, _BACK) or is_norm or _has_statistics(module):
+        hooks.append(module.register_forward_hook(after))
+    return hooks
+
+
+def _floating(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        if tree.is_floating_point():
+            yield tree
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _floating(value)
+    elif isinstance(tree, Mapping):
+        yield from _floating(list(tree.values()))
+
+
+def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:
+    """``tree`` with its floating-point tensors in ``dtype``; a new one where something changes. What is of unknown
+    types (caches), and what stands under a key in ``but``, is left.
+    """
+    if isinstance(tree, torch.Tensor):
+        return tree.to(dtype) if tree.is_floating_point() and tree.dtype is not dtype and tree.itemsize > 1 else tree
+    if isinstance(tree, (list, tuple)):
+        values = [cast_floats(value, dtype, but=but) for value in tree]
+        if all(new is old for new, old in zip(values, tree, strict=True)):
+            return tree
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+    if isinstance(tree, Mapping):
+        changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
+        if not changed:
+            return tree
+        made: Any = copy(tree)  # dicts, ModelOutput, BatchEncoding
+        if getattr(made, "data", None) is not None and made.data is getattr(tree, "data", None):
+            made.data = copy(made.data)
+        for key, value in changed.items():
+            made[key] = value
+        return made
+    if is_dataclass(tree) and not isinstance(tree, type):
+        new = {f.name: v for f in fields(tree) if (v := _but(f.name, getattr(tree, f.name), dtype, but)) is not None}
+        new = {name: value for name, value in new.items() if value is not getattr(tree, name)}
+        return replace(tree, **new) if new else tree
+    return tree
+
+
+def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
+    return value if isinstance(key, str) and key in but else cast_floats(value, dtype, but=but)
+
+
+def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    """A pre-hook of the root: what it computes with comes in ``dtype``, differentiably."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)
+
+    return before

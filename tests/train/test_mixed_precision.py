@@ -1,0 +1,411 @@
+"""Parts that stay in fp32 beside bf16 or fp16: the bits of the plain program of the same dtypes, wherever chunks live.
+
+The plain program is the model with its params in those dtypes, and nothing else: where torch takes bf16 beside fp32 by
+itself (batch norms) it is left to, and where a program casts (a head that is given ``x.float()``) it does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn.utils import parametrizations, spectral_norm
+
+import gemini
+from gemini.train.modules.mixed import kept_in_fp32
+from tests.integrations.mixed_cases import Declares, resnet
+from tests.plain import DTYPES, Plain
+from tests.train import helpers
+from tests.train.helpers import PLACEMENTS, adam, assert_same_state, engine_of, same_bits, train, wrap
+
+HALF = ("bf16", "fp16")
+
+
+class Normed(nn.Module):
+    """Convolutions and batch norms, as a ResNet has them; and an instance norm with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(2)
+        )
+        self.last = nn.InstanceNorm2d(8, affine=True, track_running_stats=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.stem(x)).relu()
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.last(x).mean((2, 3)))
+
+
+class Spectral(nn.Module):
+    """Both of torch's spectral norms, and an orthogonal layer, which cannot be computed in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.new = parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
+        self.old = spectral_norm(nn.Linear(8, 8))
+        self.square = parametrizations.orthogonal(nn.Linear(8, 8, bias=False))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.square(self.old(self.new(x).mean((2, 3))).relu()))
+
+
+class Reward(nn.Module):
+    """A body in half precision, and a norm and a head in fp32, which are given fp32."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16)).to(dtype)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x.flatten(1)[:, :12].to(self.body[0].weight.dtype))
+        return self.head(self.norm(hidden.float()))
+
+
+def images(seed: int) -> torch.Tensor:
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: Any, seed: int) -> torch.Tensor:
+    """Managed models are given fp32, and plain ones what FSDP2's policy would give them."""
+    x, param = images(seed), next(p for name, p in model.named_parameters() if "norm" not in name and p.dim() > 1)
+    plain = x if isinstance(model, gemini.GeminiDDP) else x.to(getattr(model, "takes", param.dtype))
+    return model(plain).float().square().mean()
+
+
+def fp32_of(model: nn.Module, *words: str) -> list[str]:
+    return [name for name, _ in model.named_parameters() if any(word in name for word in words)]
+
+
+def plain_of(make: Callable[[], nn.Module], precision: str, *words: str) -> Plain:
+    """The program in plain torch; where a parametrization computes in fp32, its result is what autocast makes of it."""
+    model, dtype = make(), DTYPES[precision]
+    plain = Plain(model, precision, scale=2.0**10 if precision == "fp16" else None, fp32=fp32_of(model, *words))
+    for made in (m for m in model.modules() if type(m).__name__ == "ParametrizationList"):
+        made.register_forward_hook(lambda _, args, out: out.to(dtype))
+    if isinstance(model, Spectral):
+        model.old.register_forward_pre_hook(lambda m, args: setattr(m, "weight", m.weight.to(dtype)))
+    model.takes = dtype
+    return plain
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
+    "norms": (Normed, ("norm.", "blocks.0.1.", "blocks.1.1.", "last")),
+    "spectral": (Spectral, ("original", "_orig")),
+    "head": (Reward, ("norm", "head")),
+}
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("case", CASES)
+def test_what_stays_in_fp32_has_the_bits_of_the_plain_program(
+    case: str, precision: str, where: str, tmp_path: Path
+) -> None:
+    make, words = CASES[case]
+    plain = plain_of(make, precision, *words)
+    model = wrap(make(), where, tmp_path, precision=precision)
+    optimizer = adam(model)
+    scaler = gemini.GradScaler(init_scale=2.0**10) if precision == "fp16" else None
+    for seed in range(3):
+        loss, wanted = loss_of(model, seed), loss_of(plain.model, seed)
+        assert loss.item() == wanted.item()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        plain.backward(wanted)
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        assert float(model.clip_grad_norm_(0.1)) == float(torch.tensor(plain.clip(0.1)))
+        optimizer.step() if scaler is None else (scaler.step(optimizer), scaler.update())
+        plain.step()
+        optimizer.zero_grad()
+    assert_same_state(model, plain)
+    fp32 = {name for name, value in model.state_dict().items() if value.dtype is torch.float32}
+    assert fp32 >= plain.fp32 and all(
+        same_bits(*pair) for pair in zip(model.buffers(), plain.model.buffers(), strict=True)
+    )
+
+
+def config(**how: Any) -> gemini.GeminiConfig:
+    return gemini.GeminiConfig(
+        **{"precision": "bf16", "memory": gemini.MemoryBudget(cpu="64MiB"), "device": "cpu", **how}
+    )
+
+
+def fp32_in(model: nn.Module) -> set[str]:
+    return {name for name, param in model.named_parameters() if param.dtype is torch.float32}
+
+
+# ---- what stays ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("kind", ["declares", "t5"])
+def test_what_a_class_declares_stays_as_transformers_loads_it(kind: str, precision: str, tmp_path: Path) -> None:
+    made = Declares(transformers.PretrainedConfig()) if kind == "declares" else helpers.t5()
+    made.save_pretrained(tmp_path)
+    loaded = type(made).from_pretrained(tmp_path, dtype=DTYPES[precision])
+    assert fp32_in(loaded) == fp32_in(gemini.GeminiDDP(made, config(precision=precision)))
+    assert bool(fp32_in(loaded)) == (kind == "declares" or precision == "fp16")
+    streamed = gemini.from_pretrained(tmp_path, config(precision=precision), model_class=type(made))
+    assert fp32_in(streamed) == fp32_in(loaded)
+    for name, value in streamed.state_dict().items():
+        assert same_bits(value, loaded.state_dict()[name]), name
+
+
+def test_names_and_classes_are_kept_beside_what_stays_anyway() -> None:
+    model = Normed()
+    names = {name for name, param in model.named_parameters() if id(param) in kept_in_fp32(model, "bf16")}
+    assert names == set(fp32_of(model, "norm.", "blocks.0.1.", "blocks.1.1.", "last"))
+    for wanted, more in {"head": "head", "blocks.*.0": ".0.weight", nn.Linear: "head", "stem.weight": "stem"}.items():
+        kept = kept_in_fp32(model, "bf16", (wanted,))
+        assert {name for name, p in model.named_parameters() if id(p) in kept} == names | set(fp32_of(model, more))
+    assert not kept_in_fp32(model, "fp32", ("head",)) and not kept_in_fp32(model, "bf16", None)
+
+
+def test_adapters_in_fp32_are_cast_as_their_masters_are_exact_anyway() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(helpers.llama().bfloat16(), peft.LoraConfig(target_modules=["q_proj"]))
+    assert all(param.dtype is torch.float32 for param in model.parameters() if param.requires_grad)
+    assert not kept_in_fp32(model, "bf16")
+
+
+@pytest.mark.parametrize("wanted", [["haed"], [nn.LSTM]])
+def test_a_name_that_means_nothing_is_refused(wanted: Any) -> None:
+    with pytest.raises(ValueError, match="Reward has no params there.*for example (head|LayerNorm)"):
+        gemini.GeminiDDP(Reward(), config(keep_fp32=wanted))
+
+
+@pytest.mark.parametrize("wanted", ["head", nn.Linear, [3], [""], 1])
+def test_what_is_no_list_of_names_is_refused(wanted: Any) -> None:
+    with pytest.raises(TypeError, match="keep_fp32= is"):
+        config(keep_fp32=wanted)
+
+
+def test_casting_down_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"4 params are float32 beside .*'norm.weight'"):
+        model = gemini.GeminiDDP(Reward(), config(keep_fp32=None))
+    assert not fp32_in(model)
+    with pytest.warns(UserWarning, match="weights are fp16, and no precision was given"):
+        gemini.GeminiDDP(nn.Linear(4, 4).half(), config(precision=None))
+
+
+def test_the_report_says_how_many_and_why() -> None:
+    model = gemini.GeminiDDP(Normed(), config(keep_fp32=["head"]))
+    assert model.memory_report()["fp32"] == {"by keep_fp32=": 2, "with running statistics": 8}
+    assert "params that stay in fp32: 2 by keep_fp32=, 8 with running statistics" in str(model.memory_report())
+
+
+# ---- what is named computes in fp32 ----------------------------------------------------------------------------------
+
+
+def test_a_named_head_gives_fp32_and_a_named_norm_what_it_was_given() -> None:
+    seen: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+
+    def watch(name: str) -> Any:
+        return lambda m, args, out: seen.__setitem__(name, (args[0].dtype, out.dtype))
+
+    model = helpers.llama(tied=True)
+    model = gemini.GeminiDDP(model, config(keep_fp32=["lm_head", "norm"]))
+    for name in ("lm_head", "model.norm", "model.embed_tokens", "model.layers.0"):
+        model.get_submodule(name).register_forward_hook(watch(name))
+    optimizer = adam(model)
+    assert model(**helpers.batch()).logits.dtype is torch.float32
+    half, full = torch.bfloat16, torch.float32
+    assert seen["lm_head"] == (full, full) and seen["model.norm"] == (full, half)
+    assert seen["model.embed_tokens"][1] is half and seen["model.layers.0"] == (half, half)
+    assert all(torch.isfinite(torch.tensor(train(model, optimizer, range(3)))))
+    engine_of(model).check_invariants()
+
+
+class Frozen(nn.Module):
+    """A norm as detection models have it: its statistics and weights are buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+        self.norm = nn.Module()
+        for name in ("running_mean", "running_var", "weight"):
+            self.norm.register_buffer(name, torch.rand(8) + 0.5)
+        self.norm.forward = lambda x: (x - self.norm.running_mean[:, None, None]) * self.norm.weight[:, None, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.stem(x)).mean((2, 3)))
+
+
+def test_norms_that_others_write_hand_on_what_they_were_given() -> None:
+    model = gemini.GeminiDDP(Frozen(), config())
+    assert model(images(0)).dtype is torch.bfloat16
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.given: Any = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.given = (args, kwargs)
+        return self.fc(kwargs["x"])
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_inputs_are_cast_at_the_root(precision: str) -> None:
+    model = gemini.GeminiDDP(Takes(), config(precision=precision))
+    x, ids, dtype = torch.randn(2, 4, requires_grad=True), torch.arange(3), DTYPES[precision]
+    nested = {"pair": Pair(x, ids), "list": [x.double(), "text"], "labels": x}
+    out = model(x, ids, nested, transformers.BatchEncoding({"values": x}), x=x, labels=x)
+    (gemini.GradScaler().scale(out.sum()) if precision == "fp16" else out.sum()).backward()
+    args, kwargs = model.given
+    own = (args[0], args[2]["pair"].x, args[3]["values"], kwargs["x"])
+    assert {value.dtype for value in own} == {dtype}
+    assert args[2]["list"][0].dtype is (torch.float64 if precision == "fp32" else dtype)
+    assert args[1] is ids and args[2]["pair"].ids is ids and isinstance(args[2]["pair"], Pair)
+    assert kwargs["labels"] is x and args[2]["labels"] is x, "what outputs are compared with stays exact"
+    assert nested["pair"].x is x and nested["list"][1] == "text", "the batch of the caller is as it was"
+    assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+# ---- states ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_checkpoint_loads_exactly_whatever_stays_in_fp32(where: str, tmp_path: Path) -> None:
+    model = wrap(Reward(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, range(2), loss_of)
+    gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
+    for keep in ("auto", ("body.0",), None):
+        other = gemini.GeminiDDP(Reward(torch.float32), config(keep_fp32=keep))
+        moments = adam(other)
+        gemini.load_checkpoint(tmp_path / "saved", other, moments)
+        for name, master in model.state_dict(dtype=torch.float32).items():
+            assert same_bits(other.full_param(name, torch.float32), master), (keep, name)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert same_bits(moments.full_state(name)[kind], optimizer.full_state(name)[kind]), (keep, name)
+
+
+def test_a_frozen_param_in_another_dtype_is_refused_by_name(tmp_path: Path) -> None:
+    def frozen(**how: Any) -> tuple[Any, Any]:
+        model = Reward()
+        model.norm.requires_grad_(False)
+        model = gemini.GeminiDDP(model, config(**how))
+        return model, adam(model)
+
+    gemini.save_checkpoint(tmp_path / "saved", *frozen())
+    gemini.load_checkpoint(tmp_path / "saved", *frozen())
+    with pytest.warns(UserWarning, match="float32 beside"):
+        other = frozen(keep_fp32=None)
+    with pytest.raises(gemini.PlanMismatch, match=r"'norm.weight' was saved in fp32 .* and is in bf16 here"):
+        gemini.load_checkpoint(tmp_path / "saved", *other)
+
+
+def test_saved_models_and_the_way_back_keep_the_dtypes(tmp_path: Path) -> None:
+    model = gemini.GeminiDDP(resnet(), config())
+    kept = fp32_in(model)
+    assert kept and all("normalization" in name for name in kept)
+    values = model.state_dict()
+    assert fp32_in(model) == {n for n, v in values.items() if v.dtype is torch.float32 and "running" not in n}
+    model.save_pretrained(tmp_path)
+    loaded = type(resnet()).from_pretrained(tmp_path)
+    for (
+        name,
+        value,
+    ) in loaded.state_dict().items():  # transformers reads all of it in one dtype: nothing was lost before
+        assert same_bits(value, values[name].to(value.dtype)), name
+    assert fp32_in(gemini.release(model)) == kept
+    assert fp32_in(gemini.GeminiDDP(model, config())) == kept
+
+
+# ---- traces and plans ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("case", CASES)
+def test_a_plan_from_a_trace_ahead_of_time_is_the_run_s(case: str, precision: str) -> None:
+    make, budget = CASES[case][0], gemini.MemoryBudget(cpu="64MiB")
+    how: dict[str, Any] = {"precision": precision, "loss": lambda out: out.float().square().mean()}
+    if case == "spectral":
+        make()(images(0))  # what it computed has a graph then
+    trace = gemini.trace(make(), {"x": images(0)}, target="cpu", **how)
+    plan = gemini.Plan.from_json(gemini.plan(trace, None, budget).to_json())
+    model = gemini.GeminiDDP(make(), config(precision=precision, placement=plan))
+    assert {param.name for param in plan.trace.params if param.fp32} == fp32_in(model)
+    engine_of(model).check_invariants()
+    with gemini.MemoryTracer(model) as tracer:
+        loss = loss_of(model, 0)
+        (loss if precision == "bf16" else gemini.GradScaler().scale(loss)).backward()
+    assert tracer.trace.fingerprint == trace.fingerprint
+    gemini.GeminiDDP(make(), config(precision=precision, trace=tracer.trace))
+
+
+def test_a_plan_of_other_fp32_parts_is_refused_by_name() -> None:
+    loss = {"loss": lambda out: out.float().square().mean()}
+    trace = gemini.trace(Reward(), {"x": images(0)}, target="cpu", keep_fp32=["body"], **loss)
+    plan = gemini.plan(trace, None, gemini.MemoryBudget(cpu="64MiB"))
+    with pytest.raises(gemini.PlanMismatch, match=r"'body.0.weight' is \[16, 12\] kept in fp32 there"):
+        gemini.GeminiDDP(Reward(), config(placement=plan))
+    gemini.GeminiDDP(Reward(), config(keep_fp32=["body"], placement=plan))
+    gemini.GeminiDDP(Reward(), config(trace=trace))  # of a trace only the step counts
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", ["retain", "accumulate", "transient"])
+def test_gradients_of_parts_in_fp32_are_fp32(gradients: str, tmp_path: Path) -> None:
+    model = gemini.GeminiDDP(Normed(), config(gradients=gradients))
+    plain = plain_of(Normed, "bf16", *CASES["norms"][1])
+    optimizer = adam(model, step_in_backward=gradients == "transient")
+    for seed in range(2):
+        for number in range(1 if gradients == "transient" else 2):
+            loss, wanted = loss_of(model, 2 * seed + number), loss_of(plain.model, 2 * seed + number)
+            loss.backward()
+            plain.backward(wanted)
+        if gradients != "transient":
+            assert model.full_grad("norm.weight").dtype is torch.float32
+        optimizer.step()
+        plain.step()
+        optimizer.zero_grad()
+    assert_same_state(model, plain)
+
+
+def test_compact_states_are_exact_where_params_stay_in_fp32() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(108, 640), nn.Linear(640, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.body(x.flatten(1))))
+
+    model = gemini.GeminiDDP(Wide(), config(states="compact", keep_fp32=["head"], gradients="accumulate_bf16"))
+    train(model, adam(model), range(2), loss_of)
+    planes = {h.name: h.chunk.planes for h in engine_of(model).params.handles}
+    assert planes["body.weight"]["residual"].dtype is torch.int8
+    assert {kind: plane.dtype for kind, plane in planes["head.weight"].items()} == dict.fromkeys(
+        ("weights", "exp_avg", "exp_avg_sq", "grad"), torch.float32
+    )
+    engine_of(model).check_invariants()
