@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gemini.interrupts import without_grad
+from gemini.interrupts import WHOLE, without_grad
+from gemini.waiting import Latch
 
 NORM_BLOCK, NORM_LANES, NORM_TILE = 4096, 32, 1 << 20
 
@@ -282,10 +283,11 @@ class _Request:
     taken: int = 0  # bytes handed to threads so far
     inside: int = 0  # blocks being transferred now
     error: BaseException | None = None  # the first
+    over: Latch = field(default_factory=Latch)
 
-    @property
-    def done(self) -> bool:
-        return not self.inside and self.taken == self.nbytes
+    def note_end(self) -> None:
+        if not self.inside and self.taken == self.nbytes:
+            self.over.set()
 
 
 class ThreadedIoQueue:
@@ -299,7 +301,7 @@ class ThreadedIoQueue:
         self._tickets: dict[int, _Request] = {}
         self._urgent: deque[_Request] = deque()  # requests with blocks not yet taken
         self._others: deque[_Request] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._next_ticket = itertools.count(1)
         self._closed = False
 
@@ -311,7 +313,7 @@ class ThreadedIoQueue:
 
     def _submit(self, request: _Request, urgent: bool) -> int:
         self._require_owner()
-        with self._changed:
+        with WHOLE, self._lock:
             if self._closed:
                 raise ValueError("this IoQueue is closed")
             ticket = next(self._next_ticket)
@@ -321,10 +323,11 @@ class ThreadedIoQueue:
             # A thread gets one turn per block, and decides when its turn comes which block that is.
             for _ in range(0, request.nbytes, _IO_BLOCK):
                 self._pool.submit(self._transfer_next)
+            request.note_end()
         return ticket
 
     def _transfer_next(self) -> None:
-        with self._changed:
+        with self._lock:
             line = self._urgent or self._others
             if not line:
                 return  # a request failed, and its other blocks were dropped
@@ -340,30 +343,27 @@ class ThreadedIoQueue:
             _transfer(request.write, request.fd, request.address + begin, nbytes, request.offset + begin)
         except BaseException as caught:
             error = caught
-        with self._changed:
+        with self._lock:
             request.inside -= 1
             if error is not None:
                 request.error = request.error or error
                 request.taken = request.nbytes
                 if request in line:
                     line.remove(request)
-            if request.done:
-                self._changed.notify_all()
+            request.note_end()
 
     def wait(self, ticket: int) -> None:
         self._require_owner()
-        with self._changed:
-            request = self._find(ticket)
-            del self._tickets[ticket]
-            # All of its blocks: after an error too, no thread may touch the memory any more.
-            self._changed.wait_for(lambda: request.done)
+        request = self._find(ticket)
+        # All of its blocks: after an error too, no thread may touch the memory any more.
+        request.over.wait()
+        del self._tickets[ticket]  # not before: an interrupt leaves a ticket that can be waited for
         if request.error is not None:
             raise request.error
 
     def done(self, ticket: int) -> bool:
         self._require_owner()
-        with self._changed:
-            return self._find(ticket).done
+        return self._find(ticket).over.is_set()
 
     def _find(self, ticket: int) -> _Request:
         if ticket not in self._tickets:
@@ -372,7 +372,7 @@ class ThreadedIoQueue:
 
     def close(self) -> None:
         self._require_owner()
-        with self._changed:
+        with self._lock:
             self._closed = True
         self._pool.shutdown(wait=True)
 

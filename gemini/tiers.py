@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -86,14 +86,17 @@ class _Account:
     budget: int
     used: int = 0
     peak: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    """By holder."""
 
 
 class Ledger:
-    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing."""
+    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too: what changes the
+    books is one statement that calls nothing, and Python looks for signals after calls.
+    """
 
     def __init__(self, budgets: dict[Tier, int]):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
-        self._held: dict[tuple[Tier, str], int] = {}
         self._lock = threading.Lock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
@@ -120,12 +123,14 @@ class Ledger:
         return account.budget - account.used
 
     def held(self, tier: Tier, holder: str) -> int:
-        return self._held.get((tier, holder), 0)
+        account = self._accounts.get(tier)
+        return 0 if account is None else account.held.get(holder, 0)
 
     def holders(self, tier: Tier) -> dict[str, int]:
         """Bytes by holder ("weights", "exp_avg", "window", "staging", ...)."""
         with self._lock:
-            return {holder: held for (at, holder), held in self._held.items() if at is tier and held}
+            account = self._accounts.get(tier)
+            return {} if account is None else {holder: held for holder, held in account.held.items() if held}
 
     def reserve(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Take ``num_bytes`` of ``tier`` for ``holder``, before they are allocated.
@@ -146,11 +151,11 @@ class Ledger:
 
     def _take(self, tier: Tier, account: _Account, num_bytes: int, holder: str) -> bool:
         with self._lock:
-            if account.used + num_bytes > account.budget:
+            used = account.used + num_bytes
+            if used > account.budget:
                 return False
-            account.used += num_bytes
-            account.peak = max(account.peak, account.used)
-            held = self._held[tier, holder] = self._held.get((tier, holder), 0) + num_bytes
+            peak, held = max(account.peak, used), account.held.get(holder, 0) + num_bytes
+            account.used, account.peak, account.held[holder] = used, peak, held
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
         return True
@@ -158,20 +163,19 @@ class Ledger:
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved."""
         with self._lock:
-            held = self._held.get((tier, holder), 0)
+            account, held = self._accounts[tier], self.held(tier, holder)
             assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
-            self._held[tier, holder] = held - num_bytes
-            self._accounts[tier].used -= num_bytes
+            account.used, account.held[holder] = account.used - num_bytes, held - num_bytes
             if self.on_change is not None:
                 self.on_change(tier, {holder: held - num_bytes})
 
     def pass_on(self, tier: Tier, num_bytes: int, giver: str, taker: str) -> None:
         """Let ``taker`` hold what ``giver`` held; the tier's total stays, so this cannot fail for lack of room."""
         with self._lock:
-            held = self._held.get((tier, giver), 0)
+            account, held = self._accounts[tier], self.held(tier, giver)
             assert 0 <= num_bytes <= held, f"{giver} passes on {num_bytes} of {held} bytes of {tier.value}"
-            self._held[tier, giver] = held - num_bytes
-            taken = self._held[tier, taker] = self._held.get((tier, taker), 0) + num_bytes
+            taken = account.held.get(taker, 0) + num_bytes
+            account.held[giver], account.held[taker] = held - num_bytes, taken
             if self.on_change is not None:
                 self.on_change(tier, {giver: held - num_bytes, taker: taken})
 
@@ -196,6 +200,6 @@ class Ledger:
         """used = sum of holders, 0 <= used <= peak <= budget. Called by tests after every step."""
         with self._lock:
             for tier, account in self._accounts.items():
-                held = sum(n for (at, _), n in self._held.items() if at is tier)
+                held = sum(account.held.values())
                 assert held == account.used, f"{tier.value}: holders hold {held}, used says {account.used}"
                 assert 0 <= account.used <= account.peak <= account.budget, (tier.value, account)

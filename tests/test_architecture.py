@@ -35,6 +35,7 @@ FLOORS = [
         "gemini.optim.elementwise",
         "gemini.optim.matrices",
         "gemini.rules",
+        "gemini.waiting",
         "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),

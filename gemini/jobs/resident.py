@@ -10,6 +10,8 @@ import threading
 
 import psutil
 
+from gemini.waiting import Latch
+
 
 def resident_bytes() -> int | None:
     """Anonymous bytes in memory now; None where the kernel does not say (not Linux)."""
@@ -23,7 +25,7 @@ class ResidentPeak:
     def __init__(self, interval_s: float = 0.02) -> None:
         self.peak: int | None = resident_bytes()
         self._interval_s = interval_s
-        self._done = threading.Event()
+        self._done = Latch()
         self._thread = threading.Thread(target=self._watch, name="resident-peak", daemon=True)
 
     def __enter__(self) -> ResidentPeak:

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from gemini.errors import StorageError, human_bytes, warn
+from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
@@ -231,11 +232,12 @@ class SpillFile:
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
         submit = self.queue.submit_read if what == "read" else self.queue.submit_write
-        try:
-            ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
-        except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-            raise self.failed(what, num_bytes, offset, e) from e
-        return Transfer(self, ticket, tensor, what, offset)
+        with WHOLE:  # until somebody has the ticket, nothing keeps the memory that the disk is given
+            try:
+                ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
+            except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
+                raise self.failed(what, num_bytes, offset, e) from e
+            return Transfer(self, ticket, tensor, what, offset)
 
 
 def _open(directory: Path) -> tuple[int, bool, bool]:

@@ -24,7 +24,9 @@ from typing import NamedTuple, Protocol
 from torch.distributed import distributed_c10d as c10d
 
 from gemini.errors import warn
+from gemini.interrupts import WHOLE
 from gemini.ranks.wire import Wire
+from gemini.waiting import Latch
 
 TICK_S = 1.0
 OUTSIDE_S = 3.0
@@ -68,9 +70,10 @@ class Watch:
         self._outside: tuple[int, float] | None = None
         self._noted = _NOWHERE
         self._next = 0.0
-        self._end = threading.Event()
+        self._end = Latch()
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
-        self._thread.start()
+        with WHOLE:
+            self._thread.start()
         _running.add(self)
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost
+from gemini.waiting import PROGRESS
 
 
 class Tag(IntEnum):
@@ -53,7 +54,8 @@ class Pending:
         while self._works:
             peer, work = self._works[0]
             try:
-                work.wait()
+                with PROGRESS.elsewhere():
+                    work.wait()
             except RuntimeError as e:
                 raise lost(self._who[peer], self._what, e) from e
             self._works.pop(0)
@@ -244,7 +246,8 @@ def add_up(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
 def guarded(what: str, function: Callable[[], object]) -> None:
     """Run a collective of the library; a failure is a lost rank, whichever it was."""
     try:
-        function()
+        with PROGRESS.elsewhere():
+            function()
     except RuntimeError as e:
         raise RankLost(
             f"{what} failed: {e}. Another rank died, was stopped, or hangs: its own output says why. Start again from "

@@ -11,6 +11,8 @@ import threading
 import time
 from collections import Counter
 
+from gemini.interrupts import WHOLE
+
 SHORT, LONG = 0.0002, 0.003
 """Seconds: the longest of the ordinary delays, and of the long ones (four in ten)."""
 
@@ -67,7 +69,7 @@ class RandomClock:
 
     def close(self) -> None:
         """Release everything, now and from now on."""
-        with self._change:
+        with WHOLE, self._change:  # copies stand there
             self._closed = True
             self._change.notify_all()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from gemini.interrupts import call_without_grad
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, Window, register_device
 from gemini.testing.clock import RandomClock
 from gemini.testing.pieces import Pieces, PieceWindow
@@ -90,7 +90,7 @@ class StandinDevice(HostMemoryDevice):
             else:
                 event.finish()
 
-        with self._lock:
+        with WHOLE, self._lock:
             if stream not in self._streams:
                 self._streams[stream] = _CopyStream(stream)
             self._streams[stream].put(run)

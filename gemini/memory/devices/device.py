@@ -8,7 +8,6 @@ by name (:func:`register_device`). All waits are bounded, and a failed copy surf
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from gemini.errors import GeminiError
 from gemini.memory.devices.pages import can_move_pages, host_bytes
 from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
 from gemini.tiers import Tier
+from gemini.waiting import PROGRESS, Latch
 
 WAIT_SECONDS = 120.0
 """How long anything waits for a copy before it says that the copy is stuck."""
@@ -35,7 +35,7 @@ class Event:
     what = "a copy"
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._done = Latch()
         self._error: BaseException | None = None
 
     def is_complete(self) -> bool:
@@ -77,6 +77,7 @@ class Event:
         """It is over: for the one who works on it. ``error``: what ``wait`` raises as the cause."""
         self._error = error
         self._done.set()
+        PROGRESS.note()
 
 
 class AllOf(Event):

@@ -23,6 +23,7 @@ from gemini.memory.movement.staging import Staging, StagingSet
 from gemini.memory.watching.watch import Moved, Watch
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.tiers import Ledger, Tier
+from gemini.waiting import PROGRESS
 
 
 def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
@@ -90,6 +91,7 @@ class Mover:
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
+        PROGRESS.note()
         working = self._of_thread.working
         if working is None:
             self.watch.moved.add(source, target, num_bytes)

@@ -11,16 +11,16 @@ from __future__ import annotations
 import atexit
 import heapq
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Callable
 
 from gemini import kernels
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
-
-_LOOK_SECONDS = 1.0
-"""How often whoever waits looks whether the thread still lives. What a job does is bounded part by part."""
+from gemini.waiting import await_latch
 
 _END_SECONDS = 60.0
 """How long closing waits for a job that is under way."""
@@ -43,6 +43,8 @@ def on_worker() -> bool:
 class Job(Event):
     """Work for a worker. ``wait`` returns when it is done, and raises what it raised."""
 
+    what = "a job"
+
     def __init__(self, run: Callable[[], None], urgency: float):
         super().__init__()
         self.run = run
@@ -59,12 +61,12 @@ class Job(Event):
         super().finish(error)
 
     def wait(self, timeout: float = float("inf")) -> None:
-        """Block until the job is over.
+        """Block until the job is over: as long as it takes while anything goes on, whatever ``timeout`` is.
 
         Raises:
-            GeminiError: if its thread is gone; else whatever the job raised.
+            GeminiError: if its thread is gone, or nothing goes on; else whatever the job raised.
         """
-        self.wait_until_over(timeout)
+        self.wait_until_over()
         if self._error is not None:
             raise self._error
 
@@ -72,14 +74,18 @@ class Job(Event):
         """:meth:`wait` without what the job raised, which then keeps none of the caller's frames.
 
         Raises:
-            GeminiError: if its thread is gone.
+            GeminiError: if its thread is gone, or nothing goes on.
         """
-        while not self._done.wait(min(timeout, _LOOK_SECONDS)):
-            timeout -= _LOOK_SECONDS
-            if timeout <= 0:
-                raise GeminiError("a job of a worker thread did not finish in the given time")
-            if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
-                raise GeminiError(f"the thread {self.worker.name} ended before it finished its job")
+        if not self._done.is_set():
+            await_latch(self._done, lambda: f"{self.what} of {self._worker_name}", self._look)
+
+    @property
+    def _worker_name(self) -> str:
+        return "a thread that never got it" if self.worker is None else self.worker.name
+
+    def _look(self) -> None:
+        if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
+            raise GeminiError(f"the thread {self.worker.name} ended before it finished its job")
 
 
 def _nothing() -> None:
@@ -87,11 +93,16 @@ def _nothing() -> None:
 
 
 class JobThread:
-    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``."""
+    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``.
+
+    A job is waiting, or a thread has it, or it is over: the training thread changes that inside ``WHOLE``.
+    """
 
     def __init__(self, name: str):
         self.name = f"gemini-{name}"
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # the garbage collector may close the worker of a model inside another call
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """Rung when there is something to look at."""
         self._waiting: list[tuple[float, int, Job]] = []
         self._number = 0
         self._is_closed = False
@@ -108,7 +119,7 @@ class JobThread:
 
     def put(self, *jobs: Job) -> None:
         """Queue jobs, all or none."""
-        with self._changed:
+        with WHOLE, self._lock:
             if self._is_closed or os.getpid() != self._pid:
                 raise GeminiError(f"{self.name} is closed: its model was deleted, or belongs to the parent process")
             if self._thread is None:
@@ -119,11 +130,11 @@ class JobThread:
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))
                 job.worker = self
                 self._number += 1
-            self._changed.notify_all()
+            self._bell.put(None)
 
     def hurry(self, job: Job) -> None:
         """Somebody waits for a job: it is taken next, unless it is under way."""
-        with self._changed:
+        with WHOLE, self._lock:
             for position, (_, number, other) in enumerate(self._waiting):
                 if other is job:
                     self._waiting[position] = (float("-inf"), number, job)
@@ -132,29 +143,32 @@ class JobThread:
 
     def cancel(self, job: Job) -> bool:
         """Take back a job that has not begun; it ends with an error that nobody needs to see."""
-        with self._changed:
-            kept = [entry for entry in self._waiting if entry[2] is not job]
-            if len(kept) == len(self._waiting):
-                return False
-            self._waiting = kept
-            heapq.heapify(self._waiting)
-        job.finish(GeminiError("taken back"))
+        with WHOLE:
+            with self._lock:
+                kept = [entry for entry in self._waiting if entry[2] is not job]
+                if len(kept) == len(self._waiting):
+                    return False
+                self._waiting = kept
+                heapq.heapify(self._waiting)
+            job.finish(GeminiError("taken back"))
         return True
 
     def cancel_all(self, error: BaseException) -> None:
         """End all jobs that have not begun with ``error``."""
-        with self._changed:
-            dropped, self._waiting = self._waiting, []
-        for _, _, job in dropped:
-            job.finish(error)
+        with WHOLE:
+            with self._lock:
+                dropped, self._waiting = self._waiting, []
+            for _, _, job in dropped:
+                job.finish(error)
 
     def close(self) -> None:
         """Drop what has not begun, let what is under way end, and end the thread. Idempotent; from any thread."""
         if os.getpid() != self._pid:
             return  # a forked child has no such thread, and perhaps a lock that nobody gives back
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        with WHOLE:
+            with self._lock:
+                self._is_closed = True
+            self._bell.put(None)
         self.cancel_all(GeminiError(f"{self.name} was closed: its model was deleted"))
         if self.is_own_thread:
             self._end_here()
@@ -165,15 +179,24 @@ class JobThread:
         """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
 
     def _take(self) -> Job | None:
-        """The next job, if one is waiting; for ``_work``, under the lock."""
-        return heapq.heappop(self._waiting)[2] if self._waiting else None
+        """The next job, if one is waiting."""
+        with self._lock:
+            return heapq.heappop(self._waiting)[2] if self._waiting else None
+
+    def _sleep(self) -> bool:
+        """Wait until a job is waiting; False when the worker is closed, and none is."""
+        while not self._waiting:
+            if self._is_closed:
+                return False
+            self._bell.get()
+        return True
 
     def _run(self) -> None:
         _of_thread.works = True
         try:
             self._work()
         except BaseException as e:  # an error of ours; nobody must wait for what will not come
-            with self._changed:
+            with self._lock:
                 self._is_closed = True
             self.cancel_all(e)
             raise
@@ -192,13 +215,10 @@ class Worker(JobThread):
         return job
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._waiting and not self._is_closed:
-                    self._changed.wait()
-                job = self._take()
-            if job is None:
-                return
+        while self._sleep():
+            job = self._take()
+            if job is None:  # taken back just now
+                continue
             kernels.set_flush_mode(job.flush_mode)
             try:
                 job.run()

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.movement.manager import Manager
@@ -28,11 +29,10 @@ from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint.commit import Commit, PlanePiece
 from gemini.train.checkpoint.write import Buffer, Piece, Writer
 from gemini.train.write_observers import WriteObserver, WriteObservers
+from gemini.waiting import PROGRESS, Latch, await_latch
 
 P = TypeVar("P", Piece, PlanePiece)
 _HOLDER = "checkpoint"
-_LOOK_SECONDS = 1.0
-"""How often whoever waits looks whether the thread still lives."""
 
 
 class Saver(WriteObserver):
@@ -45,12 +45,13 @@ class Saver(WriteObserver):
         self._final = writer.final
         self._parts: tuple[Writer | Commit, ProcessGroup | None, Device] | None = (writer, group, device)
         """What it works with; let go of when the writing has begun, as a handle of it may be kept for long."""
-        self._changed = threading.Condition()
-        self._unsaved: set[int] = set()
+        self._unsaved: dict[int, Latch] = {}
+        """Of each chunk that may not change yet, what is set when it may."""
         self._held: set[int] = set()
         """Chunks that may change only when all is written."""
         self._pending: dict[int, Event] = {}
         """Updates that were in flight, by chunk: what is written is what they make."""
+        self._over = Latch()
         self._urgent: int | None = None
         self._abandoned = False
         self._thread: threading.Thread | None = None
@@ -83,16 +84,18 @@ class Saver(WriteObserver):
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
-            self._unsaved = {piece.chunk_index for piece in writer.pieces} | writer.held
+            self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in writer.pieces} | writer.held}
             self._held, self._pending = writer.held, writer.pending
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
-            observers.append(self)
-            self._thread.start()
+            with WHOLE:
+                observers.append(self)
+                self._thread.start()
         except BaseException:
-            self._unsaved.clear()
-            ledger.release(Tier.CPU, num_bytes, _HOLDER)
+            if self._thread is None or self._thread.ident is None:  # else that gives back what it has
+                self._unsaved.clear()
+                ledger.release(Tier.CPU, num_bytes, _HOLDER)
             raise
 
     def before_updates(self) -> None:
@@ -107,10 +110,10 @@ class Saver(WriteObserver):
         own = self._pending.get(index)
         if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
             return
-        with self._changed:
-            while index in self._unsaved and self._alive and threading.current_thread() is not self._thread:
-                self._urgent = index
-                self._changed.wait(_LOOK_SECONDS)
+        saved = self._unsaved.get(index)
+        if saved is not None and self._alive and threading.current_thread() is not self._thread:
+            self._urgent = index
+            await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")
 
     def after_write(self, chunk: Chunk) -> None:
         """Of no interest: what is written is the state of before."""
@@ -127,11 +130,14 @@ class Saver(WriteObserver):
 
         Raises:
             TimeoutError: if it has not after ``timeout`` seconds.
+            GeminiError: without ``timeout``, if nothing goes on.
         """
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
-            if self._thread.is_alive():
+            if timeout is None:
+                await_latch(self._over, lambda: f"the checkpoint {self._final}")
+            elif not self._over.wait(timeout):
                 raise TimeoutError(f"the checkpoint {self._final} is still being written after {timeout:g} s")
+            self._thread.join()
 
     def raise_if_unseen(self) -> None:
         """Raise, once, what ended the thread."""
@@ -164,9 +170,9 @@ class Saver(WriteObserver):
                 warn(f"a checkpoint that nobody waited for failed: {e}")
         finally:
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
-            with self._changed:
-                self._unsaved.clear()
-                self._changed.notify_all()
+            for index in list(self._unsaved):
+                self._free(index)
+            self._over.set()
 
     def _write(self, buffer: Buffer) -> None:
         assert self._parts is not None
@@ -189,11 +195,15 @@ class Saver(WriteObserver):
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
             assert index is not None
             yield waiting[index].popleft()
+            PROGRESS.note()
             if not waiting[index]:
                 del waiting[index]
-                with self._changed:
-                    self._unsaved -= {index} - self._held
-                    self._changed.notify_all()
+                if index not in self._held:
+                    self._free(index)
+
+    def _free(self, index: int) -> None:
+        """A chunk may change."""
+        self._unsaved.pop(index).set()
 
 
 class PendingCheckpoint:
@@ -216,6 +226,7 @@ class PendingCheckpoint:
             StorageError: if it could not be written; with several ranks on all of them, with the rank that failed. An
                 existing checkpoint is unchanged.
             TimeoutError: if it is not complete after ``timeout`` seconds. Writing continues.
+            GeminiError: without ``timeout``, if nothing moves for minutes.
         """
         self._saver.join(timeout)
         self._saver.raise_if_unseen()

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 from gemini.errors import GeminiError, RankLost
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, WAIT_SECONDS, Device, Event
 from gemini.memory.movement.worker import Job, Worker
@@ -178,7 +179,7 @@ class LaunchedStep(Scripted):
 
     def _offer(self, place: int, run: Callable[[], None]) -> Job:
         job = Job(run, place)
-        with self._order:
+        with WHOLE, self._order:
             self._launches.append(job)
             self._offered[place] = job
             self._give()
@@ -222,7 +223,7 @@ class LaunchedStep(Scripted):
 
     def part(self) -> None:
         """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too."""
-        with self._order:
+        with WHOLE, self._order:
             if self._leaves:
                 return
             self._leaves = True

@@ -25,6 +25,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import RankMismatch
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Working, tiles
 from gemini.memory.movement.worker import Job, Worker
@@ -108,7 +109,7 @@ class ReplicaSums:
         """All gradients of a chunk are there, in the backward of that number. From any thread, in any order."""
         if self._lane is None or index not in self._by_chunk:
             return
-        with self._lock:
+        with WHOLE, self._lock:
             if backward != self._backward:
                 if self._landed:  # of a backward that has failed
                     self._leave()
@@ -144,7 +145,7 @@ class ReplicaSums:
 
     def leave(self) -> None:
         """This rank is about to meet the other replicas for something else: they wait for no sum of it."""
-        with self._lock:
+        with WHOLE, self._lock:
             self._leave()
 
     def _leave(self) -> None:

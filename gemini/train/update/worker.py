@@ -140,13 +140,6 @@ class UpdateWorker(JobThread):
         for job in list(self._open):  # a fetch may wait for one, and the end of the model for that fetch
             job.finish(_deleted())
 
-    def _sleep(self) -> bool:
-        """Wait for jobs; False when the worker is closed."""
-        with self._changed:
-            while not self._waiting and not self._is_closed:
-                self._changed.wait()
-            return bool(self._waiting)
-
     def _begin_tiles(self) -> None:
         """Start what comes next, as far as there are slots. One tile in place at a time: nothing is brought for it."""
         while True:
@@ -196,8 +189,7 @@ class UpdateWorker(JobThread):
             self._tiles = None
 
     def _take_job(self) -> UpdateJob | None:
-        with self._changed:
-            job = self._take()
+        job = self._take()
         if job is None:
             return None
         assert isinstance(job, UpdateJob)
@@ -264,7 +256,7 @@ class UpdateWorker(JobThread):
 
     def _break_off(self, error: BaseException) -> None:
         """An update failed: nothing is under way afterwards, and everybody who waits is told."""
-        with self._changed:
+        with self._lock:
             ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
             self._waiting = []
         lost = [job for job in ended if job.guess is None or not job.guess.drop()]

@@ -1,0 +1,143 @@
+"""Waiting for another thread, such that an interrupt leaves nothing behind and no wait is for ever.
+
+``threading.Event`` and ``Condition`` are written in Python around a lock. A KeyboardInterrupt that comes in them when
+the lock is taken and the ``with`` block has not begun leaves it taken for good, and the thread that was about to tell
+that it is done stands there, and all who wait for it. So whoever shares something with the training thread uses
+
+- a :class:`Latch` to wait for an end: there is no lock that two threads take;
+- ``queue.SimpleQueue``, which is written in C, to wait for work;
+- a ``threading.Lock`` or ``RLock`` taken by ``with``: both are written in C, and Python looks for signals after a call
+  and where a function begins, not between ``with`` and its block. What may not be cut in two inside, is in
+  :data:`gemini.interrupts.WHOLE` besides. A thread is started in there too: ``Thread.start`` waits for an Event.
+
+How long anything takes nobody can know; whether it goes on, somebody can. Who moves bytes or ends a job says so
+(:meth:`Progress.note`), and :func:`await_latch` gives up only when nobody has for a long time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from gemini.errors import GeminiError, warn
+
+LOOK_SECONDS = 1.0
+"""How often whoever waits looks whether there is progress, and whether the thread that he waits for still lives."""
+
+TELL_LOOKS, GIVE_UP_LOOKS = 60, 300
+"""After how many looks in a row without any progress a wait says so, and ends in an error. (Looks and not a clock: a
+process that was stopped, or a machine that was suspended, has not looked.)
+"""
+
+
+class Latch:
+    """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock."""
+
+    __slots__ = ("_is_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: deque[threading.Lock] = deque()  # of each its own, locked, which ``set`` unlocks
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        while self._waiters:
+            try:
+                self._waiters.popleft().release()
+            except IndexError:  # another thread that sets it, or who waited no longer
+                return
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until it is set, or for ``timeout`` seconds: whether it is set."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            # In slices: an interrupt in ``set`` may leave a waiter that nobody wakes.
+            left = LOOK_SECONDS if until is None else min(LOOK_SECONDS, until - time.monotonic())
+            if left <= 0:
+                break
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+            if not self._is_set:
+                waiter.acquire(timeout=left)
+            try:
+                self._waiters.remove(waiter)
+            except ValueError:  # woken
+                pass
+        return self._is_set
+
+
+class Progress:
+    """Whether anything goes on in this process. The one is :data:`PROGRESS`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._elsewhere: set[int] = set()  # threads
+
+    def note(self) -> None:
+        """Bytes were moved, something has ended. (Threads that do so at once may lose a count, never the last one.)"""
+        self.count += 1
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Around a wait for other processes, which has a limit of its own: what waits for it does not give up."""
+        own = threading.get_ident()
+        try:
+            self._elsewhere.add(own)
+            yield
+        finally:
+            self._elsewhere.discard(own)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another thread than this one is in such a wait."""
+        return bool(self._elsewhere - {threading.get_ident()})
+
+
+PROGRESS = Progress()
+
+
+def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] = lambda: None) -> None:
+    """Block until it is set, however long that takes while anything goes on in this process.
+
+    Args:
+        what: what is waited for, in words.
+        look: called every ``LOOK_SECONDS``; may raise.
+
+    Raises:
+        GeminiError: when nothing has gone on for ``GIVE_UP_LOOKS`` looks; it says what every thread of ours is doing.
+    """
+    seen, idle = PROGRESS.count, 0
+    while not latch.wait(LOOK_SECONDS):
+        look()
+        idle = idle + 1 if PROGRESS.count == seen and not PROGRESS.is_elsewhere else 0
+        seen = PROGRESS.count
+        if idle == TELL_LOOKS:
+            warn(f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}: {_threads()}")
+        if idle >= GIVE_UP_LOOKS:
+            raise GeminiError(
+                f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}. A drive or a device "
+                f"that does not answer, or a fault of Gemini: {_threads()}. Start again from the last checkpoint"
+            )
+
+
+def _threads() -> str:
+    """What the threads of ours are doing."""
+    frames, found = sys._current_frames(), []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if frame is None or not thread.name.startswith("gemini-"):
+            continue
+        inner, ours = frame, frame
+        while ours.f_back is not None and not ours.f_globals.get("__name__", "").startswith("gemini."):
+            ours = ours.f_back
+        where = f"{ours.f_globals.get('__name__')}.{ours.f_code.co_name}, line {ours.f_lineno}"
+        found.append(f"{thread.name} is in {where}" + ("" if inner is ours else f" ({inner.f_code.co_name})"))
+    return "; ".join(found) or "no worker thread is alive"
