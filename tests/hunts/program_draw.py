@@ -50,6 +50,7 @@ ROOTS = (
     "embedding", "tied", "own_param", "regularizer", "stacked_regularizer", "unet", "recurrent", "state", "forces",
     "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first", "generic_first",
     "generic_last", "abstract_first", "protocol_last", "mixin_first", "slotted",
+    "kept_by_name",
 )  # fmt: skip
 """What the model around the blocks does."""
 

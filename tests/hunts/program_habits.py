@@ -138,11 +138,11 @@ ADAMS = {
     "named": "optimizer = side.adam(model.named_parameters())",
     "converted": (
         "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)\n"
-        "{schedule}\noptimizer = side.convert(optimizer, scheduler)"
+        "{schedule}\noptimizer = side.convert(optimizer)"
     ),
     "converted_adam": (
         "optimizer = torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.8, 0.95), weight_decay=0.01)\n"
-        "{schedule}\noptimizer = side.convert(optimizer, scheduler)"
+        "{schedule}\noptimizer = side.convert(optimizer)"
     ),
     "converted_groups": (
         "named = list(model.named_parameters())\n"
@@ -154,7 +154,7 @@ ADAMS = {
         "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)\n"
         'optimizer.register_step_pre_hook(lambda o, args, kwargs: side.see("old pre", 1))\n'
         'optimizer.register_step_post_hook(lambda o, args, kwargs: side.see("old post", 1))\n'
-        "{schedule}\noptimizer = side.convert(optimizer, scheduler)"
+        "{schedule}\noptimizer = side.convert(optimizer)"
     ),
 }
 """What the optimizer is given. ``{schedule}``: where its schedule is made, if not behind it."""

@@ -168,7 +168,7 @@ def judge(plain: Ran, ran: Ran) -> Result:
 
 REMEDY = re.compile(
     r"\b(use|call|read|write|make|leave|raise|pass|put|let|return|give|gather|wrap|clip|keep|build|copy|move|set|take|"
-    r"register|detach|declare|compute|try|run|wait|save|say|load|do|add|choose|freeze|one|lower|evaluate|share)\b",
+    r"register|detach|declare|compute|try|run|wait|save|say|load|do|add|choose|freeze|one|lower|evaluate|share|train)\b",
     re.IGNORECASE,
 )  # fmt: skip
 

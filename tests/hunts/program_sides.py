@@ -21,11 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini import kernels_reference as reference
-from gemini.integrations.adam import follow, to_hybrid_adam
+from gemini.integrations.rules import to_hybrid
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
@@ -56,22 +59,23 @@ class Where:
     def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
-            return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
+            return self._config(precision, gemini.MemoryBudget(cpu="256MiB"), model)
         sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.durable}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device = make_device(self.device)
-        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes)), device, ranks)
+        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
         needed[device.tier] += self.slack * decision.problem.working_set
         local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
         sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
         sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
-        return self._config(precision, gemini.MemoryBudget(**sizes))
+        return self._config(precision, gemini.MemoryBudget(**sizes), model)
 
-    def _config(self, precision: str, memory: gemini.MemoryBudget) -> gemini.GeminiConfig:
+    def _config(self, precision: str, memory: gemini.MemoryBudget, model: nn.Module) -> gemini.GeminiConfig:
         return gemini.GeminiConfig(
             precision=precision,
+            keep_fp32=getattr(model, "keep_fp32", "auto"),
             memory=memory,
             placement="auto" if self.static is None else self.static,
             gradients=self.gradients,
@@ -143,6 +147,7 @@ class Side:
         round_weights(model, self.precision)
         for name, param in model.named_parameters():
             param.data = param.data.to(dtype_of(model, name, self.precision))
+        _cast_where_they_meet(model, DTYPES[self.precision])
         return model
 
     def saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
@@ -211,6 +216,7 @@ class PlainSide(Side):
             param.data = param.data.to(dtype_of(model, name, self.precision)).contiguous()
             if param.dtype != torch.float32 and param.is_floating_point():
                 _sum_in_fp32(param)
+        _cast_where_they_meet(model, self.dtype)
         for module in model.modules():
             if getattr(module, "max_norm", None) is not None:
                 self._follow_max_norm(module)
@@ -239,7 +245,7 @@ class PlainSide(Side):
         self._optimizers.append(optimizer)
         return optimizer
 
-    def convert(self, old: torch.optim.Optimizer, scheduler: Any = None) -> gemini.HybridAdam:
+    def convert(self, old: torch.optim.Optimizer) -> gemini.HybridAdam:
         """What takes the place of an optimizer of torch: all that can be read of it stays, and so do its hooks."""
         new = self.adam(old.param_groups, decoupled=isinstance(old, torch.optim.AdamW))
         new.defaults.update({name: value for name, value in old.defaults.items() if name in new.defaults})
@@ -365,11 +371,8 @@ class ManagedSide(Side):
         self.model = self.another(round_weights(model, self.precision))
         return self.model
 
-    def convert(self, old: torch.optim.Optimizer, scheduler: Any = None) -> gemini.HybridAdam:
-        new = to_hybrid_adam(old, step_in_backward=bool(self._how.get("step_in_backward")))
-        if scheduler is not None:
-            follow(scheduler, old, new)
-        return new
+    def convert(self, old: torch.optim.Optimizer) -> gemini.HybridAdam:
+        return to_hybrid(old)  # type: ignore[return-value]
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         how = {"lr": 0.02, "weight_decay": 0.1, **how}
@@ -385,7 +388,10 @@ class ManagedSide(Side):
         return contextlib.nullcontext()
 
     def full_param(self, name: str) -> torch.Tensor:
-        return self.model.full_param(name)  # type: ignore[operator]
+        try:
+            return self.model.full_param(name)  # type: ignore[operator]
+        except KeyError:  # the program has given it another name: pruning
+            return self.model.get_parameter(name).detach().clone()
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         return self.model.full_grad(name)  # type: ignore[operator]
@@ -395,7 +401,13 @@ class ManagedSide(Side):
 
     def end(self) -> None:
         super().end()
-        self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+        if self._is_managed:
+            self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+
+    @property
+    def _is_managed(self) -> bool:
+        """False once the program has made it an ordinary one: ``merge_and_unload()``."""
+        return isinstance(self.model, gemini.GeminiDDP)
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         return [(name, self.full_grad(name)) for name, _ in self.model.named_parameters()]
@@ -421,9 +433,38 @@ class ManagedSide(Side):
 
 
 def dtype_of(model: nn.Module, name: str, precision: str) -> torch.dtype:
-    """What a param is computed in."""
-    param = model.get_parameter(name)
-    return DTYPES[precision] if param.is_floating_point() else param.dtype
+    """What a param is computed in: fp32 where the model says so, or where torch has buffers in fp32 beside it."""
+    whose, _, last = name.rpartition(".")
+    module, param = model.get_submodule(whose), model.get_parameter(name)
+    said = [*getattr(model, "keep_fp32", ()), *getattr(model, "_keep_in_fp32_modules_strict", ())]
+    kept = any(part in said for part in name.split("."))
+    kept |= isinstance(module, _NormBase) and module.track_running_stats
+    kept |= last.startswith("original") and _is_parametrized_in_fp32(module)
+    kept |= any(isinstance(hook, SpectralNorm) and last == f"{hook.name}_orig" for hook in _pre_hooks(module))
+    return param.dtype if kept or not param.is_floating_point() else DTYPES[precision]
+
+
+def _is_parametrized_in_fp32(module: nn.Module) -> bool:
+    """Orthogonal weights, and those with buffers (spectral norms)."""
+    return isinstance(module, parametrize.ParametrizationList) and any(
+        type(part).__name__ == "_Orthogonal" or any(True for _ in part.buffers()) for part in module
+    )
+
+
+def _pre_hooks(module: nn.Module) -> Iterable[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def _cast_where_they_meet(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights that torch computes in fp32 are multiplied in the dtype of the others."""
+    for module in model.modules() if dtype != torch.float32 else ():
+        if _is_parametrized_in_fp32(module):
+            module.register_forward_hook(lambda _, args, weight: weight.to(dtype))
+        for hook in _pre_hooks(module):
+            if isinstance(hook, SpectralNorm):
+                module.register_forward_pre_hook(
+                    lambda m, args, name=hook.name: setattr(m, name, getattr(m, name).to(dtype))
+                )
 
 
 def _sum_in_fp32(param: nn.Parameter) -> None:

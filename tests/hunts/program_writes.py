@@ -7,10 +7,11 @@ value becomes the master of every element, as in ``copy_``; else of those that c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from textwrap import indent
 
 from tests.hunts.program_parts import Habit
-from tests.hunts.program_parts import make_habit as _habit
+from tests.hunts.program_parts import make_habit
 
 PARAMS = "params = list({block}.parameters()) or list(model.parameters())\n"
 EVALUATE = """model.eval()
@@ -18,6 +19,11 @@ with torch.no_grad():
     side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
 model.train()
 """
+
+
+def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
+    made = make_habit(place, source, transient=transient)
+    return replace(made, source=made.source.replace("<EVALUATE>", EVALUATE.strip()))
 
 
 def _write(lines: str, *, whole: bool = False, when: int | None = None) -> Habit:
@@ -134,9 +140,7 @@ WRITES: dict[str, Habit] = {
         with side.writing(list(model.parameters()), whole=True):
             for a, p in zip(average, model.parameters()):
                 p.data.copy_(a)
-        """
-        + indent(EVALUATE, " " * 8)
-        + """
+        <EVALUATE>
         with side.writing(list(model.parameters()), whole=True):
             for b, p in zip(backup, model.parameters()):
                 p.data.copy_(b.data)
@@ -149,8 +153,9 @@ WRITES: dict[str, Habit] = {
                if torch.is_tensor(value) and value.is_floating_point()}
         backup = copy.deepcopy(model.state_dict())
         side.load({**backup, **{name: value * 0.5 for name, value in now.items()}})
-        """
-        + indent(EVALUATE + "side.load(backup)", " " * 8),
+        <EVALUATE>
+        side.load(backup)
+        """,
     ),
     "averaged_model": _habit(
         "stepped",
@@ -208,7 +213,6 @@ WRITES: dict[str, Habit] = {
     "to_cpu": _habit("before", 'model.to("cpu")\nmodel.cpu()'),
     "to_own_dtype": _habit("before", "model.to(side.dtype)"),
     "to_double": _habit("before", "if step == 1:\n    model.double()"),
-    "to_meta": _habit("before", 'if step == 1:\n    model.to_empty(device="cpu")'),
     "type_of": _habit("before", "if step == 1:\n    model.type(torch.float64)"),
     "shared": _habit("before", "if step == 0:\n    model.share_memory()"),
     "applied": _habit(
