@@ -34,6 +34,7 @@ FLOORS = [
         "gemini.optim.compact",
         "gemini.optim.elementwise",
         "gemini.optim.matrices",
+        "gemini.patches",
         "gemini.rules",
         "gemini.waiting",
         "gemini._C",

@@ -258,7 +258,11 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))  # 0-dim ones are no bytes
+    return torch.equal(_bytes_of(a), _bytes_of(b))
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(-1).view(torch.uint8)  # a tensor without dims has no view as bytes
 
 
 @lru_cache(maxsize=512)

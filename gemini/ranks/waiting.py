@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from gemini.patches import register
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
 from gemini.ranks.wire import guarded
 
@@ -67,7 +68,7 @@ class WaitingGroup:
             end_subgroup(group)
 
 
-@atexit.register
+@partial(register, "atexit.register")
 def end_all() -> None:
     """A thread of gloo may be the last to let go of a tensor, which takes the interpreter: they end before it does."""
     for waiting in list(_open):

@@ -10,7 +10,6 @@ nothing is ever written or read.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import sys
@@ -18,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from gemini.errors import warn
 from gemini.interrupts import WHOLE
+from gemini.patches import register
 from gemini.ranks.wire import Wire
 from gemini.waiting import Latch
 
@@ -164,7 +165,7 @@ def _line_of(thread: int, *, at_work: bool = True) -> str | None:
     return "an unknown place"
 
 
-@atexit.register
+@partial(register, "atexit.register")
 def _stop_all() -> None:
     """Before the interpreter ends: a thread must not come back from the store into what is half gone."""
     for watch in list(_running):

@@ -6,7 +6,6 @@ module makes it the device that ``device="standin"`` names.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import sys
 import threading
@@ -17,6 +16,7 @@ import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.device import Event, HostMemoryDevice, Window, register_device
+from gemini.patches import register
 from gemini.testing.clock import RandomClock
 from gemini.testing.pieces import Pieces, PieceWindow
 from gemini.tiers import Tier
@@ -165,5 +165,5 @@ def _end_all() -> None:
         device.close()
 
 
-atexit.register(_end_all)
+register("atexit.register", _end_all)
 register_device("standin", StandinDevice)

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.patches import register
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.group import Ranks
 from gemini.train.adapters import refuse_unsupported
@@ -537,4 +537,4 @@ def manage(
     return model
 
 
-register_optimizer_step_pre_hook(refuse_stock_optimizers)
+register("torch.optim.optimizer.register_optimizer_step_pre_hook", refuse_stock_optimizers)

@@ -34,7 +34,8 @@ def managed_class(original: type[nn.Module], face: type[nn.Module]) -> type[nn.M
     # Python changes the class of an object to one of the same layout only, and a class has that of its first base. A
     # class whose own first base is not nn.Module (ABC, Generic[T], a mixin with __slots__) has a layout of its own: it
     # comes first among the bases, and behind ours in the order in which methods are looked for.
-    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), {"mro": partialmethod(_ours_first, original)})
+    order = {"mro": partialmethod(_ours_first, original)}
+    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), order)
     return kind(original.__name__, (original, *first), namespace)
 
 

@@ -94,6 +94,6 @@ def _give_back(params: ParamSet, read: Callable[[ParamHandle], torch.Tensor], ch
                 handle.hook.remove()
             del param._gemini  # type: ignore[attr-defined]
             param.__class__ = handle.kind
-            param.data = value
+            param.data = handle.as_it_was(value)
             handle.view = torch.empty(0, device="cpu")
         chunks[index].clear_planes()  # its home is free for the next one

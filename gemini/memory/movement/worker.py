@@ -8,18 +8,19 @@ not keep one alive longer than the job.
 
 from __future__ import annotations
 
-import atexit
 import heapq
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
+from gemini.patches import register
 from gemini.waiting import await_latch
 
 _END_SECONDS = 60.0
@@ -229,7 +230,7 @@ class Worker(JobThread):
             del job  # what it holds is not kept by a worker that waits
 
 
-@atexit.register
+@partial(register, "atexit.register")
 def _close_all() -> None:
     for worker in list(_live):
         worker.close()

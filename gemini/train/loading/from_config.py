@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -183,16 +184,14 @@ class _ToMeta:
 @contextlib.contextmanager
 def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[None]:
     """Let ``replace`` say which param is registered whenever a module registers one."""
-    original = nn.Module.register_parameter
+    original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        original(self, name, param if param is None else replace(param))
+        is_ours = param is not None and threading.get_ident() == thread
+        original(self, name, replace(param) if is_ours else param)  # type: ignore[arg-type]
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "register_parameter", register):
         yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

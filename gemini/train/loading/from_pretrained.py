@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.train.loading.attention import Attention

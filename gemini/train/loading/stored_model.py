@@ -1,4 +1,4 @@
-"""A model whose weights are in files: what reads them one by one, into homes or, at the touch of ``adapt``, into memory.
+"""A model whose weights are in files, which are read one by one: into homes or, at the touch of ``adapt``, into memory.
 
 What ``adapt`` is given has shapes, dtypes, ties and buffers, and params whose values come at the first touch: each is a
 :class:`~gemini.train.loading.paging.PagedParameter` until then. So whatever the function does (a larger embedding, the
@@ -217,7 +217,7 @@ class _ReadAtTouch:
         untouched = set()
         for param in self._params:
             if isinstance(param, PagedParameter):
-                param.__class__ = nn.Parameter
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
                 untouched.add(id(param))
             del param._gemini_pager  # type: ignore[attr-defined]
         return untouched

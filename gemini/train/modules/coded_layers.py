@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gemini.patches import patch
 from gemini.train.params.codes import is_of_library, move_scales
 
 _PACKS = "support_avx512bf16_for_cpu"
@@ -76,4 +77,4 @@ def _give_codes_to_autograd(functions: Any) -> None:
                     ctx.tensors = (None,) * len(saved)
 
     MatMul4Bit.__qualname__ = original.__qualname__
-    functions.MatMul4Bit = MatMul4Bit
+    patch("bitsandbytes.autograd._functions.MatMul4Bit", MatMul4Bit)

@@ -14,7 +14,6 @@ first one, whose params then have other names (``_orig_mod``): it is refused for
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,6 +23,7 @@ from torch import nn
 
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.store import ChunkStore
+from gemini.patches import register
 from gemini.train.params.handle import handle_of
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
@@ -261,4 +261,4 @@ def _leave_our_code_alone() -> None:
     global _warned
     if not _warned:
         _warned = True
-        sys.modules["torch._dynamo"].trace_rules.add("gemini")
+        register("torch._dynamo.trace_rules.add", "gemini")

@@ -12,13 +12,10 @@ import weakref
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.nn.utils import stateless
 
 from gemini.errors import GeminiError
+from gemini.patches import register
 from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
 from gemini.train.params.handle import handle_of
 from gemini.train.step import StepState
@@ -26,8 +23,8 @@ from gemini.train.step import StepState
 num_registered = 0
 """Registrations of params in this process, and of modules in a managed model."""
 
-_watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The modules of managed models, and what was put into them since."""
+_watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+"""The modules of managed models, and what was put into them since, by ``id``: not every module can be hashed."""
 
 
 def _count(module: nn.Module, name: str, param: Any) -> None:
@@ -37,15 +34,25 @@ def _count(module: nn.Module, name: str, param: Any) -> None:
 
 def watch(model: nn.Module) -> None:
     """From now on modules that are put anywhere into ``model`` are looked at by :func:`refuse_injected`."""
-    _watched.update(model.modules())
+    _watched.update({id(module): module for module in model.modules()})
+
+
+def _holds_managed(module: nn.Module) -> bool:
+    """Whether a managed param is in a module, without calling anything of it: it may be half made, and what PEFT puts
+    around ``nn.MultiheadAttention`` changes params whenever they are listed.
+    """
+    own = vars(module)
+    return any(handle_of(param) is not None for param in own.get("_parameters", {}).values()) or any(
+        _holds_managed(child) for child in own.get("_modules", {}).values() if child is not None
+    )
 
 
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global num_registered
-    if module in _watched and child is not None:  # else it is a list of some layers, made in every forward
+    if id(module) in _watched and child is not None:  # else it is a list of some layers, made in every forward
         num_registered += 1
         watch(child)
-    if name == "_orig_mod" and wraps_compiled(module) and any(handle_of(p) is not None for p in child.parameters()):
+    if name == "_orig_mod" and wraps_compiled(module) and _holds_managed(child):
         raise GeminiError(
             f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "
             f"compile in place. {BLOCKS_INSTEAD}"
@@ -53,8 +60,8 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     if (
         isinstance(child, nn.Module)
         and any(c.__module__.startswith("peft.") for c in type(module).__mro__)
-        and not any(handle_of(p) is not None for p in module.parameters())
-        and any(handle_of(p) is not None for p in child.parameters())
+        and _holds_managed(child)
+        and not _holds_managed(module)
     ):
         raise GeminiError(
             f"{type(module).__name__} of PEFT was given a model that Gemini manages already: nothing was changed. "
@@ -64,8 +71,8 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
         )
 
 
-register_module_parameter_registration_hook(_count)
-register_module_module_registration_hook(_look_at_new_parent)
+register("torch.nn.modules.module.register_module_parameter_registration_hook", _count)
+register("torch.nn.modules.module.register_module_module_registration_hook", _look_at_new_parent)
 
 
 def _in_functional_call() -> bool:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.manager import Manager
+from gemini.patches import patch
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import Observers
 from gemini.train.own_work import own_work
@@ -305,7 +306,7 @@ def _refusing_in_our_words(error_message: str) -> Iterator[None]:
         yield
 
 
-torch.autograd.graph.disable_saved_tensors_hooks = _refusing_in_our_words
+patch("torch.autograd.graph.disable_saved_tensors_hooks", _refusing_in_our_words)
 
 
 def _num_references(chunk: Chunk) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
+from gemini.patches import patch
 from gemini.planning.layout import Part, Slot
 from gemini.train.params.stepper import Stepper
 from gemini.train.params.tensor_slice import TensorSlice
@@ -106,6 +107,8 @@ class ParamHandle:
     """The part of ``clip`` that is of an earlier step, and so of the gradient itself to whoever reads it."""
     cut: TensorSlice | None = None
     """Which slice of a whole param it is (tensor parallel); None for all of one."""
+    layout: tuple[int, ...] | None = None
+    """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
 
     @property
     def has_grad(self) -> bool:
@@ -125,6 +128,12 @@ class ParamHandle:
     def whole_shape(self) -> tuple[int, ...]:
         """Of the param without slices."""
         return tuple(self.param.shape) if self.cut is None else self.cut.shape
+
+    def as_it_was(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` in the memory layout that the param had before it was managed."""
+        if self.layout is None or len(self.layout) != value.dim():
+            return value
+        return value.new_empty_strided(value.shape, self.layout).copy_(value)
 
     @property
     def takes_step(self) -> bool:
@@ -282,4 +291,4 @@ def _data_of(param: nn.Parameter) -> torch.Tensor:
 
 # torch counts no writes to param.data, and would hide them from us. Those to param.detach() are counted with the
 # param's, and the two are the same otherwise. There is no other way to see ``param.data`` of an ordinary nn.Parameter.
-nn.Parameter.data = property(_data_of, SET_DATA, doc=torch.Tensor.data.__doc__)  # type: ignore[assignment]
+patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.data.__doc__))

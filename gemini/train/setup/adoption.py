@@ -70,7 +70,9 @@ class Adoption:
             return
         for handle, dtype, original in self._taken:
             param = handle.param
-            value = self._by_names.read(handle, torch.float32).to(dtype) if original is None else original
+            value = original
+            if value is None:
+                value = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
             param.__class__ = handle.kind
             param.data = value
             del param._gemini  # type: ignore[attr-defined]
@@ -92,6 +94,8 @@ class Adoption:
         original = param.data
         if not filled:
             self._by_names.write(handle, original)
+            like = torch.empty_like(original, device="meta")  # of a view with gaps: dense, with its order of dims
+            handle.layout = None if like.is_contiguous() else like.stride()
         param.grad = None
         param.data = handle.view
         handle.version = param._version

@@ -30,6 +30,7 @@ def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module
         ValueError: for params and buffers without values, for params that share memory, and for gradients that are
             not zero.
     """
+    _check_listed_alike(model)
     for path, module in model.named_modules():
         _check_module(path, module)
     for name, param in model.named_parameters():
@@ -40,6 +41,18 @@ def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module
         _check_buffer(name, buffer)
     _check_memory(model)
     _check_class(model, managed_class)
+
+
+def _check_listed_alike(model: nn.Module) -> None:
+    """Refuse params that are other objects whenever they are listed: nothing could be kept for one of them."""
+    listed = list(model.named_parameters(remove_duplicate=False))
+    for (name, param), (_, again) in zip(listed, model.named_parameters(remove_duplicate=False), strict=True):
+        if param is not again:
+            raise TypeError(
+                f"param {name!r} is made anew whenever the params of the model are listed, as PEFT does around "
+                "nn.MultiheadAttention, and GeminiDDP keeps weights and states for params that stay the same objects. "
+                "Leave that layer out of the adapter's target_modules, or merge first (model.merge_and_unload())"
+            )
 
 
 def _check_module(path: str, module: nn.Module) -> None:

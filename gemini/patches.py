@@ -1,0 +1,72 @@
+"""Whatever of other packages Gemini changes for the whole process: what, and why there is no other way.
+
+Nothing here does anything to a model, a param or an optimizer that is not managed. What stays is installed by
+:func:`patch` and :func:`register` alone, so these tables are the whole list: a test compares them with what a process
+has after a run.
+"""
+
+from __future__ import annotations
+
+from pkgutil import resolve_name
+from typing import Any
+
+PATCHES = {
+    "torch.nn.Parameter.data": (
+        "torch counts no writes to param.data. While modules compute, a managed param is an ordinary nn.Parameter, and "
+        "such a write would leave its master as it was"
+    ),
+    "torch.autograd.graph.disable_saved_tensors_hooks": (
+        "inside a module whose weights move torch.func would raise torch's words about saved-tensor hooks, which no "
+        "user has opened: ours say what to do"
+    ),
+    "bitsandbytes.autograd._functions.MatMul4Bit": (
+        "the library keeps 4-bit codes on its context, where no saved-tensor hook sees them; with save_for_backward "
+        "they come back for backward. The same code computes the same bits"
+    ),
+}
+"""What is another object now, from the time when it is first needed."""
+
+HOOKS = {
+    "torch.nn.modules.module.register_module_parameter_registration_hook": (
+        "counts, so that params that came into a managed model after it was wrapped are found"
+    ),
+    "torch.nn.modules.module.register_module_module_registration_hook": (
+        "the same for modules; torch.compile(module) and PEFT around a managed model are refused before they change it"
+    ),
+    "torch.optim.optimizer.register_optimizer_step_pre_hook": (
+        "torch's optimizers would find no gradient on managed params, and do nothing without a word"
+    ),
+    "torch._dynamo.trace_rules.add": "our hooks inside of code that others compile run as they are",
+    "atexit.register": "threads of ours end before the interpreter goes",
+}
+"""Where somebody tells us of what happens in the process."""
+
+FOR_THE_TIME_OF_A_CALL = {
+    "signal.signal": "Ctrl-C is held back while a state changes, and by gemini train until a checkpoint is written",
+    "torch.nn.Module.register_parameter": "from_config: params go home as they are made; in this thread only",
+    "transformers.PreTrainedModel.init_weights": "from_config, trace: shapes are found out without drawing values",
+    "transformers.PreTrainedModel._load_pretrained_model": "from_pretrained: shapes first, values when there are homes",
+    "transformers.PreTrainedModel._finalize_model_loading": "the same",
+    "transformers.core_model_loading.set_param_for_module": "the same: what was read goes home",
+    "transformers.core_model_loading.is_dtensor": "from_pretrained over tp and ep: slices are read, not whole tensors",
+    "transformers.core_model_loading.DtensorShardOperation": "the same",
+    "transformers.core_model_loading.WeightConverter.convert": "from_pretrained: how params come from tensors is noted",
+    "transformers.core_model_loading.WeightRenaming.convert": "the same",
+    "torch.nn.functional.scaled_dot_product_attention": "trace: the memory that it takes on another device",
+    "torch.nn.functional.dropout": "trace: the same",
+}
+"""What is put back when a call of ours ends."""
+
+
+def patch(place: str, value: Any) -> None:
+    """Put ``value`` at a place of :data:`PATCHES`, for good."""
+    assert place in PATCHES, f"{place} is not in the table"
+    owner, _, name = place.rpartition(".")
+    setattr(resolve_name(owner), name, value)
+
+
+def register(place: str, function: Any) -> Any:
+    """Give ``function`` to one of :data:`HOOKS`; returns it, so that this decorates too."""
+    assert place in HOOKS, f"{place} is not in the table"
+    resolve_name(place)(function)
+    return function

@@ -1,0 +1,197 @@
+"""Params of every memory layout and size, and classes of every layout: managed as torch has them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import types
+from abc import ABC
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+
+T = TypeVar("T")
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of 8 x 16 numbers
+    "gaps": lambda w: w[:, ::2],
+    "gaps in one dim": lambda w: w[0, ::2],
+    "transposed": lambda w: w.t(),
+    "gaps, transposed": lambda w: w[::2, ::2].t(),
+    "from the middle": lambda w: w.view(-1)[3:67].view(4, 16),
+    "expanded": lambda w: w[:, :1].expand(8, 8),
+    "one number expanded": lambda w: w[0, 0].expand(8),
+    "overlapping": lambda w: w.as_strided((7, 4), (2, 1)),
+    "channels last": lambda w: w.view(4, 4, 4, 2).to(memory_format=torch.channels_last),
+    "permuted": lambda w: w.view(4, 2, 16).permute(2, 0, 1),
+    "without dims": lambda w: w[0, 0].clone(),
+    "one number": lambda w: w[0, :1],
+    "empty": lambda w: w[:0],
+    "empty in the last dim": lambda w: w[:, :0],
+}
+PRECISIONS: dict[Any, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+class Net(nn.Module):
+    def __init__(self, weight: torch.Tensor):
+        super().__init__()
+        self.odd = nn.Parameter(weight)
+        self.even = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.even(x).float().sum() * (self.odd.float() ** 2).sum()
+
+
+def results(weight: torch.Tensor, precision: Any, folder: Path) -> list[torch.Tensor]:
+    """All that can be read of a param after two steps, in every way."""
+    torch.manual_seed(1)
+    memory = gemini.MemoryBudget(cpu="8MiB", nvme="8MiB", nvme_path=folder)
+    config = gemini.GeminiConfig(
+        precision=precision, device="cpu", memory=memory, placement=gemini.StaticPlacement(weights_on_nvme=0.5)
+    )
+    model: Any = gemini.GeminiDDP(Net(weight), config)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
+    scaler: Any = gemini.GradScaler(enabled=precision == "fp16")
+    for _ in range(2):
+        scaler.scale(model(torch.ones(2, 4, dtype=PRECISIONS[precision]))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    model.load_state_dict(model.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    found = [model.full_param("odd", torch.float32), model.state_dict()["odd"]]
+    found += [optimizer.full_state("odd")[name] for name in ("exp_avg", "exp_avg_sq")]
+    with model.gathered():
+        found.append(model.odd.detach().clone())
+    return [*found, gemini.release(model).odd.detach()]  # type: ignore[list-item]
+
+
+@pytest.mark.filterwarnings("ignore:params are kept contiguous")
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_param_has_the_values_of_a_contiguous_one(
+    layout: str, precision: str, given: torch.dtype, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 16, dtype=given)
+    odd = LAYOUTS[layout](weight)
+    even = odd.clone(memory_format=torch.contiguous_format)
+    for mine, plain in zip(results(odd, precision, tmp_path), results(even, precision, tmp_path), strict=True):
+        assert mine.shape == plain.shape and torch.equal(mine, plain)
+
+
+def fail(*_: Any) -> None:
+    raise RuntimeError("made to fail")
+
+
+@pytest.mark.filterwarnings("ignore:params are kept contiguous")
+@pytest.mark.parametrize("ends", ["released", "refused"])
+def test_a_layout_comes_back(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model that is an ordinary one again, or that could not be wrapped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Conv2d(4, 4, 2)).to(memory_format=torch.channels_last)
+    model[1].weight = nn.Parameter(torch.randn(4, 4, 2, 2).permute(1, 0, 3, 2))
+    before = {name: (param.stride(), param.detach().clone()) for name, param in model.named_parameters()}
+    config = gemini.GeminiConfig(precision="fp32", device="cpu")
+    if ends == "released":
+        gemini.release(gemini.GeminiDDP(model, config))
+    else:
+        monkeypatch.setattr("gemini.train.ddp.prepare_layers", fail)
+        with pytest.raises(RuntimeError, match="made to fail"):
+            gemini.GeminiDDP(model, config)
+    for name, param in model.named_parameters():
+        assert param.stride() == before[name][0] and torch.equal(param, before[name][1]), name
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3,), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize("name", "Adafactor AdamW SGD Adagrad Adadelta RMSprop Rprop NAdam Adamax ASGD".split())
+def test_adopted_optimizers_take_params_of_any_size(name: str, shape: tuple[int, ...]) -> None:
+    kind = getattr(torch.optim, name)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Net(torch.randn(shape))
+
+    plain = make()
+    theirs = kind(plain.parameters(), lr=1e-2)
+    rule = gemini.optim.adopt(kind, lr=1e-2)
+    managed: Any = gemini.GeminiDDP(make(), gemini.GeminiConfig(precision="fp32", device="cpu", optimizer=rule))
+    ours = gemini.HybridOptimizer(managed.parameters(), rule)
+    for _ in range(3):
+        for model, optimizer in ((plain, theirs), (managed, ours)):
+            model(torch.ones(2, 4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ours.load_state_dict(ours.state_dict())
+    for path, param in plain.named_parameters():
+        assert torch.equal(managed.full_param(path), param.detach()), path
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("slot",)
+
+
+class Empty:
+    __slots__ = ()
+
+
+BASES: dict[str, tuple[Any, ...]] = {
+    "generic": (Generic[T], nn.Module),
+    "generic last": (nn.Module, Generic[T]),
+    "abstract": (ABC, nn.Module),
+    "both": (ABC, Generic[T], nn.Module),
+    "slots": (Slotted, nn.Module),
+    "slots last": (nn.Module, Slotted),
+    "empty slots": (Empty, nn.Module),
+    "a list": (Generic[T], nn.ModuleList),
+}
+
+
+def class_with(bases: tuple[Any, ...]) -> Any:
+    def body(namespace: dict[str, Any]) -> None:
+        def __init__(self: Any) -> None:
+            super(Made, self).__init__()
+            self.part, self.calls = nn.Linear(4, 4), 0
+
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return super(Made, self).state_dict(*args, **kwargs)
+
+        namespace |= {"__init__": __init__, "state_dict": state_dict, "forward": lambda self, x: self.part(x)}
+
+    Made: Any = types.new_class("Made", bases, {}, body)
+    return Made
+
+
+@pytest.mark.parametrize("bases", BASES)
+def test_classes_of_any_bases_are_managed(bases: str) -> None:
+    kind = class_with(BASES[bases])
+    torch.manual_seed(0)
+    made = kind()
+    wanted = copy.deepcopy(made)(torch.ones(2, 4))
+    model: Any = gemini.GeminiDDP(made, gemini.GeminiConfig(precision="fp32", device="cpu"))
+    assert model is made and isinstance(model, kind) and isinstance(model, gemini.GeminiDDP)
+    assert type(model).__name__ == "Made" and type(model).__mro__.index(gemini.GeminiDDP) < type(model).__mro__.index(
+        kind
+    )
+    assert torch.equal(model(torch.ones(2, 4)), wanted)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer = gemini.HybridAdam(model.parameters())
+    optimizer.step()
+    model.load_state_dict(model.state_dict())
+    assert model.calls == 1  # the class's own method, between ours and torch's
+    for use in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(gemini.GeminiError, match="managed"):
+            use(model)
+    assert type(type(model)()) is kind  # the class makes ordinary models
+    again = gemini.release(model)
+    assert again is made and type(again) is kind
+    gemini.GeminiDDP(again, gemini.GeminiConfig(precision="bf16", device="cpu"))
