@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
-from gemini.errors import StorageError
+from gemini.errors import GeminiError, StorageError
 from gemini.train.checkpoint.format import read_manifest
 from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
@@ -30,6 +30,7 @@ from .settings import take_over_scale
 _STATE_ID = "gemini.json"
 Pairs = list[tuple[str, Any, HybridOptimizer]]
 """Folder, model and optimizer of each model that is trained here."""
+Around = tuple[Callable[..., None], Callable[..., None]]
 
 
 class SavingAccelerator(Accelerator):
@@ -50,11 +51,13 @@ class SavingAccelerator(Accelerator):
         """Everything a resumed run needs to be the same run, bit for bit. All ranks call, between steps.
 
         Managed models and their optimizers go into ``output_dir/gemini`` (``gemini_1``, ...), the rest where accelerate
-        puts it. A state whose saving was interrupted is refused by :meth:`load_state`; give each a folder of its own.
+        puts it. Hooks of ``register_save_state_pre_hook`` are given models and weights as by accelerate; those of
+        managed models are whole in memory for them. A state whose saving was interrupted is refused by
+        :meth:`load_state`; give each a folder of its own.
         """
         token = uuid.uuid4().hex
         pairs = self._managed_pairs()
-        with self._without(pairs):
+        with self._without(pairs, self._save_model_state_pre_hook, _around_saving(pairs)):
             location = Path(super().save_state(output_dir, safe_serialization, **kwargs))
         if pairs and self.is_main_process:
             (location / _STATE_ID).write_text(json.dumps({"id": token}))
@@ -64,6 +67,9 @@ class SavingAccelerator(Accelerator):
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """What :meth:`save_state` saved; with automatic naming and no ``input_dir`` the newest that is whole.
+
+        Hooks of ``register_load_state_pre_hook`` are given the managed models when these are loaded. What a hook then
+        loads into one stays, and where it is the weights that were saved no bit of their masters changes.
 
         Raises:
             StorageError: if it was not saved by this class, its saving was interrupted, or it is damaged.
@@ -79,7 +85,7 @@ class SavingAccelerator(Accelerator):
             load_checkpoint(Path(input_dir) / folder, model, optimizer)
             if is_older:
                 take_over_scale(scaler, model)
-        with self._without(pairs):
+        with self._without(pairs, self._load_model_state_pre_hook, _around_loading(pairs)):
             self.scaler = None if is_older else scaler  # a state from when the model itself kept the loss scale
             try:
                 super().load_state(None if input_dir is None else str(input_dir), load_kwargs, **kwargs)
@@ -99,15 +105,23 @@ class SavingAccelerator(Accelerator):
         return pairs
 
     @contextmanager
-    def _without(self, pairs: Pairs) -> Iterator[None]:
-        """accelerate does not see what is saved by Gemini."""
-        models, optimizers = self._models, self._optimizers
-        self._models = [m for m in models if not any(m is own for _, own, _ in pairs)]
-        self._optimizers = [o for o in optimizers if not any(o.optimizer is own for _, _, own in pairs)]
+    def _without(self, pairs: Pairs, hooks: MutableMapping[Any, Any], around: Around) -> Iterator[None]:
+        """accelerate does not see what is saved by Gemini. Where users have ``hooks``, these do, as they do with
+        accelerate alone: the first and the last of ``around`` are called before and after them.
+        """
+        models, optimizers, own = self._models, self._optimizers, dict(hooks)
+        self._optimizers = [o for o in optimizers if not any(o.optimizer is mine for _, _, mine in pairs)]
+        if own and pairs:
+            hooks.clear()
+            hooks.update({"first": around[0], **own, "last": around[1]})
+        else:
+            self._models = [model for model in models if not _is_in(pairs, model)]
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            hooks.clear()
+            hooks.update(own)
 
     def _newest_whole(self, pairs: Pairs) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -120,6 +134,46 @@ class SavingAccelerator(Accelerator):
                 continue
             return path
         raise StorageError(f"there is no whole state in {folder}")
+
+
+def _is_in(pairs: Pairs, model: Any) -> bool:
+    return any(model is own for _, own, _ in pairs)
+
+
+def _around_saving(pairs: Pairs) -> Around:
+    """Hooks before saving are given the weights of managed models too, and may take them out to save them themselves;
+    what they leave is not saved twice.
+    """
+    shown: list[tuple[int, Any, dict[str, Any]]] = []
+
+    def first(models: list[Any], weights: list[Any], folder: str) -> None:
+        states = enumerate(zip(models, weights, strict=True))
+        shown.extend((index, state, dict(state)) for index, (model, state) in states if _is_in(pairs, model))
+        shown.append((len(weights), None, {}))
+
+    def last(models: list[Any], weights: list[Any], folder: str) -> None:
+        number = shown.pop()[0]
+        for index, state, before in shown:
+            replaced = len(weights) == number and weights[index] is not state
+            changed = state.keys() != before.keys() or any(state[name] is not value for name, value in before.items())
+            if replaced or (changed and any(one is state for one in weights)):
+                raise GeminiError(
+                    "a hook of register_save_state_pre_hook has changed the weights of a managed model, which are "
+                    "saved from its tiers as they are: let the hook save what it wants and take them out, "
+                    "weights.pop()"
+                )
+        weights[:] = [one for one in weights if not any(one is state for _, state, _ in shown)]
+
+    return first, last
+
+
+def _around_loading(pairs: Pairs) -> Around:
+    """Hooks before loading are given the managed models too, which have been loaded already."""
+
+    def last(models: list[Any], folder: str) -> None:
+        models[:] = [model for model in models if not _is_in(pairs, model)]
+
+    return (lambda models, folder: None), last
 
 
 def engine_in(optimizer: Any) -> Any:

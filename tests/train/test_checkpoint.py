@@ -120,7 +120,7 @@ def test_extra_is_given_back(tmp_path: Path) -> None:
         "tuple": (1, (2.5, "three"), None), "list": [True, False, []], "flag": True, "big": 2**70, "small": 1e-300,
         "nested": {"a": {1: "int key", (2, 3): "tuple"}}, "inf": float("inf"), "text": "ü\n\"", "__tuple__": "ours",
         "tensor": torch.arange(6).view(2, 3), "half": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(2), "bools": torch.tensor([True, False]), "int8": torch.arange(3).to(torch.int8),
+        "scalar": torch.tensor(2), "bools": torch.tensor([True, False]), "bytes": b"\x00\xff", "int8": torch.arange(3).to(torch.int8),
     }  # fmt: skip
     run.save(tmp_path / "ckpt", **extra)
     found = run.load(tmp_path / "ckpt")
@@ -130,7 +130,7 @@ def test_extra_is_given_back(tmp_path: Path) -> None:
             assert same_bits(found[key], value), key
         else:
             assert found[key] == value and type(found[key]) is type(value), key
-    for wrong in (object(), {1, 2}, lambda: None, b"bytes"):
+    for wrong in (object(), {1, 2}, lambda: None, bytearray(b"bytes")):
         with pytest.raises(TypeError, match=r"extra\.odd"):
             run.save(tmp_path / "ckpt", odd=wrong)
     assert run.load(tmp_path / "ckpt").keys() == {"position", *extra}  # the old one is still there

@@ -31,12 +31,14 @@ from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 from gemini.train.params.tensor_slice import TensorSlice
 
-FORMAT, VERSION = "gemini-checkpoint", 3
-READABLE = (2, 3)
-"""Version 2 knows no slices, and is otherwise the same."""
+FORMAT, VERSION = "gemini-checkpoint", 4
+READABLE = (2, 3, 4)
+"""Version 2 knows no slices, and both before 4 of the model's state only its buffers; they are otherwise the same."""
+ALL_OF_MODEL = 4
+"""The first version whose ``buffers`` are all that the model's ``state_dict()`` has beside params."""
 MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
-"""The file of tensors that are not masters or states: buffers, RNGs, what the scheduler and ``extra`` hold."""
+"""The file of tensors that are not masters or states: buffers, RNGs, what modules, scheduler and ``extra`` hold."""
 
 T = TypeVar("T")
 Reader = Callable[[Any, str], T]
@@ -85,6 +87,7 @@ class SavedFile(NamedTuple):
 class Manifest(NamedTuple):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
+    version: int
     precision: str
     rule: RuleSpec
     """Of the updates: Adam where a checkpoint does not say it."""
@@ -249,6 +252,7 @@ def _manifest_of(data: Any) -> Manifest:
     any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng", "factors"), _anything)
     manifest: Manifest = _record(
         Manifest,
+        version=_integer(READABLE[0], READABLE[-1] + 1),
         precision=_one_of(PRECISIONS),
         rule=_rule,
         exact=_sequence(_text),
@@ -269,7 +273,7 @@ def _manifest_of(data: Any) -> Manifest:
         loss_scale=_or_none(_mapping(_number)),
         scheduler_kind=_or_none(_text),
         **any_of,
-    )({name: value for name, value in data.items() if name not in ("format", "version")}, "the manifest")
+    )({name: value for name, value in data.items() if name != "format"}, "the manifest")
     if (manifest.loss_scale is None) != (manifest.precision != "fp16"):
         raise Malformed(f"loss_scale does not belong to {manifest.precision}")
     if VALUES not in manifest.files:

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from gemini.errors import RankMismatch
-from gemini.train.checkpoint.states import factors_of, groups_of, persistent_buffers
+from gemini.train.checkpoint.states import factors_of, groups_of
 from gemini.train.optimizers.optimizer import HybridOptimizer
+from gemini.train.params.by_name import ByName
+from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamSet, StageParam, handle_of
+from gemini.train.params.state_dict import beside_params
 
 
 class ModelPart(NamedTuple):
@@ -19,12 +22,13 @@ class ModelPart(NamedTuple):
 
     params: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Any]
+    """All that the model's state has beside params, and the scales of codes, which are nothing without them."""
     factors: dict[str, dict[str, torch.Tensor]]
     exact: list[str]
 
 
-def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet) -> ModelPart:
+def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_names: ByName) -> ModelPart:
     """What this process has.
 
     Raises:
@@ -44,9 +48,8 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet) -> M
         for h in handles
     }
     exact = [h.whole_name for h in handles if h.chunk.spec.exact]
-    return ModelPart(
-        described, groups_of(optimizer), dict(persistent_buffers(model)), factors_of(handles), exact
-    )  # fmt: skip
+    buffers = {**scales_in(model), **beside_params(model, by_names)}
+    return ModelPart(described, groups_of(optimizer), buffers, factors_of(handles), exact)
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:

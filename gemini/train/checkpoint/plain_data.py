@@ -1,12 +1,13 @@
 """Python values to JSON and back, tensors apart: what checkpoints keep of schedulers, RNGs and a user's ``extra``.
 
-Numbers, strings, booleans, None, lists, tuples, dicts with any plain keys, and tensors of every dtype that is so many
-bytes per element. Nothing that needs pickle. What is read back may have been written by anybody: :func:`decode` takes
-what :func:`encode` makes, and nothing else.
+Numbers, strings, bytes, booleans, None, lists, tuples, dicts with any plain keys, and tensors of every dtype that is so
+many bytes per element. Nothing that needs pickle. What is read back may have been written by anybody: :func:`decode`
+takes what :func:`encode` makes, and nothing else.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gemini.errors import GeminiError
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, Malformed
 
-_TUPLE, _ITEMS, _TENSOR = "__tuple__", "__items__", "__tensor__"
+_TUPLE, _ITEMS, _TENSOR, _BYTES = "__tuple__", "__items__", "__tensor__", "__bytes__"
 _DTYPE, _SHAPE = "dtype", "shape"
 _MAX_DEPTH = 64
 """Values within values; in JSON up to three times as many. It is read by recursion, of which there is not much."""
@@ -44,12 +45,14 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
         return float(value)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, tensors, where)
+    if isinstance(value, bytes):
+        return {_BYTES: base64.b64encode(value).decode("ascii")}
     if isinstance(value, tuple):
         return {_TUPLE: [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]}
     if isinstance(value, list):
         return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if isinstance(value, dict):
-        if all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS, _TENSOR} & set(value):
+        if all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS, _TENSOR, _BYTES} & set(value):
             return {key: encode(v, tensors, f"{where}.{key}", depth + 1) for key, v in value.items()}
         items = []
         for key, v in value.items():
@@ -59,8 +62,8 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
             items.append([encode(key, tensors, where, depth + 1), encode(v, tensors, name, depth + 1)])
         return {_ITEMS: items}
     raise TypeError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: use numbers, strings, lists, tuples, "
-        "dicts and tensors (checkpoints hold no pickles)"
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot keep: use numbers, strings, bytes, lists, "
+        "tuples, dicts and tensors (checkpoints hold no pickles)"
     )
 
 
@@ -126,6 +129,8 @@ class Decoder:
             raise Malformed(f"{where} is of no kind that a checkpoint holds")
         if _TENSOR in data:
             return self._tensor(data, where)
+        if _BYTES in data:
+            return _bytes(data, where)
         if _TUPLE in data:
             return tuple(self._list(data, _TUPLE, where, depth))
         if _ITEMS in data:
@@ -172,3 +177,12 @@ class Decoder:
             return found.view(dtype).view(shape)
         except RuntimeError as e:
             raise Malformed(f"{where} is a tensor of no possible dtype: {e}") from e
+
+
+def _bytes(data: dict[str, Any], where: str) -> bytes:
+    try:
+        if len(data) != 1:
+            raise ValueError("it has more in it")
+        return base64.b64decode(data[_BYTES], validate=True)
+    except (TypeError, ValueError) as e:
+        raise Malformed(f"{where} is not bytes in base64: {e}") from e

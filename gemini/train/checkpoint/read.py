@@ -18,6 +18,7 @@ from torch import nn
 from gemini.errors import PlanMismatch
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint.convert import Form, Loss, check_rule, converted
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
 from gemini.train.checkpoint.parts import own_groups, own_values
@@ -25,23 +26,25 @@ from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
     check_factors,
     check_groups,
+    check_model_state,
     check_plain_states,
     check_rng,
     check_scheduler,
-    check_writable,
     factors_of,
+    form_of,
     groups_of,
     load_factors,
     load_plain_states,
-    persistent_buffers,
     set_rng_states,
 )
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.by_name import store_range
+from gemini.train.params.by_name import ByName, store_range
+from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
 from gemini.train.write_observers import WriteObservers
 
 
@@ -202,7 +205,7 @@ class Reader:
 
 class Rest:
     """What a checkpoint holds besides masters and states. Everything that could be refused is refused in the making of
-    it, which changes nothing; ``put_back`` has nothing left to object to.
+    it, which changes nothing, or by the model in ``load_model``; ``put_back`` has nothing left to object to.
 
     Made of a manifest and the values in its file, which are not damaged.
 
@@ -213,8 +216,8 @@ class Rest:
 
     def __init__(
         self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module,
-        optimizer: HybridOptimizer, scheduler: Any, *, params: ParamSet, precision: str, rule: RuleSpec,
-        loss_scale: LossScale | None,
+        optimizer: HybridOptimizer, scheduler: Any, *, params: ParamSet, by_names: ByName, precision: str,
+        rule: RuleSpec, loss_scale: LossScale | None,
     ):  # fmt: skip
         handles = params.handles
         self._optimizer, self._scheduler, self._handles, self._loss_scale = optimizer, scheduler, handles, loss_scale
@@ -232,8 +235,11 @@ class Rest:
         )
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
-        buffers = dict(persistent_buffers(model))
-        self._buffers = _paired_buffers(path, buffers, own_values(saved_buffers, params, buffers))
+        self._path, self._model, self._by_names = path, model, by_names
+        self._scales = scales_in(model)
+        here = self._beside_params()
+        saved_state = own_values(saved_buffers, params, here)
+        self._model_state = check_model_state(path, model, here, saved_state, manifest.version)
         _compare_loss_scale(loss_scale, manifest)
         if not isinstance(self._rng, list) or not self._rng:
             raise Malformed("rng is not a list of random states")
@@ -245,14 +251,46 @@ class Rest:
         if scheduler is not None:
             check_scheduler(path, scheduler, optimizer, self._state, manifest.scheduler_kind)
 
+    def load_model(self, ranks: Handshake) -> None:
+        """Give the model what its state had beside params, on all ranks or none: first of all, since it may refuse.
+
+        Raises:
+            PlanMismatch: naming what it does not take. It is as it was.
+        """
+        with undone_on_error(self._model, self._by_names):
+            ranks.step(self._load_model, lambda _: None)
+
+    def _load_model(self) -> None:
+        now, refusal = self._beside_params(), None
+        own = {name: value for name, value in self._model_state.items() if name not in self._scales}
+        try:
+            load_beside_params(self._model, self._by_names, own)
+            now = self._beside_params()
+        except Exception as e:
+            refusal = e
+        saved, here = ({name: form_of(v) for name, v in of.items()} for of in (self._model_state, now))
+        different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
+        if not different and refusal is None:
+            return
+        first = different[0] if different else ""
+        which = f"{len(different)} differ, the first is {first!r} (saved {saved.get(first)}, here {here.get(first)})"
+        why = [which] * bool(different) + [f"its load_state_dict says: {refusal}"] * (refusal is not None)
+        raise PlanMismatch(
+            f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
+        ) from refusal
+
+    def _beside_params(self) -> dict[str, Any]:
+        return {**self._scales, **beside_params(self._model, self._by_names)}
+
     def put_back(self, rank: int) -> None:
         """Masters and states are there: the rest, with the random states of a rank if they were saved."""
         optimizer = self._optimizer
         for handle in self._handles:
-            handle.num_steps, handle.waiting = self._manifest.params[handle.whole_name].step, None
+            handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
+            handle.waiting = None
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for name, scale in self._scales.items():
+                scale.copy_(self._model_state[name])
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(saved)
         load_plain_states(optimizer, self._plain)
@@ -315,21 +353,6 @@ def is_cut_anew(saved: SavedParam, handle: ParamHandle) -> bool:
 
 def _cut_of(handle: ParamHandle) -> tuple[int, ...] | None:
     return None if handle.cut is None else (handle.cut.dim, handle.cut.groups, handle.cut.size)
-
-
-def _paired_buffers(path: Path, here: dict[str, torch.Tensor], saved: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if not isinstance(saved, dict) or not all(isinstance(value, torch.Tensor) for value in saved.values()):
-        raise Malformed("buffers are not tensors by name")
-    of = [{name: (tuple(b.shape), b.dtype) for name, b in buffers.items()} for buffers in (saved, here)]
-    if of[0] != of[1]:
-        different = sorted(name for name in of[0].keys() | of[1].keys() if of[0].get(name) != of[1].get(name))
-        raise PlanMismatch(
-            f"{path} was saved for a model with other buffers: {len(different)} differ, the first is {different[0]!r} "
-            f"(saved {of[0].get(different[0])}, here {of[1].get(different[0])})"
-        )
-    for name, buffer in here.items():
-        check_writable(buffer, saved[name], f"buffer {name!r}")
-    return [(buffer, saved[name]) for name, buffer in here.items()]
 
 
 def _compare_loss_scale(loss_scale: LossScale | None, manifest: Manifest) -> None:

@@ -57,12 +57,14 @@ def save_checkpoint(
     *,
     wait: bool = True,
 ) -> PendingCheckpoint:
-    """Save everything that is needed to continue training: masters, optimizer states, step counts, buffers, scheduler,
-    loss scale, random number generators, and ``extra``.
+    """Save everything that is needed to continue training: masters, optimizer states, step counts, scheduler, loss
+    scale, random number generators, ``extra``, and what ``model.state_dict()`` has beside params: buffers, the extra
+    state of modules (``get_extra_state``), and what they add to it themselves.
 
     An existing checkpoint is replaced only when the new one is complete. Call it between steps. With several ranks,
     call it on all of them with the same directory, on a file system that they share. Each rank writes its own part.
-    Buffers, scheduler and ``extra`` are those of the first rank; random number generators are saved for each rank.
+    Buffers, extra state, scheduler and ``extra`` are those of the first rank; random number generators are saved for
+    each rank.
 
     Args:
         directory: where to save; its parent must exist. The folder itself is replaced, so it cannot be the working
@@ -88,8 +90,8 @@ def save_checkpoint(
         GeminiError: between backward and step, since gradients are not saved.
         StorageError: if writing fails; on all ranks, with the rank where it failed. An existing checkpoint is
             unchanged.
-        TypeError: if the scheduler, a buffer or ``extra`` contains something else than plain values and dense tensors.
-            Nothing was written.
+        TypeError: if the scheduler, ``model.state_dict()`` or ``extra`` contains something else than plain values and
+            dense tensors, by name. Nothing was written.
     """
     engine = _engine(model)
     refusal: Exception | None = None
@@ -118,7 +120,7 @@ def save_checkpoint(
             rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
             loss_scale=engine.backward.scaling.loss_scale,
         )  # fmt: skip
-        own = part_of(model, optimizer, engine.params)
+        own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
     except Exception as e:
         refusal = e
@@ -165,13 +167,16 @@ def load_checkpoint(
     all of them. Rank r restores the random number generators of the saved rank r; further ranks keep their own. Ctrl-C
     during loading takes effect when the model is complete.
 
+    What the state of the model had beside params is loaded by the model itself, with its ``load_state_dict`` and those
+    of its modules.
+
     A checkpoint with exact states can be loaded into a model with compact ones, and the other way round. The former
     warns how much precision was lost.
 
     Raises:
         StorageError: if the checkpoint is missing, damaged, or not one. Nothing was changed, on any rank.
-        PlanMismatch: if it is of another model, precision, update rule, kind of scheduler, or has other param groups or
-            buffers. Nothing was changed.
+        PlanMismatch: if it is of another model, precision, update rule, kind of scheduler, has other param groups, or
+            if the model does not take the buffers and extra state that were saved. Nothing was changed.
     """
     with ExitStack() as using:
         return _load(directory, model, optimizer, scheduler, using)
@@ -200,7 +205,7 @@ def _load(
         with checkpoint_format.as_damage(path):
             rest = Rest(
                 path, manifest, values, model, optimizer, scheduler, params=engine.params,
-                precision=engine.config.precision, rule=engine.stepping.rule.spec,
+                by_names=engine.by_names, precision=engine.config.precision, rule=engine.stepping.rule.spec,
                 loss_scale=engine.backward.scaling.loss_scale,
             )  # fmt: skip
         engine.recovery.forget_interrupted()
@@ -215,6 +220,7 @@ def _load(
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
+    rest.load_model(ranks)
     with ExitStack() as writing:
 
         def read() -> None:
@@ -251,7 +257,7 @@ def _draft(
         "params": part.params,
         "groups": encode(part.groups, tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),
-        "buffers": encode(part.buffers, tensors, "buffers"),
+        "buffers": encode(part.buffers, tensors, "state_dict()"),
         "scheduler_kind": scheduler_kind(scheduler),
         "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
         "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),

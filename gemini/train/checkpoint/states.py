@@ -1,4 +1,5 @@
-"""What a checkpoint keeps besides masters and states: optimizer groups, plain params, buffers, RNG states, schedulers.
+"""What a checkpoint keeps besides masters and states: optimizer groups, plain params, buffers and extra state, RNG
+states, schedulers.
 
 Each comes with what refuses saved ones that could not be put back, so that putting back cannot fail half way. A
 scheduler, whose class may be anybody's, is given the saved state for a moment to see whether it takes it.
@@ -19,14 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import PlanMismatch
+from gemini.errors import PlanMismatch, warn
 from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RuleSpec
+from gemini.train.checkpoint.format import ALL_OF_MODEL
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, handle_of
 
 
@@ -262,13 +263,46 @@ def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None
         raise PlanMismatch(f"{what} cannot be written to ({why}): give the model a copy of its own, value.clone()")
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and tensors, as ``state_dict`` has them, and the scales of codes, which are nothing without them."""
-    yield from scales_in(model).items()
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
+def check_model_state(path: Path, model: nn.Module, here: dict[str, Any], saved: Any, version: int) -> dict[str, Any]:
+    """What the model is given of its saved state, that has ``here`` beside its params. Whether it takes that is its own
+    matter, but for tensors that nothing can be written to.
+
+    Raises:
+        Malformed: if it is no such state.
+        PlanMismatch: for such a tensor.
+    """
+    only_tensors = version < ALL_OF_MODEL
+    if not isinstance(saved, dict) or not all(
+        isinstance(name, str) and (isinstance(value, torch.Tensor) or not only_tensors) for name, value in saved.items()
+    ):
+        raise Malformed("buffers are not " + ("tensors" if only_tensors else "values") + " by name")
+    if only_tensors:
+        saved = _with_unsaid(path, model, here, saved)
+    for name, value in saved.items():
+        own = here.get(name)
+        if isinstance(own, torch.Tensor) and form_of(own) == form_of(value):
+            check_writable(own, value, f"buffer {name!r}")
+    return saved
+
+
+def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """With what a checkpoint lacks that knew only buffers, each of them by its first name."""
+    first = {id(here[name]): name for name in saved if name in here}
+    others = {name: saved[first[id(value)]] for name, value in here.items() if id(value) in first}
+    buffers = {id(buffer) for buffer in model.buffers()}
+    unsaid = {name: value for name, value in here.items() if id(value) not in buffers and name not in saved}
+    if unsaid:
+        warn(
+            f"{path} is of an older Gemini, which kept nothing of a model but params and buffers: "
+            f"{', '.join(map(repr, sorted(unsaid)[:3]))}{' and more' if len(unsaid) > 3 else ''} of model.state_dict() "
+            "are not in it, and stay as they are"
+        )
+    return {**unsaid, **others, **saved}
+
+
+def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
+    """What two values must have in common, so that one can take the place of the other in a model's state."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
 def rng_states() -> dict[str, Any]:

@@ -287,7 +287,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
             coded[RESIDUAL] = upper_byte(state[RESIDUAL].to("cpu"))
         state = coded
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
-        handle.num_steps, handle.waiting = int(state.get("step", 0)), None
+        handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)

@@ -63,6 +63,7 @@ class ByName:
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
         self._compared, self._all_agree = False, all_agree
+        self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
@@ -161,6 +162,8 @@ class ByName:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         self._await_update(handle.chunk)
+        if handle.restored == handle.num_steps and _same_bits(self.read(handle).to(value.dtype), value):
+            return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
@@ -218,6 +221,9 @@ class ByName:
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
+        if self._deferred is not None:
+            self._deferred.append((handle, value))
+            return
         self._agree_on(handle, value)
         self.write(handle, value)
 
@@ -239,6 +245,15 @@ class ByName:
         if self._shards is not None and not self._compared:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
+
+    @contextmanager
+    def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
+        """What a program writes inside is not written, but listed: the params and their values."""
+        before, self._deferred = self._deferred, []
+        try:
+            yield self._deferred
+        finally:
+            self._deferred = before
 
     @contextmanager
     def compared(self) -> Iterator[None]:
@@ -318,6 +333,11 @@ class ByName:
         """
         with self._observers.writing(handle.chunk):
             store_range(self._mover, plane, handle.part.start + offset, source)
+
+
+def _same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
+    bits = (of.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for of in (here, value))
+    return torch.equal(*bits)
 
 
 def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -93,6 +93,8 @@ class ParamHandle:
     leftover: Leftover = Leftover.NOTHING
     num_steps: int = 0
     """Updates this param has had (Adam's bias correction); a skipped step leaves it."""
+    restored: int = -1
+    """``num_steps`` as a checkpoint had it that was loaded last, of masters and states together."""
     waiting: WaitingResidual | None = None
     """Loaded with the state of its optimizer, until the next update."""
     in_backward: int = -1

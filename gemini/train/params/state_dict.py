@@ -2,13 +2,16 @@
 
 torch walks the modules (prefixes, hooks, buffers, extra state, strictness stay its business). Reading asks it for the
 params themselves and replaces each by a copy of its full weights, tied names sharing one; writing happens where torch
-says ``param.copy_(value)``, which the guard turns into a write of the master.
+says ``param.copy_(value)``, which the guard turns into a write of the master. Both go through the model's own methods,
+so that a model which saves or loads more, or otherwise, does so here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,24 +44,84 @@ def model_state(
     return state
 
 
+def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
+    """What the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever they
+    add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
+    """
+    return {name: value for name, value in _own_state(model).items() if not _is_of_params(name, value, by_names)}
+
+
+def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, Any]) -> None:
+    """Let the model take ``values``, what :func:`beside_params` gave, in its own way. Managed params stay as they
+    are.
+    """
+    state = _own_state(model)
+    for name in [name for name, value in state.items() if handle_of(value) is None and name not in by_names]:
+        del state[name]
+    state.update(values)
+    with by_names.deferred():  # and never written: the params are those of before
+        model._gemini_original.load_state_dict(model, state)  # type: ignore[operator, union-attr]
+
+
+@contextlib.contextmanager
+def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
+    """What is loaded inside beside params is taken back if there is an error."""
+    before = {}
+    for name, value in beside_params(model, by_names).items():
+        try:
+            before[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        except Exception:  # what it is only the module knows
+            before[name] = value
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # a module that does not take what it gave cannot be helped
+            load_beside_params(model, by_names, before)
+        raise
+
+
+def _own_state(model: nn.Module) -> dict[str, Any]:
+    return model._gemini_original.state_dict(model, keep_vars=True)  # type: ignore[operator, union-attr]
+
+
+def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
+    """Whether an entry is a managed param's: itself, a copy that a hook has made of it, or a scale of its codes."""
+    return handle_of(value) is not None or name in by_names or _is_of_codes(name, by_names)
+
+
+def _is_of_codes(name: str, by_names: ByName) -> bool:
+    return any(
+        name.startswith(f"{own}.") for handle in by_names.handles if handle.chunk.spec.coded for own in handle.names
+    )
+
+
 def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any], strict: bool) -> Any:
-    """Check everything first, so that a refused state changes nothing; then let torch's loader write.
+    """Let the model's own loader write, and torch's in it: buffers at once, params when it has nothing against them. So
+    a refused state changes nothing.
 
     With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
     """
     expected: dict[str, Any] = {}
-    refusal = None
-    try:
-        expected = _check(model, state, strict)
-    except Exception as e:
-        refusal = e
+    refusal: Exception | None = None
+    result: Any = None
 
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
-    by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+    with undone_on_error(model, by_names):
+        with by_names.deferred() as writes:
+            try:
+                expected = _check(model, state)
+                how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
+                own = _in_slices(state, expected)
+                result = model._gemini_original.load_state_dict(model, own, **how)  # type: ignore[operator, union-attr]
+            except Exception as e:
+                refusal = e
+        by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
     with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
-        return nn.Module.load_state_dict(model, _in_slices(state, expected), strict=strict)
+        for handle, value in writes:
+            by_names.write(handle, value)
+    return result
 
 
 def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -72,47 +135,33 @@ def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping
     return own
 
 
-def _shape_of(value: torch.Tensor) -> tuple[int, ...]:
-    """Of a param that is a slice the shape of the whole."""
-    handle = handle_of(value)
-    return tuple(value.shape) if handle is None else handle.whole_shape
-
-
-def _check(model: nn.Module, state: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """What the model has by the names of its state.
+def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model has by the names of its state. All that is not of params is its loader's business.
 
     Raises:
         TypeError: for what is no state, and for values that nothing can be copied out of.
-        RuntimeError: as torch does it, for missing or unexpected keys and wrong shapes.
+        RuntimeError: as torch does it, for wrong shapes of params that are in slices here.
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
-    expected = nn.Module.state_dict(model, keep_vars=True)
+    expected = _own_state(model)
+    errors = []
     for name, value in state.items():
-        if not isinstance(expected.get(name), torch.Tensor):
+        if handle_of(expected.get(name)) is None:
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"load_state_dict: the value of {name!r} is a {type(value).__name__}, not a tensor")
-        if handle_of(expected[name]) is not None and _has_no_numbers(value):
+        if _has_no_numbers(value):
             raise TypeError(
                 f"load_state_dict: the value of {name!r} ({value.dtype}, {value.layout}, on {value.device}) is not a "
                 "dense tensor with values: load the checkpoint on the CPU, and call .to_dense() or .dequantize()"
             )
-    errors = [
-        f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape in the "
-        f"model is {_shape_of(expected[name])}."
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(expected.get(name), torch.Tensor)
-        and tuple(value.shape) != _shape_of(expected[name])
-    ]
-    if strict:
-        missing = [name for name in expected if name not in state]
-        unexpected = [name for name in state if name not in expected]
-        if missing:
-            errors.append(f"Missing key(s): {', '.join(missing)}.")
-        if unexpected:
-            errors.append(f"Unexpected key(s): {', '.join(map(str, unexpected))}.")
+        handle = handle_of(expected[name])
+        if handle is not None and handle.cut is not None and tuple(value.shape) != handle.whole_shape:
+            errors.append(
+                f"size mismatch for {name}: copying a param with shape {tuple(value.shape)} from the state, the shape "
+                f"in the model is {handle.whole_shape}."
+            )
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:\n\t" + "\n\t".join(errors))
     return expected
