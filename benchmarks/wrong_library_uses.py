@@ -145,8 +145,9 @@ USES: dict[str, tuple[Callable[[], Any], str]] = {
     "clipping by another norm": (lambda: backward_then(lambda m: m.clip_grad_norm_(1.0, 1.0)), "2-norm"),
     "a gradient that is assigned": (
         lambda: backward_then(lambda m: setattr(m[0].weight, "grad", torch.ones(32, 16))), "loss.backward()"),
-    "writing weights": (lambda: backward_then(lambda m: m[0].weight.data.mul_(2)), "gathered("),
-    "writing a view of weights": (lambda: backward_then(lambda m: m[0].weight.data.view(-1).mul_(2)), "gathered("),
+    "writing weights with autograd on": (lambda: backward_then(lambda m: m[0].weight.mul_(2)), "gathered("),
+    "weights in other memory": (
+        lambda: backward_then(lambda m: setattr(m[0].weight, "data", torch.ones(32, 16))), "copy_(value)"),
     "a param of a wrong name": (lambda: managed().full_param("0.weigth"), "0.weight"),
     "a step without memory for a second backward": (retained_twice, "accumulate"),
     "a gradient of NaN": (nan_step, "NaN"),

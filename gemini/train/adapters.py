@@ -31,6 +31,8 @@ class ManagedAdapters:
     __dict__: dict[str, Any]
     _gemini_original: Any
     base_model: Any
+    gathered: Any
+    _modules: dict[str, nn.Module]
     peft_config: Any
 
     def save_pretrained(
@@ -55,7 +57,9 @@ class ManagedAdapters:
         }
         # Prompt tuning calls its encoder to save what it gives.
         if shards is None:
-            call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
+            prompts = self._modules.get("prompt_encoder", nn.Module())
+            with self.gathered(prompts.parameters()):  # some of them are saved as they are
+                call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
         else:
             call_without_grad(self._save_together, shards, Path(save_directory), kwargs)
 

@@ -5,8 +5,8 @@ Before it looks rows up, such an embedding scales those that are longer than ``m
 autograd. What it has written becomes the master exactly as in ``gathered(write=True)``, before the module's call ends:
 elements that changed have no residual any more, the others keep theirs. A module of the program's own that has a number
 called ``max_norm``, and calls ``F.embedding(..., max_norm=self.max_norm)``, is served alike. So are the rotations of
-OFT with ``coft=True``, which bound themselves in each forward, and layers with a merged adapter that is disabled, which
-take it out of the weights first.
+OFT with ``coft=True`` and the prompts of CPT, which bound themselves in each forward, and layers with a merged adapter
+that is disabled, which take it out of the weights first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def refuse_on_ranks(model: nn.Module) -> None:
 
 def renormalized_by(module: nn.Module) -> tuple[ParamHandle, ...]:
     """The params that a call of ``module`` may rewrite, whatever is merged into it."""
-    if is_a(type(module), "OFTRotationModule") and module.coft:
+    if is_a(type(module), "CPTEmbedding") or (is_a(type(module), "OFTRotationModule") and module.coft):
         return _handles(module.parameters())
     max_norm = getattr(module, "max_norm", None)
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
@@ -86,13 +86,12 @@ class Rewriting:
         handles = _handles(layer.parameters())
         before = self.begin(handles)
         call_without_grad(layer.unmerge)
-        for handle in handles:
-            call_without_grad(take_in, handle)
         self.end(handles, before)
 
     def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
         with self._lock, WHOLE:
             for handle in handles:
+                take_in(handle)
                 if handle.param._version != handle.version:
                     handle.version = handle.param._version  # torch has counted this write itself
                     handle.num_writes += 1
