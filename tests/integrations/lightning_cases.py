@@ -112,6 +112,23 @@ class Tiny(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule(optimizer), "interval": "step"}}
 
 
+class Looking(Tiny):
+    """One rank alone looks at the norm before each step; the optimizer has a hook."""
+
+    def __init__(self, looks: bool):
+        super().__init__()
+        self.looks, self.norms, self.stepped = looks, [], 0  # type: ignore[var-annotated]
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["optimizer"].register_step_post_hook(lambda *_: setattr(self, "stepped", self.stepped + 1))
+        return made
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.looks:
+            self.norms.append(float(self.trainer.strategy.grad_norm))
+
+
 def schedule(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
@@ -191,12 +208,16 @@ def main(out: str) -> None:
     blocked = count_no_sync()
     settings: dict[str, Any] = {"devices": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     whole = trainer(GeminiStrategy(config("bf16")), max_epochs=2, **settings)
-    module = Tiny()
+    module = Looking(whole.global_rank == 0)
     whole.fit(module, batches_of(whole.global_rank))
     found["lightning"], found["losses"], found["blocked"] = state_of(module), module.losses, len(blocked)
+    found["norms"], found["names"] = module.norms, [type(o).__name__ for o in whole.optimizers]
+    found["hooks"] = module.stepped
 
-    plain, _, _ = plain_loop(Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2)
-    found["plain"] = state_of(plain)
+    plain, _, norms = plain_loop(
+        Tiny(), config("bf16"), batches_of(whole.global_rank), accumulate=2, clip=0.5, epochs=2
+    )
+    found["plain"], found["plain norms"] = state_of(plain), norms
 
     half = trainer(GeminiStrategy(config("bf16")), **settings)
     half.fit(Tiny(), batches_of(half.global_rank))

@@ -53,6 +53,44 @@ def test_the_same_bits_as_the_plain_loop(precision: str, where: str, tmp_path: P
     assert (module._gemini_engine.store.spill is not None) == (where == "disk")
 
 
+class Asking(Tiny):
+    """Looks at the norm where people log it, in the hook before a step, and after it."""
+
+    def __init__(self, asks: bool = True):
+        super().__init__()
+        self.asks, self.before, self.after = asks, [], []  # type: ignore[var-annotated]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.asks:
+            self.before.append(self.trainer.strategy.grad_norm)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.after.append(self.trainer.strategy.grad_norm)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_the_norm_before_a_step_is_that_of_the_step(
+    clip: float | None, precision: str, where: str, tmp_path: Path
+) -> None:
+    settings = config(precision) if where == "ram" else on_disk(tmp_path, precision)
+    module, silent = Asking(), Asking(asks=False)
+    fit(module, GeminiStrategy(settings), gradient_clip_val=clip)
+    fit(silent, GeminiStrategy(settings), gradient_clip_val=clip)
+    plain, _, norms = plain_loop(Tiny(), settings, loader(), clip=clip or float("inf"))
+    assert module.before == module.after == norms and len(set(norms)) == 6 and min(norms) > 0.5
+    assert silent.after == (norms if clip else [None] * 6), "nobody has asked for it, and nothing needed it"
+    assert_same(state_of(module), state_of(plain))
+    assert_same(state_of(silent), state_of(plain))
+
+
+def test_a_norm_of_gradients_that_are_not_kept_is_none() -> None:
+    module = Asking()
+    fit(module, GeminiStrategy(config(gradients="transient")))
+    assert module.before == module.after == [None] * 6
+
+
 def test_the_name_stands_for_the_strategy() -> None:
     """That importing registers it, and nothing else does, the job of two ranks sees in a process of its own."""
     run = trainer("gemini")

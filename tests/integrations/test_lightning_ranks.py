@@ -40,6 +40,15 @@ def test_two_ranks_are_the_plain_loop_of_two(job: Any) -> None:
     assert_same(second["lightning"], first["lightning"])
 
 
+def test_one_rank_alone_may_look_at_the_norm_of_the_step_to_come(job: Any) -> None:
+    first, second = job[1]
+    assert first["norms"] == first["plain norms"] and len(set(first["norms"])) == 6 and not second["norms"]
+
+
+def test_the_optimizer_of_each_rank_is_the_one_that_was_made(job: Any) -> None:
+    assert all(rank["names"] == ["AdamW"] and rank["hooks"] == 6 for rank in job[1])
+
+
 def test_backwards_of_an_accumulation_reduce_nothing_unless_told_to(job: Any) -> None:
     out, (first, _) = job
     assert (first["blocked"], first["blocked often"]) == (6, 0)

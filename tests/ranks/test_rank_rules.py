@@ -164,3 +164,46 @@ def test_two_ranks_sum_up_in_bf16_as_one_process(
         assert losses == plain["losses"]
         for name, master in plain["masters"].items():
             assert torch.equal(rules.bits(weights[name]), rules.bits(master)), name
+
+
+def convert_with_a_past(kind: str, precision: str, differs: bool = False) -> Any:
+    """A torch optimizer that has made two steps goes on as one of Gemini's: what came out, or what was refused."""
+    from gemini.integrations.rules import to_hybrid
+
+    rule = None if kind == "AdamW" else gemini.optim.adopt(getattr(torch.optim, kind))
+    model: Any = rules.make_model()
+    optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
+    stepped = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    for seed in range(2):
+        rules.loss_of(model, seed).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if differs and torch.distributed.get_rank() == 1:
+        next(iter(optimizer.state.values()))["exp_avg"].add_(1)
+    gemini.GeminiDDP(model, gemini.GeminiConfig(precision=precision, device="cpu", max_chunk=6000, optimizer=rule))
+    try:
+        to_hybrid(optimizer)
+    except gemini.GeminiError as e:
+        return str(e), type(optimizer) is getattr(torch.optim, kind), bool(optimizer.state)
+    losses = rules.train(model, optimizer, range(2, 4), None)
+    states = {name: optimizer.full_state(name) for name, _ in model.named_parameters()}
+    return losses, {name: model.full_param(name, torch.float32) for name in states}, states, len(stepped)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
+def test_two_ranks_convert_an_optimizer_as_one_process_does(
+    kind: str, precision: str, pool_of: Callable[[int], Pool]
+) -> None:
+    losses, weights, states, stepped = convert_with_a_past(kind, precision)
+    for found in pool_of(2).run(convert_with_a_past, kind, precision):
+        assert (found[0], found[3]) == (losses, stepped) and stepped == 4
+        for name, value in weights.items():
+            assert torch.equal(found[1][name], value), name
+            assert all(torch.equal(found[2][name][kind], state) for kind, state in states[name].items()), name
+
+
+def test_states_that_differ_between_ranks_leave_the_optimizer_as_it_was(pool_of: Callable[[int], Pool]) -> None:
+    for text, is_torchs, has_states in pool_of(2).run(convert_with_a_past, "AdamW", "fp32", True):
+        assert "exp_avg of" in text and is_torchs and has_states

@@ -83,6 +83,7 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "weight decay negative": ({"weight_decay": -0.1}, "weight_decay of .* not negative"),
     "beta of 1": ({"betas": (0.9, 1.0)}, "betas of .* two numbers"),
     "beta nan": ({"betas": (NAN, 0.9)}, "betas of .* two numbers"),
+    "a beta that is a tensor": ({"betas": (0.9, torch.tensor(0.99))}, "betas of .* two floats or two tensors"),
     "one beta": ({"betas": (0.9,)}, "betas of .* two numbers"),
     "coupled": ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False"),
 }
