@@ -1,5 +1,5 @@
-"""BatchNorm nets, spectral norms, an fp32 head and a class that declares its fp32 parts, in bf16 by every road: the losses
-of stock mixed precision, within its own spread.
+"""BatchNorm nets, spectral norms, an fp32 head and a class that declares its fp32 parts, in bf16 by every road: the
+losses of stock mixed precision, within its own spread.
 """
 
 from __future__ import annotations

@@ -59,9 +59,30 @@ def test_the_trainer_computes_in_fp32_without_flags_and_refuses_early_what_canno
         make(tmp_path, fp16=True, gemini_config=Config(gradients="transient"))
     with pytest.raises(ValueError, match="fp16_full_eval=True, but the model is managed in fp32"):
         make(tmp_path, fp16_full_eval=True, gemini_config=Config(memory=ROOM))
-    half, _ = make(tmp_path / "half", model=llama().bfloat16(), gemini_config=Config(memory=ROOM))
-    with pytest.warns(UserWarning, match="weights are bf16.*trained in fp32"):
-        half._gemini_manage()
+
+
+@pytest.mark.sweep(every=1)
+@pytest.mark.parametrize("half", ["bf16", "fp16"])
+@pytest.mark.parametrize("bridge", ["trainer", "accelerate", "lightning"])
+def test_weights_in_half_precision_without_a_flag_are_said_to_be_trained_in_fp32(
+    bridge: str, half: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    def manage(config: Config) -> list[str]:
+        recwarn.clear()
+        model = llama().to({"bf16": torch.bfloat16, "fp16": torch.float16}[half])
+        if bridge == "trainer":
+            trainer, _ = make(tmp_path, model=model, gemini_config=config)
+            trainer._gemini_manage()
+        elif bridge == "accelerate":
+            GeminiAccelerator(cpu=True, gemini_config=config).prepare(model)
+        else:
+            module = Tiny().to(model.dtype)
+            lightning_trainer(GeminiStrategy(config)).fit(module, loader(8))
+        return [str(w.message) for w in recwarn if "weights are" in str(w.message)]
+
+    found = manage(Config(memory=ROOM))
+    assert len(found) == 1 and f"weights are {half}" in found[0] and "trained in fp32" in found[0]
+    assert not manage(Config(memory=ROOM, precision="fp32")), "it was asked for"
 
 
 @pytest.mark.parametrize("flag", FLAGS)

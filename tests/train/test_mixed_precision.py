@@ -230,6 +230,15 @@ def test_a_named_head_gives_fp32_and_a_named_norm_what_it_was_given() -> None:
     engine_of(model).check_invariants()
 
 
+@pytest.mark.parametrize("wanted", ["blocks.0.0", "stem", "last", nn.Conv2d])
+def test_a_part_in_the_middle_may_be_named(wanted: Any) -> None:
+    model = gemini.GeminiDDP(Normed(), config(keep_fp32=[wanted]))
+    assert model(images(0)).dtype is torch.bfloat16
+    losses = train(model, adam(model), range(3), loss_of)
+    plain = gemini.GeminiDDP(Normed(), config())
+    torch.testing.assert_close(losses, train(plain, adam(plain), range(3), loss_of), rtol=0.05, atol=0)
+
+
 class Frozen(nn.Module):
     """A norm as detection models have it: its statistics and weights are buffers."""
 

@@ -56,8 +56,8 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
         raise GeminiError(f"{handle.name!r} has a sparse gradient: build its module with sparse=False")
     raise GeminiError(
         f"the gradient of {handle.name!r} is {grad.dtype}, its weights are {handle.view.dtype}: the model changed the "
-        "dtype of this param inside forward (module.to(...)). Use precision='fp32', or cast the inputs of that module "
-        "instead of its params"
+        "dtype of this param inside forward (module.to(...)). Keep it so with GeminiConfig(keep_fp32=[its name]), use "
+        "precision='fp32', or cast the inputs of that module instead of its params"
     )
 
 

@@ -85,7 +85,7 @@ def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list
 def half_of(model: nn.Module) -> str | None:
     """The precision of a model all of whose params are bf16, or all fp16."""
     dtypes = {param.dtype for param in model.parameters()}
-    return {(torch.bfloat16,): "bf16", (torch.float16,): "fp16"}.get(tuple(dtypes))
+    return next((name for name, dtype in zip(("bf16", "fp16"), HALVES, strict=True) if dtypes == {dtype}), None)
 
 
 def warn_of_fp16(model: nn.Module) -> None:
@@ -141,7 +141,7 @@ def _has_statistics(module: nn.Module) -> bool:
 def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:
     """What a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
     if parametrize.is_parametrized(module):
-        for made in module.parametrizations.values():  # type: ignore[union-attr]
+        for made in module.parametrizations.values():  # type: ignore[union-attr, operator]
             if _are_fp32(made.buffers()) or any(type(part).__name__ == "_Orthogonal" for part in made):
                 yield made.parameters(), partial(_after_parametrization, made)
     for hook in module._forward_pre_hooks.values():
@@ -162,8 +162,11 @@ def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
 
 
 def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
-    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks."""
+    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks. Where parts
+    were named, all others take what these give, as modules under FSDP2's policy do.
+    """
     hooks: list[Any] = []
+    is_told = NAMED in kept.values()
     for module in model.modules():
         made = [(list(original), put) for original, put in _parametrized(module)]
         own = [*module._parameters.values(), *(param for original, _ in made for param in original)]
@@ -172,6 +175,8 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
         else:
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
+            if is_told and module is not model and own and not any(id(param) in kept for param in own):
+                hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
     return hooks
 
 
@@ -217,7 +222,8 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
         values = [cast_floats(value, dtype, but=but) for value in tree]
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
+        kind: Any = type(tree)
+        return kind(*values) if hasattr(tree, "_fields") else kind(values)
     if isinstance(tree, Mapping):
         changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
         if not changed:
@@ -240,7 +246,7 @@ def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
 
 
 def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    """A pre-hook of the root: what it computes with comes in ``dtype``, differentiably."""
+    """A pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)
