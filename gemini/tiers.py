@@ -91,8 +91,8 @@ class _Account:
 
 
 class Ledger:
-    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too: what changes the
-    books is one statement that calls nothing, and Python looks for signals after calls.
+    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too: the books
+    change in one statement that calls nothing, and Python looks for signals after calls.
     """
 
     def __init__(self, budgets: dict[Tier, int]):

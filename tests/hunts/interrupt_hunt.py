@@ -1,6 +1,6 @@
 """Ctrl-C at every moment of an operation, in every placement: a table of how it ended, and every fault.
 
-    python -m tests.hunts.interrupt_hunt [--where ram disk standin] [--operations step drain ...] [--every N] [--silent]
+python -m tests.hunts.interrupt_hunt [--where ram disk standin] [--operations step drain ...] [--every N] [--silent]
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def _hunt(where: str, name: str, options: argparse.Namespace) -> int:
             faults += 1
             print(f"FAULT {where}, {name}, at {moment}: {type(e).__name__}: {e}", file=sys.stderr)
             traceback.print_exc(limit=-6)
+            taken = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in trials.taken]
+            print("taken in " + " < ".join(reversed(taken)) + "\n", file=sys.stderr)
             if faults == options.faults:
                 break
             counted = {key: counted[key] + value for key, value in trials.outcomes.items()}

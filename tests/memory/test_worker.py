@@ -17,7 +17,7 @@ from benchmarks._progress import PATIENCE
 from benchmarks._progress import run as watched_run
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.worker import Worker
 
 
 class Gate:
@@ -123,17 +123,12 @@ def test_a_job_computes_as_the_thread_that_submitted_it(worker: Worker, flushes:
     assert modes == [expected]
 
 
-def test_a_job_that_is_not_over_in_time_is_said_to_be() -> None:
-    with pytest.raises(GeminiError, match="did not finish"):
-        Job(lambda: None, 0).wait(0.05)
-
-
 def test_a_forked_child_ends_whatever_locks_were_held(worker: Worker) -> None:
     worker.submit(lambda: None).wait(PATIENCE)
     held, free = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with worker._changed:
+        with worker._lock:
             held.set()
             assert free.wait(PATIENCE)
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError
+from gemini.interrupts import call_without_grad
 from gemini.memory.movement.worker import on_worker
 from tests.train.helpers import Blocks, adam, engine_of, make_config, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
@@ -175,9 +177,9 @@ class Load(Operation):
 
 class GatheredWrite(Operation):
     def run(self, world: World) -> None:
-        with world.model.gathered(write=True), torch.no_grad():
-            for param in world.model.parameters():
-                param.copy_(torch.full_like(param, 0.5))
+        with world.model.gathered(write=True):
+            for param in world.model.parameters():  # torch.no_grad() is left on by an interrupt in itself
+                call_without_grad(param.copy_, torch.full_like(param, 0.5))
 
 
 OPERATIONS: dict[str, type[Operation]] = {
@@ -198,6 +200,8 @@ class Trials:
         self.world, self.operation = world, operation
         self.outcomes = dict.fromkeys(("before", "after", "error", "unsent", "lost"), 0)
         self._is_lost = False
+        self.taken = traceback.StackSummary()
+        """Where the last interrupt took effect."""
         operation.prepare(world)
         operation.end(world)
         self.before = self._with_next()
@@ -207,10 +211,21 @@ class Trials:
         operation.end(world)
         self.after = self._with_next()
         self.locks = locks_of(engine_of(world.model))
+        world.reset()
+        world.go_on()
+        self.held = self.held_bytes()
 
     def _with_next(self) -> tuple[Snapshot, Snapshot]:
         now = self.world.snapshot()
         return now, self.world.go_on()
+
+    def held_bytes(self) -> dict[Any, dict[str, int]]:
+        """What the ledger says that holders have who do not come and go within a step."""
+        ledger, passing = engine_of(self.world.model).store.ledger, ("windows", "pool")
+        return {
+            tier: {holder: held for holder, held in ledger.holders(tier).items() if holder not in passing}
+            for tier in ledger.tiers
+        }
 
     def moments(self, *, silent: bool = False) -> list[Moment]:
         with slow_updates():
@@ -225,13 +240,15 @@ class Trials:
         """
         world, operation = self.world, self.operation
         sent = interrupted = False
+        self.taken = traceback.StackSummary()
         handler = signal.getsignal(signal.SIGINT)
         with no_hang(), self._notes_lost(), slow_updates():
             operation.prepare(world)
             try:
                 sent = interrupt_at(moment, lambda: operation.run(world))
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as e:
                 sent = interrupted = True
+                self.taken = traceback.extract_tb(e.__traceback__)
             assert signal.getsignal(signal.SIGINT) is handler, "the handler of SIGINT is another one"
             assert torch.is_grad_enabled(), "autograd is off"
             try:
@@ -249,6 +266,7 @@ class Trials:
             begun, following = self.before if which == "before" else self.after
             assert same(begun, now), "the state is neither that of before nor that of after"
             assert same(following, world.go_on()), "training goes on to other bits"
+            assert self.held_bytes() == self.held, "the ledger says that others hold something"
         self.outcomes[which if sent else "unsent"] += 1
         self.outcomes["lost"] += sent and not interrupted and self._is_lost
 

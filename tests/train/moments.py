@@ -1,11 +1,12 @@
 """Ctrl-C at every moment of an operation at which it can come, one after the other.
 
-A :class:`Moment` is an instruction of Python, in a file of Gemini or of what it stands on (``threading``, ``contextlib``,
-torch's module call), and the how-manieth time that it is run. :func:`moments_of` runs an operation and finds them all;
-:func:`interrupt_at` runs it again, with SIGINT right before one. Python takes a signal after a call, where a function
-begins and where a loop goes back, and not between other instructions; so the signal is sent from a trace function, out
-of C that is called by no call instruction, and is taken wherever Python itself would take it next. To raise in the
-trace function instead would interrupt where no signal can: between ``with`` and its block, for one.
+A :class:`Moment` is an instruction of Python, in a file of Gemini or of what it stands on (``threading``,
+``contextlib``, torch's module call), and the how-manieth time that it is run. :func:`moments_of` runs an
+operation and finds them all; :func:`interrupt_at` runs it again, with SIGINT right before one. Python takes a signal
+after a call, where a function begins and where a loop goes back, and not between other instructions; so the signal is
+sent from a trace function, out of C that is called by no call instruction, and is taken wherever Python itself would
+take it next. To raise in the trace function instead would interrupt where no signal can: between ``with`` and its
+block, for one.
 """
 
 from __future__ import annotations
@@ -26,15 +27,21 @@ from typing import Any, NamedTuple
 import gemini
 
 _GEMINI = str(Path(gemini.__file__).parent)
-_BESIDE = ("/threading.py", "/contextlib.py", "/queue.py", "/concurrent/futures/thread.py", "/torch/nn/modules/module.py")
+_BESIDE = (
+    "/threading.py",
+    "/contextlib.py",
+    "/queue.py",
+    "/concurrent/futures/thread.py",
+    "/torch/nn/modules/module.py",
+)
 
 HANG_SECONDS = 60.0
 
 SILENT = frozenset({
-    "LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST", "PUSH_NULL", "PRECALL", "KW_NAMES",
-    "COPY", "SWAP", "NOP", "IS_OP", "MAKE_FUNCTION", "MAKE_CELL", "COPY_FREE_VARS", "BUILD_TUPLE", "BUILD_LIST",
-    "JUMP_FORWARD", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_NONE",
-    "POP_JUMP_FORWARD_IF_NOT_NONE", "RETURN_VALUE",
+    "LOAD_FAST", "LOAD_CONST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLOSURE", "STORE_FAST", "PUSH_NULL", "PRECALL",
+    "KW_NAMES", "COPY", "SWAP", "NOP", "IS_OP", "MAKE_FUNCTION", "MAKE_CELL", "COPY_FREE_VARS", "BUILD_TUPLE",
+    "BUILD_LIST", "JUMP_FORWARD", "POP_JUMP_FORWARD_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE",
+    "POP_JUMP_FORWARD_IF_NONE", "POP_JUMP_FORWARD_IF_NOT_NONE", "RETURN_VALUE",
 })  # fmt: skip
 """Instructions that Python takes no signal in, nor after: one that is sent before them is taken where one is that is
 sent before the instruction that follows."""

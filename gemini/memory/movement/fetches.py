@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
@@ -74,8 +75,9 @@ class Fetches:
             with mover.working(working):
                 chunk.fetched = gather(chunk)
 
-        chunk.arriving = self.worker.submit(fetch, moment)
-        self.ahead[chunk.spec.index] = chunk
+        with WHOLE:  # nobody would wait for one that is not known, and its window is given to others
+            chunk.arriving = self.worker.submit(fetch, moment)
+            self.ahead[chunk.spec.index] = chunk
 
     def begin_now(self, chunk: Chunk) -> None:
         """Fill the populated window of a chunk, and let computing wait for it.

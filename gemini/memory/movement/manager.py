@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from gemini.errors import BudgetExceeded
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Event
@@ -209,8 +210,9 @@ class Manager:
 
     def end_update(self, chunk: Chunk) -> None:
         """The update reads nothing any more."""
-        if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
-            self._evict(chunk)
+        with WHOLE:
+            if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
+                self._evict(chunk)
 
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
@@ -277,12 +279,14 @@ class Manager:
         assert chunk.window is not None
         self.room.populate(chunk.window, "windows", what=chunk.name)
         try:
-            self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
+            with WHOLE:
+                self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
+                chunk.step(UseChange.FETCH)
+                chunk.ahead = True
         except BaseException:
-            self.room.depopulate(chunk.window, "windows")
+            if chunk.use is Use.FREE:  # and not begun, with an interrupt that waited for it
+                self.room.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseChange.FETCH)
-        chunk.ahead = True
 
     def _await_arrival(self, chunk: Chunk) -> None:
         """Take a fetch ahead as it is; one that failed is tried again here and now.
@@ -311,8 +315,9 @@ class Manager:
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
-        chunk.step(UseChange.FAIL)
-        self.room.depopulate(chunk.window, "windows")
+        with WHOLE:
+            chunk.step(UseChange.FAIL)
+            self.room.depopulate(chunk.window, "windows")
 
     def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
@@ -377,9 +382,10 @@ class Manager:
         except BaseException:
             self.room.depopulate(chunk.window, "windows")
             raise
-        chunk.step(UseChange.FETCH)
-        chunk.step(UseChange.ARRIVE)
-        self._count_arrival(chunk)
+        with WHOLE:
+            chunk.step(UseChange.FETCH)
+            chunk.step(UseChange.ARRIVE)
+            self._count_arrival(chunk)
 
     def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1
@@ -387,10 +393,11 @@ class Manager:
         chunk.stale = False
 
     def _evict(self, chunk: Chunk) -> None:
-        chunk.step(UseChange.EVICT)
-        self.num_evictions += 1
-        chunk.stale = chunk.ahead = False
-        self._overtaken.pop(chunk.spec.index, None)
-        self._on_evict(chunk)
         assert chunk.window is not None
-        self.room.depopulate(chunk.window, "windows")
+        with WHOLE:  # also between steps, where nobody looks for what an interrupt has left
+            chunk.step(UseChange.EVICT)
+            self.num_evictions += 1
+            chunk.stale = chunk.ahead = False
+            self._overtaken.pop(chunk.spec.index, None)
+            self._on_evict(chunk)
+            self.room.depopulate(chunk.window, "windows")

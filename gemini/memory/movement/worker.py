@@ -210,7 +210,10 @@ class Worker(JobThread):
     """One job after another."""
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
-        """Run ``run`` on the worker's thread, before what is less urgent (a larger number)."""
+        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where the job has to be
+        known to somebody, that belongs into one ``WHOLE`` with this: an interrupt that waits for the end of it comes
+        when the job is on its way.
+        """
         job = Job(run, urgency)
         self.put(job)
         return job

@@ -121,7 +121,6 @@ class GradientStore:
             else:
                 handle.norm_sums = kernels.copy_grad(view, flat)
             return
-        handle.norm_sums = []  # it is there; its sums come with it
         ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
         working = Working(self._mover.watch.moved, staging=self._worker_staging)
         written = self._device.mark()
@@ -137,7 +136,9 @@ class GradientStore:
             finally:
                 ledger.release(tier, num_bytes, HOLDER)
 
-        self.landing.append(self._worker.submit(land, len(self.landing)))
+        with WHOLE:
+            handle.norm_sums = []  # it is there; its sums come with it
+            self.landing.append(self._worker.submit(land, len(self.landing)))
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
@@ -435,15 +436,27 @@ class GradientStore:
                     self._mover.store(plane, part.start + start, end, tile)
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
+    def start_over(self, *, alone: bool) -> None:
+        """After an interrupt, which may have come when a gradient had its bytes and nobody had the gradient. No update
+        holds any. ``alone``: no other rank's sums do.
+        """
+        self._drop_landing()
+        if alone:
+            self._ledger.release(self._device.tier, self._ledger.held(self._device.tier, HOLDER), HOLDER)
+
+    def _drop_landing(self) -> None:
+        """Wait until nothing lands, whatever became of it."""
+        while self.landing:
+            with contextlib.suppress(Exception):
+                self.drain()
+
     def discard(self, handles: list[ParamHandle], *, leftover: Leftover = Leftover.NOTHING) -> None:
         """Forget gradients, and what failed of their landing.
 
         Args:
             leftover: what stands in their place; nothing stays nothing where there was none.
         """
-        while self.landing:
-            with contextlib.suppress(Exception):
-                self.drain()
+        self._drop_landing()
         for handle in handles:
             had = handle.has_grad or handle.leftover is not Leftover.NOTHING
             handle.leftover = leftover if had else Leftover.NOTHING

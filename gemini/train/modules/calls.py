@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from gemini.errors import BudgetExceeded, IllegalTransition
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 
 
@@ -151,12 +152,13 @@ class Calls:
                 self._pop(stack)
 
     def _pop(self, stack: list[CallRecord]) -> CallRecord:
-        record = stack.pop()
-        if not stack:
-            self.running.pop(threading.get_ident(), None)
-        for _ in range(record.num_hooks):
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-        record.num_hooks = 0
+        with WHOLE:  # whose hooks nobody knows any more, they would stay open for good
+            record = stack.pop()
+            if not stack:
+                self.running.pop(threading.get_ident(), None)
+            for _ in range(record.num_hooks):
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+            record.num_hooks = 0
         for chunk in record.exposed:
             self._cover(chunk)
         self._release_all(record.chunks)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gemini.errors import ParamAccessError
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
@@ -142,7 +143,11 @@ class SavedWeights:
         self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
 
     def close(self) -> None:
-        """The model ends; graphs may still refer to this."""
+        """The model ends; graphs may still refer to this. Of a forward that an interrupt ended its hooks may be open:
+        other models would save by them.
+        """
+        while self._is_open():
+            _hooks._pop_saved_tensors_default_hooks()
         self._manager = None
 
     def is_lent(self, chunk: Chunk) -> bool:
@@ -155,7 +160,8 @@ class SavedWeights:
     def begin_call(self, record: CallRecord) -> None:
         """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
         if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
-            record.num_hooks += self._push()
+            with WHOLE:  # hooks that nobody has noted would stay open for good
+                record.num_hooks += self._push()
             if record.chunks:
                 self.open_for = record.chunks[0].spec.slots[0].name
 
@@ -172,8 +178,11 @@ class SavedWeights:
     @contextmanager
     def open(self) -> Iterator[None]:
         """Keep the hooks open while something else than a module reads weights."""
-        num_hooks = self._push() if torch.is_grad_enabled() else 0
+        num_hooks = 0
         try:
+            if torch.is_grad_enabled():
+                with WHOLE:
+                    num_hooks = self._push()
             yield
         finally:
             if num_hooks:
@@ -186,11 +195,16 @@ class SavedWeights:
         there = _hooks._top_saved_tensors_default_hooks(False)
         if there is None:
             _hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        elif there[0] == self._pack or getattr(there[0], "_gemini_of", None) is self:
+        elif self._is_open():
             return 0
         else:
             _hooks._push_saved_tensors_default_hooks(*self._around(*there))
         return 1
+
+    def _is_open(self) -> bool:
+        """Whether our hooks are on top."""
+        there = _hooks._top_saved_tensors_default_hooks(False)
+        return there is not None and (there[0] == self._pack or getattr(there[0], "_gemini_of", None) is self)
 
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
         """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them.

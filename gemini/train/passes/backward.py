@@ -235,6 +235,11 @@ class BackwardPass:
         self._state.take_gradients()
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether gradients are added up with those of other ranks."""
+        return self._reduction is not None
+
+    @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward wait for the update."""
         handles = self._params.handles

@@ -6,8 +6,6 @@ balance, and one that does not has lost nothing.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from gemini.interrupts import WHOLE
@@ -42,8 +40,9 @@ class Recovery:
         WHOLE.let_go()
         self._forward.abandon()
         self._updates.forget_collected()
-        with contextlib.suppress(Exception):  # the backward broke off: its gradients are of no use
-            self._gradients.drain()
+        self._updates.await_held()
+        # The backward broke off: what is landing of it is of no use.
+        self._gradients.start_over(alone=not self._backward.is_reduced)
         self._manager.foresight.interrupt()
         self._activations.recover()
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]

@@ -165,9 +165,10 @@ class LaunchedStep(Scripted):
                 landed = self._device.mark()
             landed.wait()
 
-        offered = self._offer(number + self.script.gathers_before[number], run)
-        job = self._landing.submit(land, number)
-        self._jobs.append(job)
+        with WHOLE:
+            offered = self._offer(number + self.script.gathers_before[number], run)
+            job = self._landing.submit(land, number)
+            self._jobs.append(job)
         return job
 
     def before_waiting_for(self, job: Job) -> None:

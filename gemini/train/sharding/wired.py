@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from gemini.errors import GeminiError, RankLost
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, WAIT_SECONDS, Event
 from gemini.memory.movement.worker import Job, Worker
@@ -113,8 +114,9 @@ class WiredStep(Scripted):
             else:
                 add_up(heard)
 
-        job = self._lane.submit(run, len(self._jobs))
-        self._jobs.append(job)
+        with WHOLE:
+            job = self._lane.submit(run, len(self._jobs))
+            self._jobs.append(job)
         return job
 
     def before_waiting_for(self, job: Job) -> None:

@@ -364,6 +364,12 @@ class Updates:
         if self.unseen.num_chunks:
             self.unseen.look()
 
+    def await_held(self) -> None:
+        """Until no update in flight holds gradients."""
+        for job in list(self.pending.values()):
+            if job.holds_gradients:
+                job.wait_until_over()
+
     def relieve(self) -> bool:
         """Wait for an update whose end gives back memory, or undo a guess for it; False if there is none."""
         for job in list(self.pending.values()):
@@ -411,9 +417,10 @@ class Updates:
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
-        self._undo(job)
-        self.pending.pop(index, None)
-        self._manager.end_update(job.chunk)
+        with WHOLE:
+            self._undo(job)
+            self.pending.pop(index, None)
+            self._manager.end_update(job.chunk)
         if is_guess:
             return  # of no use to anybody, also if it failed
         if job.error is not None and self._state.corrupted_by is not None:
