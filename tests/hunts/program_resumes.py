@@ -57,7 +57,7 @@ RESUMES: dict[str, Habit] = {
             optimizer.register_load_state_dict_post_hook(lambda o: seen.append("loaded"))
         saved = side.saved(model, optimizer, None, "model, optimizer")
         side.restore(saved, model, optimizer, None, "model, optimizer")
-        side.see("hooks", seen)
+        side.see("hooks", sorted({str(value) for value in seen}))
         """,
     ),
     "strict_loading": _habit(

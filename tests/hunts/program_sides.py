@@ -41,6 +41,8 @@ from tests.hunts.race_recipes import AlwaysPays
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
 INIT_SCALE = 2.0**10
+ADAPTERS_BUFFERS = ("vera_", "randlora_", "unilora_")
+"""Words in names of PEFT's buffers that are computed with weights, in their dtype."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,9 @@ class PlainSide(Side):
             if param.dtype != torch.float32 and param.is_floating_point():
                 _sum_in_fp32(param)
         _cast_where_they_meet(model, self.dtype)
+        for name, buffer in model.named_buffers():
+            if any(word in name for word in ADAPTERS_BUFFERS) and buffer.is_floating_point():
+                buffer.data = buffer.data.to(self.dtype)
         for module in model.modules():
             if getattr(module, "max_norm", None) is not None:
                 self._follow_max_norm(module)
@@ -407,13 +412,14 @@ class ManagedSide(Side):
     @property
     def _is_managed(self) -> bool:
         """False once the program has made it an ordinary one: ``merge_and_unload()``."""
-        return isinstance(self.model, gemini.GeminiDDP)
+        return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         return [(name, self.full_grad(name)) for name, _ in self.model.named_parameters()]
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return [(name, self.full_param(name)) for name, _ in self.model.named_parameters()]
+        names = [name for name, _ in self.model.named_parameters()]
+        return [(name, self.full_param(name) if self._is_managed else self.model.get_parameter(name)) for name in names]
 
 
     def _beside(self, name: str) -> Any:

@@ -135,7 +135,8 @@ def _are_fp32(buffers: Iterable[torch.Tensor | None]) -> bool:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether it is a norm with running statistics in fp32: torch's, or one that is written like them (frozen ones)."""
-    return _are_fp32([module._buffers.get("running_mean"), module._buffers.get("running_var")])
+    own = dict(module._buffers.items())  # a scripted module's has no ``get``
+    return _are_fp32([own.get("running_mean"), own.get("running_var")])
 
 
 def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:

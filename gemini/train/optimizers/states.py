@@ -58,6 +58,12 @@ class States(defaultdict):  # type: ignore[type-arg]
         handle = self._managed(param)
         return super().__missing__(param) if handle is None else _Planes(handle)
 
+    def get(self, param: Any, default: Any = None) -> Any:
+        handle = self._managed(param)
+        if handle is None:
+            return super().get(param, default)
+        return _Planes(handle) if handle.num_steps else default  # which torch makes in a param's first step
+
     def __setitem__(self, param: Any, state: Any) -> None:
         handle = self._managed(param)
         if handle is None:
