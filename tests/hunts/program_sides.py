@@ -429,13 +429,15 @@ class ManagedSide(Side):
         if not order.startswith("checkpoint"):
             return super()._saved(model, optimizer, scheduler, order)
         folder = self.folder("checkpoint")
-        gemini.save_checkpoint(folder, model, optimizer, scheduler, wait=order == "checkpoint")
-        return folder
+        return folder, gemini.save_checkpoint(folder, model, optimizer, scheduler, wait=order == "checkpoint")
 
     def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
         if not order.startswith("checkpoint"):
             return super()._restore(values, model, optimizer, scheduler, order)
-        gemini.load_checkpoint(values, model, optimizer, scheduler)
+        folder, pending = values
+        if pending is not None:
+            pending.wait()
+        gemini.load_checkpoint(folder, model, optimizer, scheduler)
 
 
 def dtype_of(model: nn.Module, name: str, precision: str) -> torch.dtype:
