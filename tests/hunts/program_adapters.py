@@ -64,7 +64,8 @@ def _adapter(place: str, source: str) -> Habit:
 ADAPTER_HABITS: dict[str, Habit] = {
     "adapter_off": _adapter("stepped", "with model.disable_adapter():\n    side.see('off', take(model, model(x)))"),
     "adapter_off_trained": _adapter(
-        "before", "with model.disable_adapter():\n    reference = take(model, {call}(x)).detach()\nside.see('r', reference)"
+        "before",
+        "with model.disable_adapter():\n    reference = take(model, {call}(x)).detach()\nside.see('r', reference)",
     ),
     "adapter_merged": _adapter(
         "stepped",
@@ -133,7 +134,9 @@ ADAPTER_HABITS: dict[str, Habit] = {
             peft.set_peft_model_state_dict(model, {name: value * 0.9 for name, value in values.items()})
         """,
     ),
-    "adapter_requires_grad": _adapter("before", 'if "other" in model.peft_config:\n    model.set_requires_grad("other", step % 2 == 0)'),
+    "adapter_requires_grad": _adapter(
+        "before", 'if "other" in model.peft_config:\n    model.set_requires_grad("other", step % 2 == 0)'
+    ),
     "adapter_status": _adapter(
         "stepped",
         "side.see('status', str(model.get_model_status()))\n"

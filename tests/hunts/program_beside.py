@@ -211,7 +211,10 @@ def of_transformers() -> Any:
     ids = torch.arange(6).view(1, 6)
     net.resize_token_embeddings(18, mean_resizing=False)
     net.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    return [net.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0), net.transformer.wte.weight.grad]
+    return [
+        net.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0),
+        net.transformer.wte.weight.grad,
+    ]
 
 
 BESIDE: dict[str, Callable[[], Any]] = {

@@ -14,8 +14,8 @@ from tests.hunts.program_adapters import ADAPTER_HABITS, ADAPTERS, TARGETED
 from tests.hunts.program_exits import AUX, CALLS, EXITS, LATE, ORDINARY_EXITS
 from tests.hunts.program_habits import ADAMS, HABITS
 from tests.hunts.program_kinds import FROZEN, KINDS, ODD, ORDINARY
-from tests.hunts.program_objectives import OBJECTIVES
 from tests.hunts.program_modules import KEPT
+from tests.hunts.program_objectives import OBJECTIVES
 from tests.hunts.program_resumes import ORDERS, RESUMES
 from tests.hunts.program_schedules import SCHEDULES
 from tests.hunts.program_writes import WRITES
@@ -195,9 +195,7 @@ def each_part() -> list[Program]:
         Program(0, (Block(), Block(numbered=False)), habits=(name,), adapter="lora" if habit.needs == "adapter" else "")
         for name, habit in HABITS.items()
     ]
-    found += [
-        Program(0, (Block(kind), Block()), habits=(f"anew from {order}",)) for kind in KEPT for order in ORDERS
-    ]
+    found += [Program(0, (Block(kind), Block()), habits=(f"anew from {order}",)) for kind in KEPT for order in ORDERS]
     found += [Program(0, (Block(), Block("norm")), adapter=name, habits=("adapter_merged",)) for name in ADAPTERS]
     found += [Program(0, (Block(),), schedule=name, adam=adam) for name in SCHEDULES for adam in ("whole", "converted")]
     found += [Program(0, (Block(), Block("own")), root=(name,)) for name in ROOTS]

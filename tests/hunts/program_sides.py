@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gemini.integrations.rules import to_hybrid
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
@@ -28,7 +29,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
 from gemini import kernels_reference as reference
-from gemini.integrations.rules import to_hybrid
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
@@ -420,7 +420,6 @@ class ManagedSide(Side):
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         names = [name for name, _ in self.model.named_parameters()]
         return [(name, self.full_param(name) if self._is_managed else self.model.get_parameter(name)) for name in names]
-
 
     def _beside(self, name: str) -> Any:
         return beside.run(name)

@@ -127,7 +127,14 @@ def source(program: Program) -> str:
 
 def _needed(line: str, text: str) -> bool:
     words = line.split()
-    return not words or words[-1] + "." in text or words[-1] + "(" in text or words[0] == "from" or words[-1] in ("torch", "F", "nn") or words[-1].removeprefix("torch.") + "." in text
+    return (
+        not words
+        or words[-1] + "." in text
+        or words[-1] + "(" in text
+        or words[0] == "from"
+        or words[-1] in ("torch", "F", "nn")
+        or words[-1].removeprefix("torch.") + "." in text
+    )
 
 
 def path(program: Program, at: int, model: str = "self") -> str:
@@ -286,7 +293,8 @@ def _functions(program: Program) -> str:
         f"def take(model, r):\n{indent(take, '    ')}\n    return y",
         f"def loss_of(model, r, key):\n    y = take(model, r)\n    loss = {loss}{aux}\n    return loss",
         f"def batch(side, key):\n    return {batch}",
-        "def make():\n    torch.manual_seed(0)\n" + (adapters.make(program.adapter) if program.adapter else "    return Model()"),
+        "def make():\n    torch.manual_seed(0)\n"
+        + (adapters.make(program.adapter) if program.adapter else "    return Model()"),
     ]
     if "embedding" in program.root:
         draw_ids = "torch.randint(0, 11, (B, T), generator=torch.Generator().manual_seed(1000 + key))"

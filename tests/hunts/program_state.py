@@ -40,9 +40,7 @@ def restore(values: Any, model: nn.Module, optimizer: Any, order: str) -> None:
         values, order = (into["model"], into["optimizer"]), "set_state_dict"
     of_model, of_optimizer = copied(values)
     if order == "set_state_dict":
-        by_torch.set_state_dict(
-            model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer
-        )
+        by_torch.set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     elif order == "set one by one":
         by_torch.set_optimizer_state_dict(model, optimizer, of_optimizer)
         by_torch.set_model_state_dict(model, of_model)

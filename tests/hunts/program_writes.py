@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from textwrap import indent
 
-from tests.hunts.program_parts import Habit
-from tests.hunts.program_parts import make_habit
+from tests.hunts.program_parts import Habit, make_habit
 
 PARAMS = "params = list({block}.parameters()) or list(model.parameters())\n"
 EVALUATE = """model.eval()
@@ -74,7 +73,6 @@ WRITES: dict[str, Habit] = {
         when=1,
     ),
     "data_assigned": _write("p.data = p.data * 0.5", when=1),
-    "set_": _write("p.set_(torch.zeros_like(p))", when=1),
     "to_vector_and_back": _write(
         "vector = nn.utils.parameters_to_vector(params)\nnn.utils.vector_to_parameters(vector * 0.5, params)", when=1
     ),
@@ -222,9 +220,7 @@ WRITES: dict[str, Habit] = {
     "late_param": _habit(
         "before", 'if step == 1:\n    {block}.register_parameter("late", nn.Parameter(torch.ones(2, dtype=side.dtype)))'
     ),
-    "late_buffer_registered": _habit(
-        "before", 'if step == 1:\n    {block}.register_buffer("late", torch.ones(2))'
-    ),
+    "late_buffer_registered": _habit("before", 'if step == 1:\n    {block}.register_buffer("late", torch.ones(2))'),
     "late_module": _habit("before", 'if step == 1:\n    model.add_module("late", nn.Identity())'),
     "replaced_param": _habit(
         "before",
