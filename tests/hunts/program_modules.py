@@ -272,7 +272,7 @@ IN_FP32: dict[str, Kind] = {
         "self.fc.weight",
     ),
 }
-"""Parts that are computed in fp32 in a model of another precision: what is called ``...32`` the model itself declares."""
+"""Parts that are computed in fp32 in a model of another precision: what is called ``...32`` the model declares."""
 
 REWRITTEN: dict[str, Kind] = {
     "old_spectral_norm": _kind("self.fc = nn.utils.spectral_norm(nn.Linear(D, D))", "y = torch.tanh(self.fc(x))"),

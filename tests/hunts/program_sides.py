@@ -41,8 +41,7 @@ from tests.hunts.race_recipes import AlwaysPays
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
 INIT_SCALE = 2.0**10
-ADAPTERS_BUFFERS = ("vera_", "randlora_", "unilora_")
-"""Words in names of PEFT's buffers that are computed with weights, in their dtype."""
+ADAPTERS_BUFFERS = ("vera_", "randlora_", "unilora_")  # in names of what PEFT computes in the dtype of weights
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,8 @@ def _takes_sink(block: Block) -> bool:
 
 def _module(name: str, init: str, forward: str, args: str = "x", bases: str = "nn.Module", declares: str = "") -> str:
     return (
-        f"class {name}({bases}):\n{declares}    def __init__(self):\n        super().__init__()\n{indent(init, ' ' * 8)}\n\n"
+        f"class {name}({bases}):\n{declares}"
+        f"    def __init__(self):\n        super().__init__()\n{indent(init, ' ' * 8)}\n\n"
         f"    def forward(self, {args}):\n{indent(forward, ' ' * 8)}"
     )
 
