@@ -140,7 +140,7 @@ EXCLUDED: dict[str, tuple[tuple[str, str], ...]] = {
     "torch.optim": (
         (
             r".*",
-            "stock optimizers step on no gradients of a managed model and are refused: tests/train/test_optimizer_refusals.py",
+            "stock optimizers find no gradients of a managed model: tests/train/test_optimizer_refusals.py",
         ),
     ),
     "torch.distributed.checkpoint": ((r".*", _NOT_PARAMS + ": storages and planners"),),
@@ -211,8 +211,8 @@ def page() -> str:
     told = ", ".join(f"{module.__name__} {module.__version__.split('+')[0]}" for module in versions)
     lines = [
         "# The words of the program hunt", "",
-        "[Drawn programs](programs.md) are made of public functions of torch, transformers, PEFT and Lightning. Here are",
-        "those that touch params, optimizers or state: which of them programs use, and which they do not. The page is made",
+        "[Drawn programs](programs.md) are made of public functions of torch, transformers, PEFT and Lightning. Here",
+        "are those that touch params, optimizers or state: which of them programs use, and which not. The page is made",
         f"by `python tests/hunts/program_words.py --write` ({told}): words are found",
         "by introspection, use in the sources of programs.",
         "",
