@@ -69,31 +69,36 @@ ADAPTER_HABITS: dict[str, Habit] = {
     ),
     "adapter_merged": _adapter(
         "stepped",
-        "model.merge_adapter()\n<EVALUATE>\nmodel.unmerge_adapter()\n<EVALUATE>",
+        "model.merge_adapter()\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()\n<EVALUATE>",
     ),
     "adapter_merged_safely": _adapter(
-        "stepped", "model.merge_adapter(safe_merge=True)\n<EVALUATE>\nmodel.unmerge_adapter()"
+        "stepped",
+        "model.merge_adapter(safe_merge=True)\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()",
     ),
     "adapter_stays_merged": _adapter("stepped", "if step == {last}:\n    model.merge_adapter()"),
     "adapter_merged_and_off": _adapter(
         "stepped",
         """
         model.merge_adapter()
+        side.lay_out()
         try:
             with torch.no_grad(), model.disable_adapter():
                 side.see("merged and off", take(model, {call}(batch(side, 70 + step))))
         finally:
             model.unmerge_adapter()
+            side.lay_out()
         """,
     ),
     "adapter_merged_off_caught": _adapter(
         "stepped",
         """
         model.merge_adapter()
+        side.lay_out()
         with torch.no_grad(), model.disable_adapter():
             take(model, {call}(batch(side, 70 + step)))
         model.eval()
         with torch.no_grad():
+            side.lay_out()
             side.see("after", take(model, {call}(batch(side, 70 + step))))
         model.train()
         """,
@@ -111,6 +116,7 @@ ADAPTER_HABITS: dict[str, Habit] = {
         if "other" in model.peft_config:
             model.base_model.merge_adapter(adapter_names=["other"])
             model.unmerge_adapter()
+            side.lay_out()
         """,
     ),
     "adapter_added_late": _adapter(

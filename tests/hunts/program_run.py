@@ -28,7 +28,8 @@ import torch
 
 import gemini
 from gemini.errors import GeminiError, IllegalTransition
-from tests.hunts.program_sides import PLACEMENTS, ManagedSide, PlainSide, Side, first_difference, round_weights
+from tests.hunts.program_bits import first_difference
+from tests.hunts.program_sides import PLACEMENTS, ManagedSide, PlainSide, Side, round_weights
 
 RIGHT, REFUSED, BOTH, WARNED, VARIES = "right", "refused", "torch refuses", "warned", "torch varies"
 SILENT, RAW, HANG, GOES_ON = "SILENT", "RAW", "HANG", "GOES ON"

@@ -222,9 +222,14 @@ class PlainSide(Side):
             if any(word in name for word in ADAPTERS_BUFFERS) and buffer.is_floating_point():
                 buffer.data = buffer.data.to(self.dtype)
         for module in model.modules():
-            if getattr(module, "max_norm", None) is not None:
+            if getattr(module, "max_norm", None) is not None or hasattr(module, "_project_batch") and module.coft:
                 self._follow_max_norm(module)
         return model
+
+    def lay_out(self) -> None:
+        """PEFT has left merged weights transposed: torch would choose other kernels for them."""
+        for param in self.model.parameters():
+            param.data = param.data.contiguous()
 
     def anew(self, model: nn.Module) -> nn.Module:
         """The model of a new run takes the place of this one's."""
@@ -232,7 +237,7 @@ class PlainSide(Side):
         return self.model
 
     def _follow_max_norm(self, module: Any) -> None:
-        """What an embedding rewrites in its forward loses the other half of its master too."""
+        """What an embedding, or PEFT's OFT, rewrites in its forward loses the other half of its master too."""
         before: list[torch.Tensor] = []
         module.register_forward_pre_hook(lambda *_: before.append(module.weight.detach().clone()))
         module.register_forward_hook(lambda *_: self._note_rewritten(module.weight, before.pop()))
@@ -371,6 +376,9 @@ class ManagedSide(Side):
         own.mkdir(exist_ok=True)  # ranks share it
         return gemini.GeminiDDP(model, where.config(model, self.precision, own, ranks))  # type: ignore[no-any-return]
 
+    def lay_out(self) -> None:
+        pass
+
     def anew(self, model: nn.Module) -> nn.Module:
         self.model = self.another(round_weights(model, self.precision))
         return self.model
@@ -414,7 +422,7 @@ class ManagedSide(Side):
         return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
-        return [(name, self.full_grad(name)) for name, _ in self.model.named_parameters()]
+        return [(n, self.full_grad(getattr(p, "_gemini").name)) for n, p in self.model.named_parameters()]  # noqa: B009
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         names = [name for name, _ in self.model.named_parameters()]
@@ -500,41 +508,3 @@ def round_weights(model: nn.Module, precision: str) -> nn.Module:
             with torch.no_grad():
                 param.copy_(param.to(dtype_of(model, name, precision)))
     return model
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Equal in dtype, shape and every bit; NaN equals NaN."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and (a == b or (a != a and b != b))
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
-    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-        return True
-    if not a.is_floating_point():
-        return False
-    whole = a.isnan() & b.isnan()
-    return torch.equal(a[~whole].view(torch.uint8), b[~whole].view(torch.uint8)) and bool(whole.any())
-
-
-def first_difference(plain: list[tuple[str, Any]], managed: list[tuple[str, Any]]) -> str | None:
-    """What the managed side saw otherwise, in one line; None if all it saw is right (it may have seen less)."""
-    for (label, wanted), (other, found) in zip(plain, managed, strict=False):
-        if label != other:
-            return f"saw {other!r} where the plain loop saw {label!r}"
-        if not same_bits(wanted, found):
-            return f"{label}: {_difference(wanted, found)}"
-    return f"saw {managed[len(plain)][0]!r} after the end" if len(managed) > len(plain) else None
-
-
-def _difference(wanted: Any, found: Any) -> str:
-    if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
-        return f"{_told(found)} instead of {_told(wanted)}"
-    if wanted.dtype != found.dtype or wanted.shape != found.shape:
-        return f"{found.dtype} {tuple(found.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
-    a, b = wanted.double(), found.double()
-    return f"norm {float(b.norm()):.6g} instead of {float(a.norm()):.6g}, off by {float((a - b).abs().max()):.3g}"
-
-
-def _told(value: Any) -> str:
-    return f"a tensor of norm {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)

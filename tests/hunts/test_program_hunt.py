@@ -44,7 +44,6 @@ REFUSED_BY_TORCH = {
     "swap_tensors",
     "to_double",
     "type_of",
-    "adapter_stays_merged",
 }
 """Parts of programs that plain torch refuses (and HybridAdam has no sparse gradients for plain params either)."""
 
