@@ -173,7 +173,8 @@ KEPT: dict[str, Kind] = {
         "",
         """
         def _load_from_state_dict(self, state_dict, prefix, *args):
-            self.seen = torch.empty_like(state_dict.get(prefix + "seen", self.seen))
+            if prefix + "seen" in state_dict:
+                self.seen = torch.empty_like(state_dict[prefix + "seen"])
             super()._load_from_state_dict(state_dict, prefix, *args)
         """,
     ),
