@@ -318,8 +318,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         States have the dtypes of the rule, whatever the dtype of the param. The groups get the loaded hyperparameters
         and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
 
-        A residual (in fp16 a master) completes the weights that it was saved with, whether they are there already or are
-        loaded later, up to the next update; to other weights nothing is done. So the state of the model may be loaded
+        A residual (in fp16 a master) completes the weights that it was saved with, whether they are there already or
+        are loaded later, up to the next update; to other weights nothing is done. So the state of the model may be loaded
         before or after this one, or in parts.
 
         Raises:
