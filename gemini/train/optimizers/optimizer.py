@@ -319,8 +319,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
 
         A residual (in fp16 a master) completes the weights that it was saved with, whether they are there already or
-        are loaded later, up to the next update; to other weights nothing is done. So the state of the model may be loaded
-        before or after this one, or in parts.
+        are loaded later, up to the next update; to other weights nothing is done. So the state of the model may be
+        loaded before or after this one, or in parts.
 
         Raises:
             ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can
