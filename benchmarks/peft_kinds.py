@@ -1,4 +1,4 @@
-"""Every method of PEFT on every kind of layer, managed: trained, merged, disabled, saved, against PEFT alone, as a table.
+"""Every method of PEFT on every kind of layer, managed, against PEFT alone: a table.
 
     pip install '.[peft]'
     python benchmarks/peft_kinds.py
@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 import gemini
 from benchmarks._report import add_report_arguments, head, publish, table
 
-REFUSALS = (gemini.GeminiError, ValueError)
+REFUSALS = (gemini.GeminiError, ValueError, TypeError)
 CLOSE = 1e-5
 """Relative; anything further away is a difference."""
 
@@ -139,10 +139,12 @@ OF_LANGUAGE_MODELS: dict[str, Callable[[], peft.PeftConfig]] = {
 
 def cases() -> list[tuple[str, str, Callable[[], peft.PeftConfig]]]:
     """Every method on every layer, and what only language models have."""
-    found = []
-    for method, config in METHODS.items():
-        layers = ["LayerNorm"] if method == "LN tuning" else [k for k in LAYERS if k not in ("LayerNorm", "language model")]
-        found += [(method, layer, config) for layer in layers]
+    layers = [layer for layer in LAYERS if layer not in ("LayerNorm", "language model")]
+    found = [
+        (method, layer, config)
+        for method, config in METHODS.items()
+        for layer in (["LayerNorm"] if method == "LN tuning" else layers)
+    ]
     return found + [(method, "language model", config) for method, config in OF_LANGUAGE_MODELS.items()]
 
 
@@ -231,6 +233,12 @@ class Side:
         return [self.outputs(again)]
 
 
+ABOUT = (
+    "Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all",
+    "on NVMe. Numbers in brackets are messages, below the table. After unmerging, OFT and BOFT leave the weight of",
+    "a Linear transposed in memory, which torch multiplies with another kernel: weights are the same bits there,",
+    "and what is computed from them is not.",
+)
 STEPS: dict[str, Callable[[Side], list[Any]]] = {
     "trained": Side.trained, "disabled": Side.disabled, "saved, opened by PEFT": Side.saved, "merged": Side.merged,
     "unmerged": Side.unmerged, "merged, then disabled": Side.merged_and_disabled,
@@ -258,14 +266,20 @@ def words(e: Exception) -> str:
     return f"{type(e).__name__}: {' '.join(str(e).split())}".replace("|", "/")
 
 
+def is_refusal(e: Exception) -> bool:
+    """Whether it was raised by Gemini, for users."""
+    *_, (frame, _) = traceback.walk_tb(e.__traceback__)
+    return isinstance(e, REFUSALS) and frame.f_globals.get("__name__", "").startswith("gemini.")
+
+
 def compared(theirs: Any, ours: Any) -> str:
     if isinstance(theirs, Exception):
-        return "PEFT: " + (words(theirs) if not isinstance(theirs, type(ours)) or str(theirs) != str(ours) else "the same")
+        return f"PEFT: {words(theirs)}"
     if isinstance(ours, Exception):
-        raw = not isinstance(ours, REFUSALS)
-        if raw:
-            traceback.print_exception(ours, file=sys.stderr)
-        return ("RAW: " if raw else "refused: ") + words(ours)
+        if is_refusal(ours):
+            return f"refused: {words(ours)}"
+        traceback.print_exception(ours, file=sys.stderr)
+        return f"RAW: {words(ours)}"
     if any(a.isnan().any() for a in theirs):
         return "PEFT: its values are NaN"
     if all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True)):
@@ -329,8 +343,7 @@ def main() -> int:
             rows.append((f"{method}, {layer}", *shown))
     report = head(
         "PEFT's methods on every kind of layer",
-        ["Three training steps, then what is named in the column, against PEFT alone in fp32; in memory and with all on",
-         "NVMe. Numbers in brackets are messages, below the table.", ""], 1, "peft",
+        [*ABOUT, ""], 1, "peft",
     )  # fmt: skip
     report += table(("method and layer", *STEPS), rows)
     report += ["## Messages", "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""]

@@ -134,8 +134,8 @@ class KernelReport:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         if not self.native:
             return f"kernels: torch reference only, {self.reason}"
-        cuda = "native" if self.cuda else "torch reference"
-        return f"kernels: native, {self.isa} (of {', '.join(self.isas)}), {threads}; on CUDA: {cuda}"
+        on_cuda = f"; on CUDA: {'native' if self.cuda else 'torch reference'}" if torch.cuda.is_available() else ""
+        return f"kernels: native, {self.isa} (of {', '.join(self.isas)}), {threads}{on_cuda}"
 
 
 def capabilities() -> KernelReport:

@@ -357,7 +357,7 @@ class ThreadedIoQueue:
         request = self._find(ticket)
         # All of its blocks: after an error too, no thread may touch the memory any more.
         request.over.wait()
-        del self._tickets[ticket]  # not before: an interrupt leaves a ticket that can be waited for
+        self._tickets.pop(ticket, None)  # not before: an interrupt leaves a ticket that can be waited for
         if request.error is not None:
             raise request.error
 

@@ -70,7 +70,10 @@ def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
 
 def class_of(rule: UpdateRule) -> type[HybridOptimizer]:
     """The class of optimizers of a rule, under the name of the class that was adopted, if one was."""
-    return class_in_place_of(rule.kind, HybridOptimizer) if isinstance(rule, AdoptedRule) else HybridOptimizer
+    if not isinstance(rule, AdoptedRule):
+        return HybridOptimizer
+    kind: Any = rule.kind
+    return class_in_place_of(kind, HybridOptimizer)  # type: ignore[no-any-return]
 
 
 def rule_in_words(kind: type) -> str:

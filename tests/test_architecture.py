@@ -215,3 +215,19 @@ def test_native_code_knows_no_torch() -> None:
     for path in sorted((ROOT / "csrc").rglob("*.*")):
         includes = [line for line in path.read_text().splitlines() if line.lstrip().startswith("#include")]
         assert not [line for line in includes if "torch" in line or "ATen" in line or "c10" in line], path
+
+
+_HELD = re.compile(r"threading\.(Condition|Event|Semaphore|BoundedSemaphore|Barrier)\b|\.acquire\(\)")
+_MAY_HOLD = {
+    "gemini.testing.clock": "a gate of copy threads, which the training thread opens inside WHOLE",
+    "gemini.machines.measure": "a measurement, and no training",
+    "gemini.waiting": "the latch itself",
+}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_threads_share_what_no_interrupt_can_leave_held(path: Path) -> None:
+    """Not what Python writes in Python around a lock; :mod:`gemini.waiting` says why, and what there is instead."""
+    if module_of(path) not in _MAY_HOLD:
+        code = [line.split("#")[0] for line in path.read_text().splitlines() if "``" not in line]
+        assert not [line for line in code if _HELD.search(line)]

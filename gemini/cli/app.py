@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
-from gemini.jobs.options import TILES, options, spelled
+from gemini.jobs.options import ELSEWHERE, TILES, options, spelled
 from gemini.ranks import launch
 from gemini.version import __version__
 
@@ -45,7 +45,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, metavar="", help="Say the version and leave.")
     ] = False,
 ) -> None:
     """Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe."""
@@ -83,19 +83,6 @@ def _say(words: str, cause: BaseException, code: int) -> NoReturn:
 _UsageError: Any = typer.BadParameter.__base__
 
 
-_OURS = {
-    "--learning-rate": "--lr", "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--output-dir": "--out",
-    "--per-device-train-batch-size": "--batch-size", "--model-name-or-path": "--model", "--max-length": "--seq-len",
-    "--max-grad-norm": "--clip", "--lora-r": "--lora", "--save-steps": "--save-every", "--eval-steps": "--eval-every",
-    "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
-    "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
-    "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
-    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme", "--early-stopping": "--patience",
-    "--early-stopping-patience": "--patience", "--num-epochs": "--epochs",
-}  # fmt: skip
-"""What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
-
-
 class OnceForAll(TyperCommand):
     """A command whose several processes complain about their options once."""
 
@@ -103,7 +90,7 @@ class OnceForAll(TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except _UsageError as e:
-            ours = _OURS.get(str(getattr(e, "option_name", "")).replace("_", "-"))
+            ours = ELSEWHERE.get(str(getattr(e, "option_name", "")).replace("_", "-"))
             if ours is not None and any(ours in param.opts for param in self.params):
                 e.message += f". Here it is {ours}."
             if launch.speaks():
@@ -126,6 +113,7 @@ def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., i
             about = typer.Option(
                 *([spelled(name)] if kind is bool else []),  # or there would be a --no-... too
                 help=escape(declared.metadata["words"]),
+                metavar="" if kind is bool else None,  # typer would say <bool>, as if a value had to follow
                 rich_help_panel=declared.metadata["group"],
             )
             hints[name] = Annotated[kind, about]

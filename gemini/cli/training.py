@@ -26,7 +26,10 @@ def doctor(
         typer.Option(help="Try this folder as the NVMe tier: direct I/O, room; and a durable store in it."),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the machine's speeds as well; with --nvme-path the drive's too.")
+        bool,
+        typer.Option(
+            "--measure", metavar="", help="Measure the machine's speeds as well; with --nvme-path the drive's too."
+        ),
     ] = False,
     json: Annotated[
         Path | None, typer.Option(help="Write what was measured to this file, for --machine of gemini plan.")
@@ -60,7 +63,10 @@ def train(
     """
     # By its name: newer versions of typer have a click of their own.
     said = {k: v for k, v in given.items() if getattr(ctx.get_parameter_source(k), "name", "") != "DEFAULT"}
-    settings = record_of(TrainSettings, ({} if config is None else from_yaml(config, TrainSettings)) | said)
+    said = ({} if config is None else from_yaml(config, TrainSettings)) | said
+    if said.get("plan") is not None:
+        said = _step_of(said["plan"]) | said
+    settings = record_of(TrainSettings, said)
     settings.check()
     from gemini.jobs.train import train as job
 
@@ -70,7 +76,7 @@ def train(
 @app.command()
 @refusals
 def demo(
-    full: Annotated[bool, typer.Option("--full", help="Four times the context and more steps.")] = False,
+    full: Annotated[bool, typer.Option("--full", metavar="", help="Four times the context and more steps.")] = False,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps.")] = None,
     cpu_memory: Annotated[
         str | None, typer.Option(help="Budget in host memory. (Default: a fixed part of what the model needs.)")
@@ -85,6 +91,15 @@ def demo(
     from gemini.jobs.demo import demo as job
 
     return job(console(), full=full, steps=steps, cpu_memory=cpu_memory, nvme_path=nvme_path, out=out, seed=seed)
+
+
+def _step_of(path: Path) -> dict[str, Any]:
+    """Of a plan, the options that it brings."""
+    from gemini.jobs.planned import step_of
+    from gemini.planning import document
+    from gemini.planning.plan import Plan
+
+    return step_of(document.load(path, "--plan", Plan.from_json))
 
 
 def _again() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,11 @@ _HOPELESS_STEPS = 10
 _WIDTH_WITH_BAR = 130
 _SAMPLE = 48
 """Tokens that a sample is made of."""
-_WRITTEN = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity", "mean_token_accuracy", "epoch")
+_WRITTEN = (
+    "loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity", "mean_token_accuracy", "epoch",
+    "tokens_per_second", "step_seconds", "seconds_left",
+)  # fmt: skip
+_WAITS, _BYTES = "waits_for_", "_bytes"
 
 
 class Stop(TrainerCallback):
@@ -49,7 +54,7 @@ class Stop(TrainerCallback):
 
 
 class Shown(TrainerCallback):
-    """A live bar on a terminal, a plain line now and then in a log; the same as rows of ``metrics.jsonl``.
+    """A line now and then, on a terminal a live bar under them; the same as rows of ``metrics.jsonl`` and for trackers.
 
     Args:
         num_tokens: of a step of whole sequences, on all ranks.
@@ -63,8 +68,16 @@ class Shown(TrainerCallback):
         self._num_tokens, self._sharing = num_tokens, sharing
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._words = ""
         self._since, self._at, self._seen, self._good = 0.0, 0, 0, 0
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of steps that are made again: the run goes on after ``step``."""
+        if self._metrics is None or not self._metrics.exists():
+            return
+        kept = [line for line in self._metrics.read_text(encoding="utf-8").splitlines() if _is_row_until(step, line)]
+        new = self._metrics.with_name(f".{self._metrics.name}.new")
+        new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(new, self._metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._since, self._at, self._good = time.perf_counter(), state.global_step, state.global_step
@@ -89,42 +102,59 @@ class Shown(TrainerCallback):
             control.should_log = True
             control.should_evaluate = args.eval_strategy != "no"
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+    def measure(self, state: Any, logs: dict[str, float]) -> None:
+        """Add to what the Trainer logs what is known here: perplexity, speed, memory, waits, the time that is left."""
         if "eval_loss" in logs:
             logs["eval_perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
-            self._console.print(
-                f"evaluation after step {state.global_step}: loss {logs['eval_loss']:.4f}, perplexity "
-                f"{logs['eval_perplexity']:.2f}"
-            )
-        self._write(state.global_step, logs)
         if "loss" not in logs:
             return
-        self._refuse_hopeless(state.global_step, logs["loss"])
         now = time.perf_counter()
         seconds = (now - self._since) / max(1, state.global_step - self._at)
         # Rows are counted as they come, without what fills them up; sequences are full.
         counted = (state.num_input_tokens_seen - self._seen) / self._sharing
         tokens = counted / max(1, state.global_step - self._at) or self._num_tokens
         self._since, self._at, self._seen = now, state.global_step, state.num_input_tokens_seen
-        words = self._line(logs, tokens / max(seconds, 1e-9), seconds, state.max_steps - state.global_step)
+        store = self._engine.store  # memory_report() would wait for the updates that are in flight
+        logs["tokens_per_second"] = tokens / max(seconds, 1e-9)
+        logs["step_seconds"] = seconds
+        logs["seconds_left"] = seconds * (state.max_steps - state.global_step)
+        for tier in store.ledger.tiers:
+            logs[f"{tier.value}{_BYTES}"] = store.ledger.used(tier)
+            logs[f"{tier.value}_peak{_BYTES}"] = store.ledger.peak(tier)
+        for cause, waited in store.mover.watch.stalls.items():
+            logs[f"{_WAITS}{cause.replace(' ', '_')}"] = waited
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
+        if "eval_loss" in logs:
+            self._console.print(
+                f"evaluation after step {state.global_step}: loss {logs['eval_loss']:.4f}, perplexity "
+                f"{logs['eval_perplexity']:.2f}"
+            )
+        if "eval_loss" in logs or "loss" in logs:
+            self._write(state.global_step, logs)
+        if "loss" not in logs:
+            return
+        self._refuse_hopeless(state.global_step, logs["loss"])
+        rest = timedelta(seconds=round(logs["seconds_left"]))
+        rate = logs.get("learning_rate", 0.0)
+        self._console.print(
+            f"step {state.global_step}/{state.max_steps}  {self._line(logs)}  {rest} left  lr {rate:.3g}"
+        )
         if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step, description=words)
-        else:
-            rate = logs.get("learning_rate", 0.0)
-            self._console.print(f"step {state.global_step}/{state.max_steps}  {words}  lr {rate:.3g}")
+            self._bar.update(self._task, description=f"{rest} left")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._console.print(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
 
-    def _line(self, logs: dict[str, Any], rate: float, seconds: float, left: int) -> str:
+    def _line(self, logs: dict[str, Any]) -> str:
         norm = f"  grad norm {logs['grad_norm']:.3g}" if logs.get("grad_norm") is not None else ""
-        ledger = self._engine.store.ledger  # memory_report() would wait for the updates that are in flight
-        tiers = "".join(f"  {tier.value} {human_bytes(ledger.used(tier))}" for tier in ledger.tiers)
-        stalls = self._engine.store.mover.watch.stalls
-        cause, waited = max(stalls.items(), key=lambda item: item[1], default=("", 0.0))
-        bound = f"  waits {min(1, waited / seconds):.0%} for {cause}" if waited > 0.05 * seconds else ""
-        rest = timedelta(seconds=round(seconds * left))
-        return f"loss {logs['loss']:.4f}{norm}  {rate:,.0f} tok/s{tiers}{bound}  {rest} left"
+        used = {tier.value: logs[f"{tier.value}{_BYTES}"] for tier in self._engine.store.ledger.tiers}
+        tiers = "".join(f"  {tier} {human_bytes(num_bytes)}" for tier, num_bytes in used.items())
+        waits = {key.removeprefix(_WAITS): value for key, value in logs.items() if key.startswith(_WAITS)}
+        cause, waited = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
+        share = waited / max(logs["step_seconds"], 1e-9)
+        bound = f"  waits {min(1, share):.0%} for {cause.replace('_', ' ')}" if share > 0.05 else ""
+        return f"loss {logs['loss']:.4f}{norm}  {logs['tokens_per_second']:,.0f} tok/s{tiers}{bound}"
 
     def _refuse_hopeless(self, step: int, loss: float) -> None:
         if math.isfinite(loss):
@@ -137,9 +167,19 @@ class Shown(TrainerCallback):
 
     def _write(self, step: int, logs: dict[str, Any]) -> None:
         if self._metrics is not None:
-            row = {"step": step, "time": round(time.time(), 3)} | {key: logs[key] for key in _WRITTEN if key in logs}
+            row = {"step": step, "time": round(time.time(), 3)}
+            ours = {key for key in logs if key.endswith(_BYTES) or key.startswith(_WAITS)}
+            row |= {key: value for key, value in logs.items() if key in _WRITTEN or key in ours}
             with open(self._metrics, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def _is_row_until(step: int, line: str) -> bool:
+    """Whether a line is a whole row, and of a step up to that: one may have been cut by a kill."""
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 class Samples(TrainerCallback):
@@ -171,4 +211,5 @@ class Samples(TrainerCallback):
             )
         model.train()
         words = self._tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
-        self._console.print(f"sample after step {state.global_step}: {self._prompt}|{words!r}")
+        shown = " ".join("".join(char if char.isprintable() else " " for char in words).split())
+        self._console.print(f"sample after step {state.global_step}: {self._prompt} -> {shown}")

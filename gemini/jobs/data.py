@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from torch.utils.data import Subset
@@ -93,6 +94,8 @@ def _open(
     sequences = TextSequences(files, tokenizer, settings.seq_len, scratch=settings.out)
     size = human_bytes(sum(file.num_bytes for file in files))
     made = f"{counted(sequences.num_tokens, 'token')} in {counted(len(sequences), 'sequence')} of {settings.seq_len}"
+    rest = sequences.num_tokens - len(sequences) * settings.seq_len
+    made += f", the last {rest:,} left out" if rest else ""
     words.insert(0, f"text: {counted(len(files), 'file')}, {size}, {made}")
     return sequences, (), fingerprint(files), words
 
@@ -170,6 +173,39 @@ def _one_split(loaded: Any) -> Any:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+
+
+def what_is_cut(dataset: Any, settings: TrainSettings, *, option: str) -> str:
+    """How long rows are that TRL has made whole ``input_ids`` and ``labels`` of, and what of them is not learned.
+
+    Raises:
+        JobError: if nothing is.
+    """
+    most, packing = settings.seq_len, settings.packing
+    lengths, learned, kept = [], 0, 0
+    for row in dataset.select_columns(["input_ids", "labels"]):
+        lengths.append(len(row["input_ids"]))
+        learned += any(label != -100 for label in row["labels"])
+        kept += any(label != -100 for label in row["labels"][: None if packing == "wrapped" else most])
+    cut = 0 if packing == "wrapped" else sum(length > most for length in lengths)
+    longest, middle = max(lengths), int(median(lengths))
+    words = [f"{cut:,} cut at --seq-len {most}"]
+    if learned > kept and packing == "none":
+        words[0] += f", {learned - kept:,} of them left out (nothing to learn remains)"
+    elif learned > kept:
+        words[0] += f", in {learned - kept:,} of them nothing to learn remains"
+    if learned < len(lengths) and packing == "none":
+        words.append(f"{len(lengths) - learned:,} without anything to learn left out")
+    words.append(f"longest {longest:,}, median {middle:,} tokens")
+    said = f"{'rows' if option == '--data' else 'rows to evaluate on'}: {len(lengths):,}; {'; '.join(words)}"
+    if not kept:
+        raise JobError(
+            f"{option}: of no row is anything to be learned left within --seq-len {most}: prompts alone fill it. Give "
+            f"a longer one. ({said})"
+        )
+    if cut:
+        said += " (a larger --seq-len cuts fewer, and takes more memory)"
+    return said
 
 
 # ---- what is kept to evaluate on -------------------------------------------------------------------------------------

@@ -27,7 +27,10 @@ from gemini.memory.durable.folder import is_store
 from gemini.memory.system import memory_limit
 from gemini.ranks import launch
 
-_PACKAGES = ("torch", "transformers", "safetensors", "accelerate", "peft", "lightning", "flash-attn")
+_PACKAGES = (
+    "torch", "transformers", "safetensors", "accelerate", "datasets", "trl", "peft", "bitsandbytes", "lightning",
+    "flash-attn",
+)  # fmt: skip
 
 
 def doctor(
@@ -149,8 +152,11 @@ def _gpus() -> Iterator[str]:
     try:
         asked = ["nvidia-smi", query, "--format=csv,noheader"]
         said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError) as e:  # no driver, no permission: each is an answer
-        yield f"none found ({e})"
+    except FileNotFoundError:
+        yield "none found: there is no nvidia-smi, which comes with NVIDIA's driver"
+        return
+    except (OSError, subprocess.SubprocessError) as e:  # no permission, a driver without a card: each is an answer
+        yield f"none found ({getattr(e, 'stderr', '') or getattr(e, 'stdout', '') or e})".rstrip()
         return
     for line in said.splitlines():
         index, name, free, total, driver = line.split(", ")

@@ -6,7 +6,7 @@ The command line, a YAML file and ``check`` read the same fields, so that an opt
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,6 +16,20 @@ from gemini.jobs.errors import JobError, as_job_error
 
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
+
+
+ELSEWHERE = {
+    "--learning-rate": "--lr", "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--output-dir": "--out",
+    "--per-device-train-batch-size": "--batch-size", "--model-name-or-path": "--model", "--max-length": "--seq-len",
+    "--max-grad-norm": "--clip", "--lora-r": "--lora", "--save-steps": "--save-every", "--eval-steps": "--eval-every",
+    "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
+    "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
+    "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
+    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme", "--early-stopping": "--patience",
+    "--early-stopping-patience": "--patience", "--num-epochs": "--epochs", "--max-seq-length": "--seq-len",
+    "--warmup-steps": "--warmup", "--lr-scheduler-type": "--schedule", "--gradient-accumulation-steps": "--accumulate",
+}  # fmt: skip
+"""What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
 
 
 def opt(
@@ -135,7 +149,9 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise JobError(f"--config {path}: there is no option {key!r}. `gemini train --help` lists them.")
+            ours = ELSEWHERE.get(spelled(name), "").removeprefix("--")
+            remedy = f"Here it is {ours}." if ours.replace("-", "_") in known else "`gemini train --help` lists them."
+            raise JobError(f"--config {path}: there is no option {key!r}. {remedy}")
         with as_job_error(asked=f"--config {path}: {key}: {value!r}"):
             found[name] = _as(known[name][1], value)
     return found
@@ -164,14 +180,14 @@ def _as(kind: Any, value: Any) -> Any:
     return str(value)
 
 
-def to_yaml(record: Any) -> str:
-    """The options of a record that are not its defaults, as ``--config`` reads them."""
+def to_yaml(record: Any, always: Collection[str] = ()) -> str:
+    """The options of a record that are not its defaults, and those named, as ``--config`` reads them."""
     import yaml
 
     lines = {}
     for name, (declared, _) in options(type(record)).items():
         value = getattr(record, name)
-        if value == declared.default or declared.default is MISSING:
+        if name not in always and (value == declared.default or declared.default is MISSING):
             continue
         plain = [str(one) for one in value] if isinstance(value, tuple) else value
         lines[name.replace("_", "-")] = str(plain) if isinstance(plain, Path) else plain

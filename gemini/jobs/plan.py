@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -12,14 +12,14 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
-from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.errors import JobError
 from gemini.jobs.plan_alternatives import Alternative, alternatives
 from gemini.jobs.plan_machine import Machine, machine_of
 from gemini.jobs.plan_mesh import plan_over_mesh
-from gemini.jobs.plan_report import report_of
+from gemini.jobs.plan_report import PlanReport, report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import check_files, say, stdout_closed_to_others, write_all
+from gemini.jobs.step_files import check_files, progress, say, stdout_closed_to_others, write_all
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
 from gemini.planning.break_even import played_break_even
@@ -30,7 +30,7 @@ from gemini.tiers import Tier
 
 
 def plan(settings: PlanSettings, console: Console) -> int:
-    """Plan, write and say it; returns the exit code, 2 if it does not fit."""
+    """Plan, write and say it; returns the exit code, of :attr:`PlanReport.exit_code`."""
     check_files(settings.out, settings.picture)
     if settings.config is not None:
         from gemini.jobs.models import find_config
@@ -43,19 +43,38 @@ def plan(settings: PlanSettings, console: Console) -> int:
         )
     if settings.is_over_mesh:
         return plan_over_mesh(settings, machine, console)
+    with progress() as now:
+        report, made, timeline = _answer(settings, machine, now)
+    if settings.json:
+        print(report.to_json())
+    else:
+        say(console, screen(report))
+    if made is not None:
+        write_all(settings, made.to_json(), timeline, console)
+    return report.exit_code
+
+
+def _answer(
+    settings: PlanSettings, machine: Machine, now: Callable[[str], None]
+) -> tuple[PlanReport, gemini.Plan | None, gemini.Timeline | None]:
+    """What is said, with the plan and its step where there are. ``now`` is told what is being done."""
+    now("tracing the step")
     trace = _trace_of(settings, machine)
     if settings.states == "compact" and trace.precision != "bf16":
         raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
     if settings.micro_batch is not None:
         settings, trace = _with_micro_batch(settings, machine, trace)
+    now("choosing homes and moves")
     made, refusal = _plan_of(settings, machine, trace)
     planned = trace.tiled or trace if made is None else made.trace
     whole_peak_bytes = trace.peak_bytes if planned is trace.tiled else None
     timeline, tokens_when_free = None, None
     if made is not None and machine.hardware is not None:
+        now("simulating the step")
         play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
         timeline = play(made)
         tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
+    now("looking for what to change")
     checkpointed = _checkpointed(settings, machine)
     report = report_of(
         settings,
@@ -71,14 +90,12 @@ def plan(settings: PlanSettings, console: Console) -> int:
     )
     if settings.alternatives:
         asked = made is not None, None if timeline is None else timeline.tokens_per_second
-        report = replace(report, alternatives=tuple(_alternatives(settings, machine, trace, asked)))
-    if settings.json:
-        print(report.to_json())
-    else:
-        say(console, screen(report))
-    if made is not None:
-        write_all(settings, made.to_json(), timeline, console)
-    return 0 if report.fits else REFUSED
+        found: list[Alternative] = []
+        for other in _alternatives(settings, machine, trace, asked):
+            found.append(other)
+            now(f"planning what else it could do, {len(found)} of about 8")
+        report = replace(report, alternatives=tuple(found))
+    return report, made, timeline
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------

@@ -12,11 +12,14 @@ from gemini.planning.machines import load_hardware
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
 
+ROUNDED = 1.01
+"""More than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99."""
+
 
 class Machine(NamedTuple):
     """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
 
-    ``sharing``: ranks that divide its host memory and drives.
+    ``sharing``: ranks that divide its host memory and drives. ``beyond``: what it has of tiers that more was given of.
     """
 
     budgets: dict[Tier, int]
@@ -25,6 +28,7 @@ class Machine(NamedTuple):
     compute: Tier
     ranks: int
     sharing: int
+    beyond: dict[Tier, int]
 
     @property
     def budgets_of_rank(self) -> dict[Tier, int]:
@@ -45,15 +49,18 @@ def machine_of(settings: PlanSettings) -> Machine:
     hardware = None if settings.machine is None else load_hardware(settings.machine)
     budgets: dict[Tier, int] = {}
     origins: dict[Tier, str] = {}
+    beyond: dict[Tier, int] = {}
     for tier in Tier:
         given = settings.given_bytes(tier)
         capacity = None if hardware is None else hardware.capacity(tier)
         if given is None and capacity is not None:
             given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
         if given and hardware is not None and capacity is not None and given > capacity:
-            # Who gives a size knows the machine: its speeds are taken, and the note says what a named one has.
+            # Who gives a size may know the machine: its speeds are taken, and what a named one has is said.
             has = f"{hardware.name}: {human_bytes(capacity)}"
-            origins[tier] = f"({has})" if given <= 1.01 * capacity else f"(MORE than it has, {has})"
+            if given > ROUNDED * capacity:
+                beyond[tier] = capacity
+            origins[tier] = f"(MORE than it has, {has})" if tier in beyond else f"({has})"
             hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
         if given:
             budgets[tier] = given
@@ -77,4 +84,5 @@ def machine_of(settings: PlanSettings) -> Machine:
                 f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
                 "for several machines."
             )
-    return Machine(budgets, origins, hardware, compute, settings.gpus, local)
+    beyond = {tier: capacity for tier, capacity in beyond.items() if tier in budgets}
+    return Machine(budgets, origins, hardware, compute, settings.gpus, local, beyond)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError
-from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.errors import JobError
 from gemini.jobs.plan_machine import Machine
 from gemini.jobs.plan_report import MeshReport, PlanReport, RunnerUp, StageReport, report_of
 from gemini.jobs.plan_screen import screen
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
 
 def plan_over_mesh(settings: PlanSettings, machine: Machine, console: Console) -> int:
-    """Plan and say it; returns the exit code, 2 if it does not fit."""
+    """Plan and say it; returns the exit code, of :attr:`PlanReport.exit_code`."""
     if machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
     over = _OverMesh(settings, machine, machine.hardware)
@@ -57,7 +57,7 @@ def plan_over_mesh(settings: PlanSettings, machine: Machine, console: Console) -
         say(console, screen(report))
     if found:
         write_all(settings, "", found[0].slowest.timeline, console)
-    return 0 if report.fits else REFUSED
+    return report.exit_code
 
 
 class _OverMesh:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from gemini.errors import BudgetExceeded
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.jobs.errors import REFUSED
 from gemini.jobs.plan_alternatives import Alternative
 from gemini.jobs.plan_machine import Machine
 from gemini.jobs.plan_settings import PlanSettings
@@ -24,6 +25,8 @@ from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
 
 VERSION = 1
+BEYOND = 3
+"""The exit code for a plan that fits in what was given, which is not what the machine has."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class PlanReport:
     needs: dict[str, int]
     budgets: dict[str, int]
     origins: dict[str, str]
+    beyond: str
     activations: Activations
     refusal: str | None = None
     held: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -138,6 +142,11 @@ class PlanReport:
     @property
     def fits(self) -> bool:
         return self.refusal is None
+
+    @property
+    def exit_code(self) -> int:
+        """0 if it fits, 2 if it does not, 3 if it does in more memory than the machine has that was named."""
+        return REFUSED if not self.fits else BEYOND if self.beyond else 0
 
     def to_json(self) -> str:
         """One JSON object."""
@@ -188,6 +197,7 @@ def report_of(
         needs=needs,
         budgets=_by_name(machine.budgets_of_rank),
         origins=_by_name(machine.origins),
+        beyond=_beyond(settings, machine),
         activations=Activations(
             trace.peak_bytes,
             top.module if top else "",
@@ -208,6 +218,19 @@ def report_of(
         else _step(timeline, settings.schedule, tokens_when_free, plan, trace, machine),
         changes=changes,
     )
+
+
+def _beyond(settings: PlanSettings, machine: Machine) -> str:
+    """What is given of more than the machine has, and how to say that it is there."""
+    if not machine.beyond or machine.hardware is None:
+        return ""
+    name, given = machine.hardware.name, {tier.value: getattr(settings, tier.value) for tier in machine.beyond}
+    more = " and ".join(
+        f"--{tier.value} {given[tier.value]} is more than {name} has ({human_bytes(capacity)})"
+        for tier, capacity in machine.beyond.items()
+    )
+    sizes = ",".join(f"{tier}={size}" for tier, size in given.items())
+    return f"{more}. If yours has that, say so: --machine {settings.machine},{sizes}"
 
 
 def _by_name(of: Mapping[Tier, Any]) -> dict[str, Any]:

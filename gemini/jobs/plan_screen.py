@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 
 from gemini.errors import human_bytes
 from gemini.jobs.budgets import in_options
@@ -85,7 +86,10 @@ def _verdict(report: PlanReport) -> Iterator[str]:
         gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
         more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
         rule = "" if report.optimizer == ADAM.name else f" with {report.optimizer}"
-        yield f"FITS: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
+        if report.beyond:
+            yield f"FITS, BUT {report.beyond}"
+        verdict = "it takes" if report.beyond else "FITS"
+        yield f"{verdict}: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
         return
     refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
     yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
@@ -191,7 +195,8 @@ def _facts(report: PlanReport) -> Iterator[str]:
         return
     yield _line(
         "step time",
-        f"{human_seconds(step.seconds)} predicted ({step.schedule}), {human_rate(step.tokens_per_second)} tokens/s, "
+        f"{human_seconds(step.seconds)} predicted ({step.schedule}), {human_rate(step.tokens_per_second)} tokens/s"
+        f"{_million(step.tokens_per_second)}, "
         f"{step.flops_per_second / 1e12:.3g} TFLOP/s{' each' if report.ranks > 1 else ''}"
         f"{'' if step.mfu is None else f' (MFU {step.mfu:.0%})'}",
     )
@@ -255,6 +260,10 @@ def _alternatives(report: PlanReport) -> Iterator[str]:
         fits = {True: "yes", False: "no", None: "."}[other.fits]
         rate = "." if other.tokens_per_second is None else human_rate(other.tokens_per_second)
         yield f"{row:<{width}}{fits:>6}{rate:>10}  {other.result}".rstrip()
+
+
+def _million(rate: float) -> str:
+    return f" (a million in {timedelta(seconds=round(1e6 / rate))})" if rate else ""
 
 
 def _about(tokens: int) -> str:

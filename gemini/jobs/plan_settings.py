@@ -35,7 +35,8 @@ class _Played:
 
     machine: str | None = opt(
         None,
-        "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`.",
+        "Whose speeds are predicted with: a machine by name, or a JSON file of `gemini doctor --measure`; where yours "
+        "has more or less memory, as in rtx4090,cpu=128GiB.",
         _MACHINE,
     )
     schedule: str = one_of(

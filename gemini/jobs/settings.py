@@ -125,7 +125,10 @@ class TrainSettings:
         _MEMORY,
     )
     plan: Path | None = opt(
-        None, "A plan that `gemini plan --out` wrote for this model: its budgets, homes and moves.", _MEMORY
+        None,
+        "A plan that `gemini plan --out` wrote for this model: its budgets, homes, moves, and the step that is made "
+        "where no options describe another.",
+        _MEMORY,
     )
 
     eval_data: tuple[Path, ...] = opt((), "Data to evaluate on, as for --data. Repeat for more.", _LOOK)

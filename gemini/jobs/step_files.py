@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ def write_all(settings: Any, value: str, timeline: Timeline | None, console: Con
 
 
 _STYLES = {
+    "FITS, BUT": "bold yellow",
     "FITS": "bold green",
     "DOES NOT FIT": "bold red",
     "who lives where": "bold",
@@ -97,6 +98,13 @@ def _folded(line: str, width: int) -> list[str]:
         return [line]
     indent = LABEL if line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL]) else 2
     return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Around work of seconds: on a terminal a line on stderr says what is being done, as it was told."""
+    with Console(stderr=True).status("") as status:
+        yield lambda words: status.update(f"{words} ...")
 
 
 def write_file(path: Path, text: str, option: str = "--out") -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
-from gemini.jobs.step_files import check_files, say, write_file
+from gemini.jobs.step_files import check_files, progress, say, write_file
 from gemini.planning.quantized import with_4bit_base
 from gemini.planning.trace import MemoryTrace, Phase
 
@@ -98,7 +98,9 @@ def trace(settings: TraceSettings, console: Console) -> int:
     """Trace, write and say it; returns the exit code."""
     out = settings.out
     check_files(out)
-    found = take_trace(settings)
+    with progress() as now:
+        now("tracing the step")
+        found = take_trace(settings)
     if out is not None:
         write_file(out, found.to_json())
     if settings.json:

@@ -41,6 +41,7 @@ from gemini.jobs.models import (
     quantize_model,
 )
 from gemini.jobs.options import to_yaml
+from gemini.jobs.planned import OF_A_STEP
 from gemini.jobs.sequences import BYTE_VOCABULARY
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
@@ -91,7 +92,9 @@ class TrainRun:
                 if settings.compile:
                     _compile_blocks(outline.model)
         checkpoint = self._compare(found)
-        config = make_config(settings, source, self.device)
+        notes: list[str] = []
+        config = make_config(settings, source, self.device, notes)
+        self._console.print(*notes, sep="\n", end="\n" if notes else "")
         mesh = mesh_of(settings, self.team.size)
         with refusing_in_options("--nvme-path FOLDER --nvme-memory", f"Other ways: {plan_command(settings)}"):
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
@@ -192,6 +195,12 @@ class TrainRun:
         return self.settings.accumulate * self.settings.batch_size * self._batches
 
     @property
+    def asked(self) -> str:
+        """How many steps, as the options say it."""
+        epochs = self.settings.epochs
+        return f"--steps {self.steps}" if epochs is None else f"--epochs {epochs:g}, {counted(self.steps, 'step')}"
+
+    @property
     def _position(self) -> dict[str, Any]:
         return {"data": self.data.identity, "sequences_per_step": self._sequences}
 
@@ -220,8 +229,9 @@ class TrainRun:
                 settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu",
                 parallelism=parallelism_of(settings, self.team.size), callbacks=callbacks,
             )  # fmt: skip
+        self._console.print(*trainer.told, sep="\n", end="\n" if trainer.told else "")
         self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
-        trainer.position = self._position
+        trainer.position, trainer.measure = self._position, self._shown.measure
         return trainer
 
     def _look_into(self, checkpoint: Path | None) -> Path | None:
@@ -252,15 +262,14 @@ class TrainRun:
         if self.step < self.steps:
             return checkpoint
         if self.settings.resume == "auto" and self.step > self.steps:
-            self._console.print(f"that is past --steps {self.steps}: nothing is left to do (more --steps go on)")
+            self._console.print(f"that is past {self.asked}: nothing is left to do ({_MORE})")
             return checkpoint
         if self.settings.resume != "auto":
             raise JobError(
-                f"--resume {checkpoint}: its {self.step} steps are all of --steps {self.steps}. Ask for more steps to "
-                "go on."
+                f"--resume {checkpoint}: its {self.step} steps are all of {self.asked}. Ask for more to go on."
             )
         # A run that died while it wrote the model, and is started again with the same command, has only that to do.
-        self._console.print(f"these are all of --steps {self.steps}: only the model is written (more --steps go on)")
+        self._console.print(f"these are all of {self.asked}: only the model is written ({_MORE})")
         return checkpoint
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
@@ -273,7 +282,9 @@ class TrainRun:
         if self.step > self.steps:
             return []
         if self.team.is_first:
-            (self.settings.out / "gemini.yaml").write_text(to_yaml(self.settings), encoding="utf-8")
+            always = () if self.settings.plan is None else OF_A_STEP  # defaults are the plan's
+            (self.settings.out / "gemini.yaml").write_text(to_yaml(self.settings, always), encoding="utf-8")
+            self._shown.rewind(self.step)
         before = self.step
         resume = None if self._resumed is None else str(self._resumed)
         try:
@@ -313,6 +324,7 @@ class TrainRun:
             (self.settings.out / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
 
 
+_MORE = "more --steps or --epochs go on"
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
 _IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
              "count": "number of sequences"}  # fmt: skip
@@ -354,7 +366,7 @@ def train(settings: TrainSettings, console: Console, *, command: str) -> int:
         lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
         console.print(str(memory), *lines, sep="\n")
         if past:
-            said = f"Nothing was trained and nothing written: step {run.step} is past --steps {run.steps}."
+            said = f"Nothing was trained and nothing written: step {run.step} is past {run.asked}."
         elif run.finished:
             if run.step < run.steps and settings.patience is not None:
                 console.print(run.why_early())

@@ -14,16 +14,20 @@ from gemini.integrations.parallelism import parallel_of
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.options import spelled
+from gemini.jobs.planned import check_step
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
 from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.planning import document
+from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
 
 
-def make_config(settings: TrainSettings, source: ModelSource, device: torch.device) -> gemini.GeminiConfig:
-    """The config of a job.
+def make_config(
+    settings: TrainSettings, source: ModelSource, device: torch.device, notes: list[str]
+) -> gemini.GeminiConfig:
+    """The config of a job. ``notes`` takes what a job that runs a plan makes otherwise.
 
     A device with its own memory needs to know what activations take there: without a plan, and unless
     ``--activations`` says it, the job's own step is traced ahead of time.
@@ -32,11 +36,16 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
         JobError: for options that cannot be used together.
         PlanMismatch: for a plan that cannot be read.
     """
-    plan = None
+    plan, kind = None, registered_device(settings.device)
     if settings.plan is not None:
         plan = document.load(settings.plan, "--plan", gemini.Plan.from_json)
-        _check_plan(plan, settings)
-    trace, kind = None, registered_device(settings.device)
+        notes += check_step(
+            plan,
+            settings,
+            ranks=launch.num_processes() // settings.replicas,
+            computes=(Tier.GPU if device.type == "cuda" else Tier.CPU) if kind is None else kind.tier,
+        )
+    trace = None
     if plan is None and settings.activations is None and (device.type == "cuda" or kind is not None):
         if settings.ep > 1:
             raise JobError(f"--ep {settings.ep} needs --activations, such as 4GiB: its step is not traced ahead.")
@@ -53,7 +62,7 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
                 durable=settings.durable_every > 0,
             ),
             placement="auto" if plan is None else plan,
-            gradients="accumulate" if settings.accumulate > 1 else "retain",
+            gradients=_gradients(settings, plan),
             device=str(device) if kind is None else settings.device,
             activations=settings.activations,
             offload_activations=settings.offload_activations,
@@ -61,6 +70,12 @@ def make_config(settings: TrainSettings, source: ModelSource, device: torch.devi
             tile_tokens=settings.tile_tokens,
             optimizer=rule_called(settings.optimizer),
         )
+
+
+def _gradients(settings: TrainSettings, plan: gemini.Plan | None) -> str:
+    if plan is not None:
+        return plan.problem.gradients
+    return "accumulate" if settings.accumulate > 1 else "retain"
 
 
 def rule_called(name: str) -> Any:
@@ -157,30 +172,3 @@ _OF_THE_STEP = (
 
 def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:
     return None if plan is None else plan.problem.budgets.get(tier)
-
-
-def _check_plan(plan: gemini.Plan, settings: TrainSettings) -> None:
-    trace = plan.trace
-    if trace.checkpointing != settings.gradient_checkpointing:
-        raise JobError(
-            f"--plan {settings.plan} was made {'with' if trace.checkpointing else 'without'} --gradient-checkpointing: "
-            f"{'give it here too' if trace.checkpointing else 'leave it out here'}, or make another plan."
-        )
-    if settings.tile_tokens not in ("auto", trace.tile_tokens):
-        raise JobError(
-            f"--plan {settings.plan} was made {_tiles(trace.tile_tokens)}, and this job is "
-            f"{_tiles(settings.tile_tokens)}: say the same in both."
-        )
-    tokens = settings.batch_size * settings.seq_len
-    if tokens > trace.tokens > 0:
-        raise JobError(
-            f"--plan {settings.plan} is for {trace.tokens:,} tokens in a batch, and --batch-size {settings.batch_size} "
-            f"of --seq-len {settings.seq_len} is {tokens:,}: its room for activations would not do. Make a plan for "
-            "this batch, or take a smaller one."
-        )
-    if Tier.NVME in plan.problem.budgets and settings.nvme_path is None:
-        raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
-
-
-def _tiles(tokens: int | str | None) -> str:
-    return "without --tile-tokens" if tokens is None else f"with --tile-tokens {tokens}"

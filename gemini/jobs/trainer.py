@@ -7,15 +7,17 @@ follows the command line.
 from __future__ import annotations
 
 import json
+import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import transformers
 
 from gemini.integrations.huggingface import GeminiTrainerMixin
-from gemini.jobs.data import JobData
+from gemini.jobs.data import JobData, what_is_cut
 from gemini.jobs.errors import JobError
 from gemini.jobs.settings import TrainSettings
 
@@ -24,10 +26,15 @@ POSITION = "gemini_train.json"
 
 
 class JobTrainer(GeminiTrainerMixin):
-    """What both have besides our bridge. ``position`` is written into each checkpoint."""
+    """What both have besides our bridge. ``position`` is written into each checkpoint, ``measure`` adds to what is
+    logged, ``told`` is what became of the rows.
+    """
 
     position: dict[str, Any]
     job: TrainSettings
+    measure: Callable[[Any, dict[str, float]], None]
+    told: tuple[str, ...] = ()
+    state: Any
     processing_class: Any
     args: Any
     current_gradient_accumulation_steps: int
@@ -45,6 +52,11 @@ class JobTrainer(GeminiTrainerMixin):
             excess = self.args.world_size - 1 / self.current_gradient_accumulation_steps
             loss = loss - excess * model.config.get_text_config().router_aux_loss_coef * balance.to(loss.device)
         return (loss, outputs) if return_outputs else loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """For everybody who is told, trackers too."""
+        self.measure(self.state, logs)
+        super().log(logs, start_time)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -173,7 +185,16 @@ def _row_trainer(
         ) from e
 
     class RowTrainer(JobTrainer, trl.SFTTrainer):  # type: ignore[misc]
-        """For rows: TRL makes tokens of them."""
+        """For rows: TRL makes tokens of them, first of all of a row, so that what is cut can be counted."""
+
+        def _prepare_dataset(
+            self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, name: str
+        ) -> Any:
+            rest = processing_class, replace(args, max_length=None), False, formatting_func, name
+            whole = super()._prepare_dataset(dataset, *rest)
+            found = what_is_cut(whole, settings, option="--data" if name == "train" else "--eval-data")
+            self.told = (*self.told, found)
+            return super()._prepare_dataset(whole, processing_class, args, packing, formatting_func, name)
 
     chats = data.rows == ("messages",)
     completions = settings.loss_on == "completions"
@@ -200,11 +221,14 @@ def _row_trainer(
             callbacks=list(callbacks),
         )
     except (ValueError, TypeError, RuntimeError, KeyError) as e:
+        marked = not chats or re.search(r"{%[-+]?\s*generation\b", str(tokenizer.chat_template))
+        if completions and not marked:
+            raise JobError(
+                "--data: the chat template does not mark what the assistant says, so it alone cannot be learned. Give "
+                "one that does (between {% generation %} and {% endgeneration %}) with --chat-template FILE: "
+                "docs/examples/chat_templates has some, and the guide on finetuning says how to mark one. Or "
+                "--loss-on all learns the whole chat."
+            ) from e
         more = " --loss-on all learns the whole chat." if chats and completions else ""
         raise JobError(f"--data: TRL refuses these rows: {' '.join(str(e).split())[:400]}{more}") from e
-    if not len(trainer.train_dataset):
-        raise JobError(
-            f"--data: of no row is anything to be learned left within --seq-len {settings.seq_len}: prompts alone fill "
-            "it. Give a longer one."
-        )
     return trainer

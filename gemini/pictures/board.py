@@ -256,7 +256,7 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
 
 
 def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
-    """What comes into a tier (up), what leaves it (down), and when gathered weights were let go (ticks)."""
+    """What comes into a tier (up), what leaves it (down), and when gathered weights were evicted (ticks)."""
     into, out = series.across(timeline, tier, end)
     _fill(axes, into, 1.0)
     _fill(axes, out, -1.0)
@@ -267,7 +267,7 @@ def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
         columns = {int(seconds / end * series.COLUMNS) for seconds in let_go}
         axes.vlines([(c + 0.5) * end / series.COLUMNS for c in sorted(columns)], -2.1, -1.5, color=INK, linewidth=0.5)
         bottom = -2.2
-        labels.append((-1.8, "let go"))
+        labels.append((-1.8, "evicted"))
     axes.axhline(0, color=FAINT, linewidth=0.5)
     axes.set(xlim=(0, end), ylim=(bottom, 1.45), xticks=[])
     axes.set_yticks([at for at, _ in labels], [name for _, name in labels])

@@ -182,7 +182,7 @@ def across(timeline: Timeline, tier: Tier, end: float) -> tuple[Busy, Busy]:
 
 
 def evictions(timeline: Timeline, tier: Tier) -> list[float]:
-    """When gathered weights of a tier were let go: they are copies, so nothing moves."""
+    """When gathered weights of a tier were evicted: they are copies, so nothing moves."""
     found, before = [], 0
     for sample in timeline.samples:
         now = sample.held.get(tier, {}).get("windows", 0)

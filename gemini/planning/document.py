@@ -15,6 +15,14 @@ from gemini.errors import PlanMismatch
 
 T = TypeVar("T")
 
+_WRITTEN_BY = {
+    "plan": "`gemini plan --out FILE`",
+    "trace": "`gemini trace --out FILE`",
+    "hardware": "`gemini doctor --measure --json FILE`",
+    "timeline": "`gemini simulate --out FILE`",
+}
+"""By kind, what makes one."""
+
 
 def to_json(kind: str, version: int, body: dict[str, Any]) -> str:
     """The file of a value: one line that says what it is, then its fields."""
@@ -34,7 +42,7 @@ def from_json(text: str, kind: str, version: int, make: Callable[[dict[str, Any]
     if not isinstance(body, dict) or "gemini" not in body:
         raise PlanMismatch(f'this is JSON, but not a {kind} that Gemini wrote: it has no "gemini" field')
     if body["gemini"] != kind:
-        raise PlanMismatch(f"a {kind} was asked for, and this is a {body['gemini']}")
+        raise PlanMismatch(f"a {kind} is needed, and this is a {body['gemini']}: {_WRITTEN_BY[kind]} writes one")
     if body.get("version") != version:
         raise PlanMismatch(
             f"this {kind} was written in version {body.get('version')}, and version {version} is read here: "

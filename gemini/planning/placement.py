@@ -200,7 +200,7 @@ class Problem:
             taken.setdefault(tier, {})[what] = num_bytes
 
         if gathers:
-            take(self.compute, "gathered weights", self.working_set)
+            take(self.compute, "windows", self.working_set)
         take(self.compute, "whole gradients", self.in_flight)
         if streams:
             take(Tier.GPU, "staging", self.device_staging)
@@ -418,9 +418,10 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
         on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(Tier.NVME, 0)
         disk = "" if on_disk <= budgets.get(Tier.NVME, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
         largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
+        context = f" beside the {human_bytes(problem.beside)} of a CUDA context" if problem.beside else ""
         return (
             f"raise the {compute.value} budget to at least {_at_least(floor)}{disk}: the gathered weights of one "
-            f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once"
+            f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once{context}"
         )
     below = [tier for tier in (Tier.CPU, Tier.NVME) if tier in budgets]
     for tier in dict.fromkeys([Tier.NVME, *reversed(below)]):

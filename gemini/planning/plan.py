@@ -201,8 +201,8 @@ class Plan:
             if ours[name] != value:
                 was, here = (of.name if isinstance(of, RuleSpec) else of for of in (ours[name], value))
                 raise PlanMismatch(
-                    f"the plan was made for {name}={was!r}, and here it is {here!r}: make a plan for these "
-                    "settings, or take its own"
+                    f"the plan was made for {name}={was!r}, and here it is {here!r}: make a plan with "
+                    f"{name}={here!r}, or set {name}={was!r} here as well"
                 )
 
     def __str__(self) -> str:

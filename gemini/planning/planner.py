@@ -42,6 +42,7 @@ from gemini.planning.working import (
     PIECE,
     WAITING_GRADIENTS,
     activation_bytes,
+    beside_bytes,
     device_staging_bytes,
     gathered_at_once,
     gradients_in_flight,
@@ -65,7 +66,7 @@ def plan(
     budget: MemoryBudget | Mapping[Tier, int],
     *,
     precision: str | None = None,
-    gradients: str = "retain",
+    gradients: str | None = None,
     compute: Tier | None = None,
     placement: Placement | StaticPlacement | None = None,
     offload_activations: str | None = None,
@@ -89,7 +90,7 @@ def plan(
             the machine's capacity is used (``gemini.planning.working.MARGIN`` of it). A mapping has exactly the tiers
             it names.
         precision: as in ``GeminiConfig``. By default that of the trace.
-        gradients: as in ``GeminiConfig``.
+        gradients: as in ``GeminiConfig``. By default "retain", and "accumulate" with several micro-batches.
         compute: the tier that computes. By default the GPU if it has a budget, else the CPU.
         placement: fixed homes, for which only moves are planned. By default homes are chosen too.
         offload_activations: as in ``GeminiConfig``. "auto": to host memory if the step is faster with it, or does not
@@ -113,6 +114,7 @@ def plan(
         PlanMismatch: if the trace is not of a whole forward and backward.
         ValueError: for an unknown setting.
     """
+    gradients = gradients or ("accumulate" if accumulate > 1 else "retain")
     for name, value, known in (
         ("precision", precision or trace.precision, PRECISIONS),
         ("gradients", gradients, GRADIENTS),
@@ -246,6 +248,7 @@ def pose_problem(
         offload_to=offload_to if offloads else None,
         device_staging=device_staging_bytes(largest, rule, whole, overlap=overlap) if compute is Tier.GPU else 0,
         rule=rule,
+        beside=beside_bytes(trace.target, compute),
         factors=sum(factor_bytes(rule.factors, param.shape) for param in trace.params if param.trainable),
     )
 

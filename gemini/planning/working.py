@@ -22,6 +22,15 @@ MARGIN = 0.8
 ACTIVATION_MARGIN = 1.05
 """What a traced peak is multiplied by: traces are within 3 % of it, and allocators round up."""
 
+CUDA_CONTEXT = 2**30
+"""A context takes some hundred MiB. Where more than this is used and not by torch, the rest is other programs'."""
+
+CUDA_KERNELS = 192 * 2**20
+"""Of the driver, beyond what a context takes at first: kernels are loaded when they are first launched."""
+
+CUDA_WORKSPACES = 64 * 2**20
+"""Of the allocator: cuBLAS' workspace (32 MiB on Hopper, 8 before), and segments of 2 and 20 MiB partly used."""
+
 DEVICE_TILE = 2**21
 """Elements per tile of a streamed update: copies of 4 and 8 MiB, long beside what starting one costs the host."""
 
@@ -113,8 +122,11 @@ def gradients_in_flight(layout: Layout, itemsize: int) -> int:
 
     The chunks of one block are open together, and one of the block before it may be.
     """
-    largest = max((c.numel * c.grad_itemsize(itemsize) for c in layout.chunks if c.trainable), default=0)
-    return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest
+    trained = [chunk for chunk in layout.chunks if chunk.trainable]
+    largest = max((chunk.numel * chunk.grad_itemsize(itemsize) for chunk in trained), default=0)
+    # Around blocks a head in fp32 is on its way while the chunk of its neighbours, which the embedding ends, is open.
+    outside = (4 * chunk.numel for chunk in trained if chunk.fp32 and not block_of(chunk.slots[0].name))
+    return max(_gradients_by_block(layout, itemsize).values(), default=0) + largest + max(outside, default=0)
 
 
 def _gradients_by_block(layout: Layout, itemsize: int) -> dict[str, int]:
@@ -134,6 +146,13 @@ def waiting_gradients(layout: Layout, itemsize: int) -> int:
 def waiting_activations(trace: MemoryTrace) -> int:
     """The same of checkpointed activations: those of two modules."""
     return 2 * max((moment.saved_bytes for moment in trace.moments), default=0)
+
+
+def beside_bytes(target: str, compute: Tier) -> int:
+    """Of a GPU's budget what nothing managed can have, before a device is there to be asked: of a CUDA context the
+    most that it may turn out to take, kernels, and what the allocator rounds up.
+    """
+    return CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES if target == "cuda" and compute is Tier.GPU else 0
 
 
 def gathered_at_once(trace: MemoryTrace, layout: Layout, precision: str) -> int:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.tracing.batches import count_tokens, model_class_for
+from gemini.tracing.batches import check_named, count_tokens, model_class_for
 from gemini.tracing.fake_ops import MOST_REAL, FakeRunner
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
@@ -99,6 +99,7 @@ def trace(
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
+            check_named(batch, fake.forward)
             kept = kept_in_fp32(fake, precision, keep_fp32)
             _cast_params(fake, COMPUTE_DTYPES[precision], kept)
             for module in fake.modules():

@@ -111,6 +111,20 @@ def batch_for(
     return batch
 
 
+def check_named(batch: Any, forward: Any) -> None:
+    """Refuse what is not named as forward names it.
+
+    Raises:
+        ValueError: with the names there are.
+    """
+    if not isinstance(batch, Mapping):
+        names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        like = ", ".join(f'"{name}": ...' for name in [name for name in names if name != "self"][:3])
+        raise ValueError(
+            f"a batch has the arguments of forward by name, such as {{{like}}}; got a {type(batch).__name__}"
+        )
+
+
 def count_tokens(shapes: Mapping[str, tuple[int, ...]], *, has_decoder: bool = False) -> int:
     """Positions that a batch of these shapes has the model work on.
 

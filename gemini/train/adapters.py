@@ -20,6 +20,7 @@ from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of
+from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
 from gemini.train.unmanage import unmanage
@@ -73,7 +74,7 @@ class ManagedAdapters:
                 module = getattr(self, name, lambda: None)()
                 if kwargs["save_embedding_layers"] and module is not None:
                     kept |= {id(param) for param in module.parameters()}
-            state = nn.Module.state_dict(self, keep_vars=True)  # type: ignore[call-overload]
+            state = own_state(self)  # type: ignore[arg-type]
             kwargs["state_dict"] = {
                 name: value if handle is None else engine.by_names.read(handle)
                 for name, value in state.items()

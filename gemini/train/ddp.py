@@ -398,8 +398,8 @@ class GeminiDDP(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
         # DistributedDataParallel asks for this before it touches any param; torch.jit for every name that there is.
         raise GeminiError(
-            "do not wrap a managed model in DistributedDataParallel: GeminiDDP takes its place. For torch.jit, load "
-            "model.state_dict() into a plain model"
+            "neither DistributedDataParallel nor torch.jit takes a managed model, whose weights come and go: GeminiDDP "
+            "is there in place of the first; for the other, load model.state_dict() into a plain model"
         )
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
@@ -496,8 +496,8 @@ def manage(
         for module, named in buffers:
             for name, buffer in named.items():
                 if buffer is not None:
-                    # The random projections of VeRA and its kin multiply what adapters give, in one dtype with them.
-                    in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()  # not UniLora's indices
+                    # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
+                    in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()
                     dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
                     module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
         prepare_layers(model, engine.store.device.torch_device)

@@ -247,9 +247,9 @@ class Engine:
     def close(self) -> None:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
+        self.forward.close()  # its hooks are over those of activations
         for workers in (self.updates, self.store.manager, self.backward.gradients, self.activations):
             workers.close()
-        self.forward.close()
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ def test_doctor_speaks_of_every_part(gemini_command: Gemini) -> None:
     assert f"torch {torch.__version__}" in result.stdout
     assert f"{torch.get_num_threads()} threads" in result.stdout
     assert "available of" in result.stdout
+    assert "Errno" not in result.stdout and ("on CUDA" in result.stdout) == torch.cuda.is_available()
+    for name in ("trl", "datasets", "bitsandbytes"):
+        assert re.search(rf"{name}( \d|,|$)", result.stdout, re.M), "with its version, or as not installed"
 
 
 def test_doctor_tries_a_folder(gemini_command: Gemini, tmp_path: Path) -> None:

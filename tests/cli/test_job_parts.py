@@ -126,7 +126,7 @@ class Logged:
 
 def shown(console: Console, metrics: Path | None = None) -> Shown:
     tiers = {Tier.CPU: 3 * MIB, Tier.NVME: int(1.234 * GIB)}
-    ledger = SimpleNamespace(tiers=tiers, used=tiers.get)
+    ledger = SimpleNamespace(tiers=tiers, used=tiers.get, peak=tiers.get)
     stalls = {"nvme read": 1e9}
     store = SimpleNamespace(ledger=ledger, mover=SimpleNamespace(watch=SimpleNamespace(stalls=stalls)))
     lines = Shown(console, SimpleNamespace(store=store), num_tokens=16, metrics=metrics)
@@ -134,9 +134,15 @@ def shown(console: Console, metrics: Path | None = None) -> Shown:
     lines.on_train_begin(args, Logged(1998), SimpleNamespace())
     for step in (1999, 2000):
         lines.on_step_end(args, Logged(step), SimpleNamespace())
-        lines.on_log(args, Logged(step), None, logs={"loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-3})
+        log(lines, Logged(step), loss=2.5, grad_norm=1.25, learning_rate=1e-3)
     lines.end()
     return lines
+
+
+def log(lines: Shown, state: Logged, **logs: float) -> None:
+    """As the job's Trainer does."""
+    lines.measure(state, logs)
+    lines.on_log(None, state, None, logs=logs)
 
 
 def test_without_a_terminal_there_are_lines_and_a_file(tmp_path: Path) -> None:
@@ -145,25 +151,39 @@ def test_without_a_terminal_there_are_lines_and_a_file(tmp_path: Path) -> None:
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1999/2000", "step 2000/2000"]
     for words in ("loss 2.5000", "grad norm 1.25", "tok/s", "cpu 3 MiB", "% for nvme read", "0:00:00 left", "lr 0.001"):
         assert words in out.getvalue().splitlines()[-1]
-    lines.on_log(None, Logged(2000), None, logs={"eval_loss": 1.0})
+    log(lines, Logged(2000), eval_loss=1.0)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1999, 2000, 2000] and rows[0]["loss"] == 2.5
     assert rows[-1]["eval_perplexity"] == pytest.approx(2.71828, abs=1e-4)
+    assert rows[0]["tokens_per_second"] > 0 and rows[0]["step_seconds"] > 0 and rows[1]["seconds_left"] == 0
+    assert rows[0]["cpu_bytes"] == rows[0]["cpu_peak_bytes"] == 3 * MIB and rows[0]["waits_for_nvme_read"] == 1e9
+
+
+def test_rows_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
+    """And a row that a kill has cut, but no other."""
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [{"step": step, "loss": 1.0} for step in (1, 10, 20, 30)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4')
+    lines = Shown(Console(quiet=True), None, num_tokens=16, metrics=metrics)
+    lines.rewind(20)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 10, 20]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("width", [100, 150])
-def test_on_a_terminal_there_is_a_live_line(width: int) -> None:
+def test_on_a_terminal_there_is_a_live_line_under_the_others(width: int) -> None:
     out = io.StringIO()
     shown(Console(file=out, force_terminal=True, width=width, color_system=None))
     for words in ("2000/2000", "loss 2.5000", "grad norm 1.25", "cpu 3 MiB", "nvme 1.234 GiB"):
         assert words in out.getvalue()
+    assert "step 1999/2000  loss" in out.getvalue(), "and stays on the screen"
 
 
 def test_a_loss_that_stays_nan_ends_the_run() -> None:
     lines = shown(Console(file=io.StringIO()))
-    lines.on_log(None, Logged(2009), None, logs={"loss": float("nan")})
+    log(lines, Logged(2009), loss=float("nan"))
     with pytest.raises(JobError, match="inf or NaN for 10 steps, the last is step 2010"):
-        lines.on_log(None, Logged(2010), None, logs={"loss": float("nan")})
+        log(lines, Logged(2010), loss=float("nan"))
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
@@ -182,6 +202,8 @@ def test_a_run_can_be_repeated_from_its_yaml(tmp_path: Path) -> None:
     [
         ("stepz: 3", "there is no option 'stepz'"),
         ("overwrite: true", "there is no option 'overwrite'"),
+        ("learning_rate: 1e-3", "there is no option 'learning_rate'. Here it is lr."),
+        ("per-device-train-batch-size: 1", "Here it is batch-size."),
         ("steps: few", "steps: 'few': invalid literal"),
         ("steps: 1.5", "this is a whole number"),
         ("bytes: 1", "this is true or false"),

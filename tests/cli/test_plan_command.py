@@ -20,6 +20,7 @@ from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.machines import load_hardware
 from gemini.planning.timeline import Timeline, Track
+from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from gemini.testing.plans import check_plan
 from tests.cli.refusals import refused
 
@@ -65,10 +66,48 @@ def test_a_machine_adds_the_time_and_what_bounds_it(gemini_command: Gemini, trac
     assert result.exit_code == 0, (result.output, result.exception)
     lines = result.stdout.splitlines()
     assert len(lines) <= 30 and all(len(line) <= 80 for line in lines), result.stdout
-    assert re.search(rf"^step time +[\d.]+ \w+ predicted \({schedule}\), [\d,.]+ tokens/s, ", result.stdout, re.M)
+    assert re.search(
+        rf"^step time +[\d.]+ \w+ predicted \({schedule}\), [\d,.]+ tokens/s \(a million in", result.stdout, re.M
+    )
     assert re.search(r"^bound by +\w.*, [\d.]+ \w+ \(\d+% of the", result.stdout, re.M)
     assert re.search(r"^offload is free +from [\d,]+ tokens a step on in larger micro-batches", result.stdout, re.M)
     assert "machine rtx4090" in result.stdout
+
+
+def test_more_than_the_machine_has_is_a_verdict_of_its_own(
+    gemini_command: Gemini, traced: Path, tmp_path: Path
+) -> None:
+    """With an exit code of its own, unless it is said that this machine has it."""
+    asked = ("plan", "--trace", traced, "--gpu", "24GiB")
+    beyond = gemini_command(*asked, "--cpu", "200GiB", "--machine", "rtx4090", "--out", tmp_path / "plan.json")
+    assert beyond.exit_code == 3 and (tmp_path / "plan.json").exists()
+    said = " ".join(beyond.stdout.split())
+    assert "FITS, BUT --cpu 200GiB is more than rtx4090 has (96 GiB). If yours has that, say so: --machine" in said
+    assert "rtx4090,cpu=200GiB" in said and "FITS:" not in said
+    for how in (("--machine", "rtx4090,cpu=200GiB"), ("--cpu", "200GiB", "--machine", "rtx4090,cpu=256GiB,nvme=4TB")):
+        result = gemini_command(*asked, *how)
+        assert result.exit_code == 0 and "\nFITS: " in result.stdout, result.output
+    neither = gemini_command("plan", "--trace", traced, "--cpu", "1MiB", "--gpu", "200GiB", "--machine", "rtx4090")
+    assert neither.exit_code in (2, 3) and "MORE than it has" in " ".join(neither.stdout.split())
+    saved = gemini_command("simulate", tmp_path / "plan.json", "--machine", "rtx4090,cpu=200GiB")
+    assert saved.exit_code == 0, saved.output
+    for wrong in ("rtx4090,cpu", "rtx4090,disk=1TB", "rtx4090,cpu=much"):
+        refused(gemini_command(*asked, "--machine", wrong), f"{wrong}: behind a machine stands what it has of gpu, cpu")
+
+
+def test_a_plan_for_a_gpu_leaves_room_for_a_context(gemini_command: Gemini, tmp_path: Path) -> None:
+    """The most that the runtime takes from a budget for it, with a row of its own."""
+    config = llama_config(tmp_path / "config.json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu")
+    said = json.loads(gemini_command(*asked, "2GiB", "--json").stdout)
+    assert said["held"]["gpu"]["context"] == CUDA_CONTEXT + CUDA_KERNELS + CUDA_WORKSPACES
+    assert rows_of(gemini_command(*asked, "2GiB").stdout)["context"][0] == "1.25 GiB"
+    refusal = json.loads(gemini_command(*asked, "1GiB", "--json").stdout)["refusal"]
+    assert "must fit at once beside the 1.25 GiB of a CUDA context" in refusal
+    least = re.search(r"to at least (\d+) MiB", refusal)
+    assert least and json.loads(gemini_command(*asked, f"{least[1]}MiB", "--json").stdout)["fits"]
+    on_cpu = json.loads(gemini_command(*asked, "2GiB", "--compute", "cpu", "--json").stdout)
+    assert "context" not in on_cpu["held"]["cpu"]
 
 
 def test_budgets_that_are_left_out_are_the_machines_with_the_margin_of_the_runtime(
@@ -287,7 +326,7 @@ def test_files_that_are_not_what_they_should_be(gemini_command: Gemini, traced: 
 
     other = tmp_path / "other.json"
     refused(plan(changed(traced, other, version=99)), str(other), "written in version 99, and version 1 is read here")
-    refused(plan(changed(traced, other, gemini="plan")), "a trace was asked for, and this is a plan")
+    refused(plan(changed(traced, other, gemini="plan")), "a trace is needed, and this is a plan")
     refused(plan(changed(traced, other, tokens="many", params=[1])), "this trace is damaged")
     refused(plan(changed(traced, other, moments=[])), str(other), "has no moments")
     other.write_text("{")
@@ -315,7 +354,7 @@ def test_a_plan_that_cannot_be_played(gemini_command: Gemini, traced: Path, tmp_
     assert gemini_command("plan", "--trace", traced, *SIZES, "--out", path).exit_code == 0
     refused(gemini_command("simulate", path), "Say whose speeds to play the plan with", "rtx4090")
     refused(gemini_command("simulate", tmp_path / "absent", "--machine", "rtx4090"), "cannot be read: No such file")
-    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan was asked for, and this is")
+    refused(gemini_command("simulate", traced, "--machine", "rtx4090"), f"{traced}: a plan is needed, and this is")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--schedule", "soon"), "--schedule must be one of")
     refused(gemini_command("simulate", path, "--machine", "rtx4090", "--gpus", "0"), "--gpus must be at least 1")
     out = gemini_command("simulate", path, "--machine", "rtx4090", "--out", tmp_path / "absent" / "x.json")
@@ -367,7 +406,7 @@ def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini
     assert chosen.exit_code == 0, chosen.output
     said = " ".join(chosen.stdout.split())
     assert re.search(r"tiles of 256 tokens \(auto: without them [\d.]+ MiB beside params, which do not fit\)", said)
-    sizes = ("--cpu", "1GiB", "--gpu", "1GiB")
+    sizes = ("--cpu", "1GiB", "--gpu", "3GiB")
     roomy = json.loads(gemini_command(*asked[:-4], *sizes, "--tile-tokens", "auto", "--json").stdout)
     assert roomy["tile_tokens"] is None and roomy["activations"]["whole_peak_bytes"] is None
     for wrong in ("1", "some", "-3"):
@@ -415,7 +454,8 @@ def test_the_base_of_a_lora_may_be_in_4_bits(gemini_command: Gemini, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "gpu", [pytest.param("200MiB", id="fits"), pytest.param("100MiB", id="fits only in tiles", marks=pytest.mark.slow)]
+    "gpu",
+    [pytest.param("1480MiB", id="fits"), pytest.param("1380MiB", id="fits only in tiles", marks=pytest.mark.slow)],
 )
 def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemini, tmp_path: Path, gpu: str) -> None:
     config = llama_config(tmp_path / "config.json")
@@ -424,11 +464,11 @@ def test_alternatives_are_the_plans_that_their_options_make(gemini_command: Gemi
     said = json.loads(gemini_command(*asked, "--gpu", gpu, "--alternatives", "--json").stdout)
     rows = {row["options"]: row for row in said["alternatives"]}
     checkpointing, tiles = "--gradient-checkpointing", "--gradient-checkpointing --tile-tokens auto"
-    base = "" if gpu == "200MiB" else tiles
-    first = ["as asked", checkpointing] if gpu == "200MiB" else ["as asked", checkpointing, tiles]
+    base = "" if gpu == "1480MiB" else tiles
+    first = ["as asked", checkpointing] if gpu == "1480MiB" else ["as asked", checkpointing, tiles]
     others = ["--gradients transient", "--states compact", "--lora 16", "--lora 16 --load-in-4bit", "--gpus 2"]
     assert list(rows) == [*first, *others] and {rows[name]["beside"] for name in others} == {base}
-    assert [rows[name]["fits"] for name in first] == ([True, True] if gpu == "200MiB" else [False, False, True])
+    assert [rows[name]["fits"] for name in first] == ([True, True] if gpu == "1480MiB" else [False, False, True])
     for name, row in rows.items():
         options = ["--gpu", gpu, *row["beside"].split(), *(name.split() if name != "as asked" else ())]
         alone = json.loads(gemini_command(*asked, *options, "--json").stdout)
@@ -451,7 +491,7 @@ def test_an_alternative_that_cannot_be_says_why(gemini_command: Gemini, tmp_path
 def test_a_second_gpu_is_in_the_same_box(gemini_command: Gemini, tmp_path: Path) -> None:
     """Which divides what it has; what they send to each other goes through host memory."""
     config = llama_config(tmp_path / "config.json")
-    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "1GiB", "--json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "3GiB", "--json")
     one, two = (
         json.loads(gemini_command(*asked, "--machine", "rtx4090", "--gpus", number).stdout) for number in ("1", "2")
     )
@@ -469,7 +509,7 @@ def test_a_second_gpu_is_in_the_same_box(gemini_command: Gemini, tmp_path: Path)
 def test_a_plan_says_when_its_drives_are_worn_out(gemini_command: Gemini, tmp_path: Path) -> None:
     """And writes at the speed that they keep up."""
     config, own = llama_config(tmp_path / "config.json", num_hidden_layers=8), load_hardware("rtx4090")
-    asked = ("plan", config, "--seq-len", "64", "--cpu", "12MiB", "--nvme", "1GiB", "--gpu", "71MiB")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "12MiB", "--nvme", "1GiB", "--gpu", "1351MiB")
     step, screens = {}, {}
     for rated in (2**36, 2**60):
         path = tmp_path / f"{rated}.json"
@@ -485,7 +525,7 @@ def test_a_plan_says_when_its_drives_are_worn_out(gemini_command: Gemini, tmp_pa
 
 def test_mfu_is_without_what_is_computed_again(gemini_command: Gemini, tmp_path: Path) -> None:
     config = llama_config(tmp_path / "config.json")
-    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "1GiB", "--machine", "rtx4090", "--json")
+    asked = ("plan", config, "--seq-len", "64", "--cpu", "1GiB", "--gpu", "3GiB", "--machine", "rtx4090", "--json")
     ways = ((), ("--gradient-checkpointing",))
     plain, again = (json.loads(gemini_command(*asked, *how).stdout)["step"] for how in ways)
     peak = load_hardware("rtx4090").figures["gpu_flops_bf16"].value

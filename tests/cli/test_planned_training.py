@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 import gemini
@@ -52,12 +53,40 @@ def test_a_plan_for_another_step_is_refused(
 
     there = ("--nvme-path", tmp_path, "--batch-size", 2)
     assert "give --nvme-path" in refuse("--batch-size", 2, "--seq-len", 16)
-    assert "is for 32 tokens in a batch" in refuse(*there, "--seq-len", 32)
+    longer = refuse(*there, "--seq-len", 32)
+    assert "was made with --seq-len 16, and this job is with --seq-len 32. Leave it out here" in longer
+    assert "with --accumulate 1, and this job is with --accumulate 2" in refuse(*there, "--accumulate", 2)
+    assert "with --states exact, and this job is with --states compact" in refuse(*there, "--states", "compact")
+    assert "without a durable store: leave --durable-every out" in refuse(*there, "--durable-every", 1)
+    assert "with --batch-size 2, and this job is with --batch-size 3" in refuse(*there[:2], "--batch-size", 3)
     assert "without --gradient-checkpointing" in refuse(*there, "--seq-len", 16, "--gradient-checkpointing")
     assert "--activations is the plan's to say" in refuse(*there, "--seq-len", 16, "--activations", "1MiB")
     assert "is of another model" in refuse(*there, "--seq-len", 16, "--layers", 1)
     planned.write_text("{}")
     assert f"--plan {planned}: this is JSON, but not a plan that Gemini wrote" in refuse(*there, "--seq-len", 16)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_step_of_a_plan_is_the_default(
+    tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Callable[..., Any], accumulate: int
+) -> None:
+    """What is not said is the plan's, whatever the defaults are; what is said and smaller is told. The run repeats."""
+    path, out = tmp_path / "plan.json", tmp_path / "out"
+    step = ["--batch-size", 4, "--seq-len", 32, "--accumulate", accumulate, "--gradient-checkpointing"]
+    made = gemini_command("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step, "--out", path)
+    assert made.exit_code == 0, made.stderr
+    base = ["--model", tiny_config, "--data", text, "--plan", path, "--steps", 1, "--device", "cpu"]
+    result = gemini_command("train", *base, "--out", out)
+    assert result.exit_code == 0, (result.output, result.exception)
+    told = [line for line in result.stdout.splitlines() if line.startswith("--plan")]
+    assert not told and "sequences of 32" in result.stdout
+    written = yaml.safe_load((out / "gemini.yaml").read_text())
+    assert written["batch-size"] == 4 and written["accumulate"] == accumulate and written["gradient-checkpointing"]
+    less = gemini_command("train", *base, "--out", tmp_path / "less", "--batch-size", 1)
+    assert less.exit_code == 0, (less.output, less.exception)
+    assert f"--plan {path} was made with --batch-size 4, and this job is with --batch-size 1: its speed" in less.stdout
+    again = gemini_command("train", "--config", tmp_path / "less" / "gemini.yaml", "--out", tmp_path / "again")
+    assert again.exit_code == 0 and "this job is with --batch-size 1" in again.stdout, "1 is the usual default, too"
 
 
 def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import transformers
 from rich.console import Console
 from safetensors.torch import load_file
 
+from gemini.jobs.tokenizers import byte_tokenizer
+
 Gemini = Callable[..., Any]
 
 
@@ -51,7 +53,7 @@ def test_a_run_on_chats_and_its_repetition_from_yaml(train: Gemini, gemini_comma
     result = train("--out", out, "--steps", 6, *more)
     assert result.exit_code == 0, (result.output, result.exception)
     assert "data: 40 rows of messages" in result.stdout and "8 of them are kept to evaluate on" in result.stdout
-    assert result.stdout.count("perplexity") == 2 and "sample after step 6: 3+1|" in result.stdout
+    assert result.stdout.count("perplexity") == 2 and "sample after step 6: 3+1 ->" in result.stdout
     assert losses_of(out)[-1] < losses_of(out)[0] and len(losses_of(out, "eval_perplexity")) == 2
 
     again = tmp_path / "again"
@@ -107,6 +109,73 @@ def test_only_the_answers_are_learned(train: Gemini, tmp_path: Path) -> None:
         assert result.exit_code == 0, (result.output, result.exception)
         first[name] = losses_of(tmp_path / name)[0]
     assert len({round(loss, 3) for loss in first.values()}) == 3
+
+
+def test_rows_that_are_cut_or_left_out_are_counted_before_the_first_step(
+    train: Gemini, tmp_path: Path, chats: Path
+) -> None:
+    """Of what is trained and evaluated on, on resume too; rows that are packed may be cut anywhere."""
+    turns = [
+        [{"role": "user", "content": "?" * (50 * (n % 2))}, {"role": "assistant", "content": "x" * 30}]
+        for n in range(40)
+    ]
+    chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
+    out, more = tmp_path / "out", ["--eval-data", chats, "--save-every", 1, "--eval-every", 4]
+    said = "40; 40 cut at --seq-len 48, 20 of them left out (nothing to learn remains); longest 105, median 80 tokens"
+    for steps in (1, 2):
+        result = train("--out", out, "--steps", steps, "--resume", "auto", "--schedule", "constant", *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        before = result.stdout.partition(f"step {steps}/{steps}")[0]
+        assert f"\nrows: {said}" in before and f"\nrows to evaluate on: {said}" in before
+    all_ = train("--out", tmp_path / "all", "--steps", 1, "--loss-on", "all", "--packing", "wrapped")
+    assert "rows: 40; 0 cut at --seq-len 48; longest 105" in all_.stdout, all_.output
+    packed = train("--out", tmp_path / "bfd", "--steps", 1, "--packing", "bfd")
+    assert "rows: 40; 40 cut at --seq-len 48, in 20 of them nothing to learn remains" in packed.stdout, packed.output
+    short = train("--out", tmp_path / "short", "--steps", 1, "--seq-len", 12)
+    assert short.exit_code == 2 and "of no row is anything to be learned left" in " ".join(short.stderr.split())
+    assert "longest 105" in short.stderr
+
+
+TEMPLATES = sorted((Path(__file__).resolve().parents[2] / "docs" / "examples" / "chat_templates").glob("*.jinja"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=[path.stem for path in TEMPLATES])
+def test_templates_that_come_as_examples_mark_what_is_learned(train: Gemini, tmp_path: Path, template: Path) -> None:
+    """The assistant's words with the token that ends a turn; a chat that goes on begins as it did."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template.read_text()
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
+    made = tokenizer.apply_chat_template(
+        [*chat, *chat[1:]], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    marked = [token for token, is_marked in zip(made["input_ids"], made["assistant_masks"], strict=True) if is_marked]
+    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "plain": "<|endoftext|>"}[template.stem]
+    assert tokenizer.decode(marked) == 2 * f"A{end}"
+    text = tokenizer.apply_chat_template([*chat, *chat[1:]], tokenize=False)
+    assert text.startswith(tokenizer.apply_chat_template(chat, tokenize=False))
+    asked = tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
+    assert text.startswith(f"{asked}A{end}")
+
+    wide = tmp_path / "wide.json"
+    wide.write_text(json.dumps(json.loads(wide.read_text()) | {"n_positions": 160}))
+    result = train("--out", tmp_path / "out", "--steps", 1, "--seq-len", 160, "--chat-template", template)
+    assert result.exit_code == 0 and "0 cut at --seq-len 160" in result.stdout, (result.output, result.exception)
+
+
+def test_a_template_without_marks_is_told_from_a_chat_without_an_assistant(
+    train: Gemini, tmp_path: Path, chats: Path
+) -> None:
+    template = tmp_path / "bare.jinja"
+    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    result = train("--out", tmp_path / "out", "--steps", 1, "--chat-template", template)
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 2 and "with --chat-template FILE: docs/examples/chat_templates has some" in said
+    assert (
+        train("--out", tmp_path / "out", "--steps", 1, "--chat-template", template, "--loss-on", "all").exit_code == 0
+    )
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n")
+    result = train("--out", tmp_path / "alone", "--steps", 1)
+    assert result.exit_code == 2 and "no assistant tokens" in result.stderr and "--chat-template" not in result.stderr
 
 
 def test_a_run_whose_evaluation_gets_worse_ends_early(train: Gemini, tmp_path: Path) -> None:

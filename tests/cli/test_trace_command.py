@@ -79,9 +79,9 @@ def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: 
     """The largest of those that divide the sequences of a step: where eight at once are a little too much, four."""
     sizes = ("--cpu", "64MiB", "--gradients", "accumulate", "--json")
     eight = ("plan", tiny_config, "--batch-size", 8, "--accumulate", 2, *sizes)
-    needed = re.search(r"needs ([\d.]+) MiB", json.loads(gemini_command(*eight, "--gpu", "1MiB").stdout)["refusal"])
+    needed = re.search(r"at least (\d+) MiB", json.loads(gemini_command(*eight, "--gpu", "1MiB").stdout)["refusal"])
     assert needed
-    gpu = ("--gpu", f"{float(needed[1]) - 0.1:.2f}MiB")
+    gpu = ("--gpu", f"{int(needed[1]) - 1}MiB")
     refusal = gemini_command(*eight, *gpu)
     assert refusal.exit_code == 2 and "--micro-batch auto" in json.loads(refusal.stdout)["changes"][-1]
     said = json.loads(gemini_command(*eight, *gpu, "--micro-batch", "auto").stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -38,6 +39,10 @@ def train(gemini_command: Gemini, tiny_config: Path, text: Path) -> Gemini:
 
 def losses_of(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+/\d+  loss (\S+)", output, re.MULTILINE)]
+
+
+def steps_of(out: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
@@ -129,6 +134,22 @@ def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Gemini, tmp_pa
     more = train("--out", out, "--steps", 8, "--schedule", "constant", "--resume", "auto")
     assert more.exit_code == 0, (more.output, more.exception)
     assert "after step 5" in more.stdout and len(losses_of(more.stdout)) == 3
+    assert steps_of(out) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_steps_that_are_made_again_have_one_row(train: Gemini, tmp_path: Path) -> None:
+    """Whether the last checkpoint is behind them or the run starts anew; trackers are told what the file has."""
+    out = tmp_path / "out"
+    assert train("--out", out, "--schedule", "constant", "--steps", 8).exit_code == 0
+    shutil.rmtree(out / "checkpoint-8")
+    again = train("--out", out, "--schedule", "constant", "--resume", "auto", "--epochs", 0.1)
+    assert again.exit_code == 0 and steps_of(out) == list(range(1, 14)), again.output
+    done = train("--out", out, "--schedule", "constant", "--resume", "auto", "--epochs", 0.1)
+    assert "these are all of --epochs 0.1, 13 steps: only the model" in done.stdout
+    history = json.loads((out / "checkpoint-13" / "trainer_state.json").read_text())["log_history"]
+    row = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("tokens_per_second", "step_seconds", "seconds_left", "cpu_bytes", "cpu_peak_bytes"):
+        assert row[name] == history[-1][name], "and so have trackers"
 
 
 def test_a_model_that_was_not_written_is_written_by_resume_auto(train: Gemini, tmp_path: Path) -> None:

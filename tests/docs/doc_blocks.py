@@ -6,6 +6,7 @@ Of a page (README.md and everything under docs/):
   whose first line is a comment with a file name (`# train.py`) is written to that file and run as its own program.
 - `<!-- setup ... -->` is Python that readers do not see.
 - `<!-- output -->` before a ```text block: it is what the Python block before it prints; `...` stands for anything.
+  `<!-- output, numbers vary -->`: the same but for numbers, units of bytes and where lines are broken.
 - ```bash blocks and `gemini ...`, `make ...` in the text: every command, option, target, extra and file must exist, and
   values must parse.
 - `<!-- not run: reason -->` before a block: it has to compile, no more.
@@ -100,7 +101,7 @@ def run_python(page: Path, folder: Path, names: dict[str, Any], replace: dict[st
     num_run, printed = 0, ""
     names.setdefault("__name__", "__main__")
     for block in blocks_of(page):
-        if block.language == "text" and block.mark == "output":
+        if block.language == "text" and block.mark.startswith("output"):
             compare(block, printed)
         elif block.language in ("python", "setup"):
             code = block.code
@@ -120,12 +121,21 @@ def run_python(page: Path, folder: Path, names: dict[str, Any], replace: dict[st
     return num_run
 
 
+_NUMBERS_VARY = "output, numbers vary"
+
+
 def compare(block: Block, printed: str) -> None:
     """A text block against what was printed: line ends do not matter, `...` stands for anything."""
 
     def lines(text: str) -> str:
         return "\n".join(line.rstrip() for line in text.strip().splitlines())
 
+    if block.mark == _NUMBERS_VARY:
+        shown, found = (
+            re.sub(r"[\d.,]*\d( ?[KMGT]?i?B\b|%|)", "#", " ".join(s.split())) for s in (block.code, printed)
+        )
+        assert shown == found, f"{block.where} shows\n{block.code}\nprinted is\n{printed}"
+        return
     wanted = re.escape(lines(block.code)).replace(re.escape("..."), ".*?")
     assert re.fullmatch(wanted, lines(printed), re.DOTALL), f"{block.where} shows\n{block.code}\nprinted is\n{printed}"
 

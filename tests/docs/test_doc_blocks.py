@@ -126,6 +126,10 @@ def page_with(folder: Path, text: str) -> Path:
         ("```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```", AssertionError),
         ("```python\nprint('a')\n```\n<!-- output -->\n```text\nb\n```", AssertionError),
         ("```python\nprint('ab c')\n```\n<!-- output -->\n```text\na...d\n```", AssertionError),
+        (
+            "```python\nprint('1 MiB of a')\n```\n<!-- output, numbers vary -->\n```text\n1 MiB of b\n```",
+            AssertionError,
+        ),
         ("- a list\n\n  ```python\n  1 / 0\n  ```", ZeroDivisionError),
         ("<!-- setup\nx = 1 / 0\n-->", ZeroDivisionError),
         ("<!-- not run: for a reason -->\n```python\nthis is no Python\n```", SyntaxError),
@@ -145,6 +149,8 @@ def test_broken_python_is_noticed(folder: Path, text: str, error: type[Exception
 def test_good_python_passes(folder: Path) -> None:
     text = (
         "<!-- setup\nx = 1\n-->\n```python\nprint('one', x)\n```\n\n<!-- output -->\n```text\none ...\n```\n"
+        "<!-- setup\nprint('10.5 GiB (9%)  of 1,200')\n-->\n"
+        "<!-- output, numbers vary -->\n```text\n512 MiB (11%)\n of 3\n```\n"
         "<!-- not run: it would raise -->\n```python\n1 / 0\n```\n```python\n# program.py\nname = __name__\n```"
     )
     names: dict[str, Any] = {}

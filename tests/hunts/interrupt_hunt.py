@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from tests.train.helpers import PLACEMENTS
-from tests.train.interrupted import OPERATIONS, Trials, World
+from tests.train.interrupted import OPERATIONS, Trials, make_trials
 
 COLUMNS = ("moments", "before", "after", "error", "unsent", "lost", "faults", "seconds")
 
@@ -38,8 +38,7 @@ def _hunt(where: str, name: str, options: argparse.Namespace) -> int:
     began, faults, number = time.monotonic(), 0, 0
 
     def make() -> Trials:
-        kind = OPERATIONS[name]
-        return Trials(World(where, Path(tempfile.mkdtemp(prefix="interrupts-")), inside=kind.inside), kind())
+        return make_trials(where, name, Path(tempfile.mkdtemp(prefix="interrupts-")))
 
     trials = make()
     moments = trials.moments(silent=options.silent)[:: options.every]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import functools
+import os
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from gemini.integrations.accelerate import GeminiAccelerator
 from gemini.integrations.huggingface import GeminiTrainer
 from gemini.integrations.lightning import GeminiStrategy
 from gemini.integrations.rules import to_hybrid
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
-from lightning_cases import Tiny, alone, loader, trainer  # noqa: F401
+from lightning_cases import Tiny, loader, trainer
 from torch import nn
 from transformers import Trainer
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -50,6 +52,19 @@ HOOKS = (
     "step_pre_hook", "step_post_hook", "state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_pre_hook",
     "load_state_dict_post_hook",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def apart() -> Any:
+    """Lightning makes a process group, and says so in the environment; accelerate keeps what it has found."""
+    before = dict(os.environ)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def made(kind: Kind, model: nn.Module) -> tuple[Any, Any, Counter[str]]:
@@ -203,6 +218,15 @@ def test_schedules_set_the_rates_of_the_stock_trainer(name: str, schedule: str, 
     assert ours.defaults | {"foreach": None} == stock.defaults | {"foreach": None}, "adopted classes update alone"
 
 
+def test_a_run_goes_on_with_another_implementation_of_its_optimizer(tmp_path: Path) -> None:
+    whole, _ = make(tmp_path, optim="adamw_torch_fused")
+    whole.train()
+    again, _ = make(tmp_path, optim="adamw_torch")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    other = masters(again.model)
+    assert all(torch.equal(value, other[name]) for name, value in masters(whole.model).items())
+
+
 class Keeping(Tiny):
     """Returns the same optimizer and scheduler in each fit."""
 
@@ -278,6 +302,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_a_refused_optimizer_is_as_it_was(what: str) -> None:
     model = managed()
     before = gemini.HybridAdam(model.parameters())
+    model(**rows(0)).loss.backward()
+    before.step()
+    before.zero_grad()
     optimizer = REFUSED[what][0](model.parameters())
     if what == "a state":
         negative(optimizer)
@@ -295,6 +322,7 @@ def test_a_refused_optimizer_is_as_it_was(what: str) -> None:
         kind.step(optimizer)
     model(**rows(0)).loss.backward()
     before.step()  # the params are still those of the optimizer that had them
+    assert before.full_state("lm_head.weight")["step"] == 2
 
 
 def test_a_step_that_was_taken_before_says_so() -> None:
@@ -310,12 +338,13 @@ def test_a_step_that_was_taken_before_says_so() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_released_model_gives_the_optimizer_back(precision: str) -> None:
+@pytest.mark.parametrize("kind", ["AdamW", "SGD with momentum", "Adagrad"])
+def test_a_released_model_gives_the_optimizer_back(kind: str, precision: str) -> None:
     """It is torch's again, with its hooks and its schedule, and begins anew; a model that is wrapped again takes it."""
     model = llama()
-    optimizer, schedule, called = made(KINDS["AdamW"], model)
-    accelerator = GeminiAccelerator(cpu=True, gemini_config=Config(precision=precision))
-    accelerator.prepare(model, optimizer, schedule)
+    optimizer, schedule, called = made(KINDS[kind], model)
+    original, config = type(optimizer), Config(precision=precision, optimizer=KINDS[kind].rule)
+    GeminiAccelerator(cpu=True, gemini_config=config).prepare(model, optimizer, schedule)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*(lr_scheduler.step|optimizer.step).*")
         for again in (False, True, False):
@@ -324,12 +353,14 @@ def test_a_released_model_gives_the_optimizer_back(precision: str) -> None:
             schedule.step()
             optimizer.zero_grad()
             if again:
-                gemini.GeminiDDP(model, Config(precision=precision))
+                gemini.GeminiDDP(model, config)
                 to_hybrid(optimizer)
                 assert int(optimizer.full_state("lm_head.weight")["step"]) == 1
             else:
                 gemini.release(model)
-                assert type(optimizer) is torch.optim.AdamW and not optimizer.state and optimizer.mine == "mine"
+                assert type(optimizer) is original and optimizer.mine == "mine"
+                anew = original([dict(group) for group in optimizer.param_groups])
+                assert optimizer.state.keys() == anew.state.keys()
     assert called == {"step_pre_hook": 3, "step_post_hook": 3}
 
 

@@ -62,6 +62,43 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
         assert (state["scale"], state["_growth_tracker"]) == (2.0**7, 3)
 
 
+class Tracked(Tiny):
+    """With state that is no param and no buffer, and a buffer that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top = 1.0
+        self.register_buffer("order", torch.empty(0))
+
+    def loss_of(self, batch: Any) -> torch.Tensor:
+        loss = super().loss_of(batch)
+        self.top = max(self.top, 1.5 * loss.item())
+        self.order = torch.cat([self.order, loss.detach()[None].cpu()])
+        return loss / self.top + self.order.mean()
+
+    def get_extra_state(self) -> Any:
+        return {"top": self.top}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.top = state["top"]
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.order = state[f"{prefix}order"].clone()
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_state_of_modules_is_resumed(precision: str, tmp_path: Path) -> None:
+    whole, resumed = Tracked(), Tracked()
+    fit(whole, GeminiStrategy(config(precision)), max_epochs=2)
+    fit(Tracked(), GeminiStrategy(config(precision))).save_checkpoint(tmp_path / "half.ckpt")
+    fit(resumed, GeminiStrategy(on_disk(tmp_path, precision)), ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    assert resumed.losses == whole.losses[6:] and resumed.top == whole.top
+    assert torch.equal(resumed.order, whole.order)
+    for name, _ in whole.named_parameters():
+        assert torch.equal(whole.full_param(name, torch.float32), resumed.full_param(name, torch.float32)), name
+
+
 def test_resume_in_the_middle_of_an_epoch_and_with_dropout(tmp_path: Path) -> None:
     def run(module: Any, ckpt_path: Any = None, **how: Any) -> Any:
         saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)

@@ -316,4 +316,4 @@ def test_with_all_the_trimmings(tmp_path: Path) -> None:
     run.fit(module, loader(), loader(8))
     assert {"loss", "val_loss"} <= set(run.callback_metrics)
     logged = next(tmp_path.rglob("metrics.csv")).read_text()
-    assert "lr-HybridAdam" in logged and "val_loss" in logged
+    assert "lr-AdamW" in logged and "val_loss" in logged

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from torch import nn
 
 import gemini
 from gemini.errors import GeminiError
@@ -357,3 +358,24 @@ def test_adalora_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="AdaLoRA chooses the ranks of its adapters by p.grad"):
         wrap(model, "ram", tmp_path)
     assert not any(hasattr(p, "_gemini") for p in model.parameters())
+
+
+class WithAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mha(x, x, x)[0]
+
+
+def test_adapters_that_make_params_anew_are_refused() -> None:
+    """What PEFT puts around nn.MultiheadAttention does so whenever params are listed. Merged, it is an ordinary one."""
+    model: Any = peft.get_peft_model(WithAttention(), peft.LoraConfig(target_modules=["mha"], init_lora_weights=False))
+    x = torch.ones(2, 3, 6)
+    wanted = model(x)
+    config = gemini.GeminiConfig(precision="fp32", device="cpu")
+    with pytest.raises(TypeError, match=r"'base_model.*in_proj_weight' is made anew.*model\.merge_and_unload\(\)"):
+        gemini.GeminiDDP(model, config)
+    assert torch.equal(model(x), wanted)
+    torch.testing.assert_close(gemini.GeminiDDP(model.merge_and_unload(), config)(x), wanted)

@@ -59,7 +59,8 @@ def test_random_projections(method: str, precision: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_rotations_that_bound_themselves(precision: str, checkpointing: bool, where: str, tmp_path: Path) -> None:
     """OFT with ``coft=True`` writes to its params in each forward: what it writes is the master from then on."""
-    plain, model = Plain(maker("oft coft")(), precision), wrap(maker("oft coft")(), where, tmp_path, precision=precision)
+    plain = Plain(maker("oft coft")(), precision)
+    model = wrap(maker("oft coft")(), where, tmp_path, precision=precision)
     optimizer, bounded = adam(model), 0
     if checkpointing:
         for each in (plain.model, model):

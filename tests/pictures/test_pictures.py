@@ -49,7 +49,7 @@ def test_an_svg_says_what_there_is(tmp_path: Path) -> None:
         "Predicted: Toy <model> & co on standin", "Measured: Toy <model> & co on standin", "forward", "backward",
         "GPU memory: peak 2 MiB of 3 MiB (67%)", "Host memory: peak 9 MiB of 64 MiB (14%)",
         "NVMe: peak 6 MiB of 8 MiB (75%)", "budget", "compute", "update", "host to gpu", "nvme read", "in", "out",
-        "let go", "milliseconds since the step began", "held by", "windows", "exp_avg_sq", "what tracks do", "waiting",
+        "evicted", "milliseconds since the step began", "held by", "windows", "exp_avg_sq", "what tracks do", "waiting",
         "fetch weights", "2 MiB",
     ):  # fmt: skip
         assert wanted in texts, wanted

@@ -75,7 +75,7 @@ def test_an_unknown_figure_is_refused_with_the_list_of_those_there_are() -> None
     [
         ("a plain text", "it is not JSON"),
         ("[1, 2]", 'it has no "gemini" field'),
-        (written(gemini="plan"), "a hardware was asked for, and this is a plan"),
+        (written(gemini="plan"), "a hardware is needed, and this is a plan"),
         (written(version=7), "written in version 7, and version 1 is read here"),
         (written(name=None), "damaged: KeyError: 'name'"),
         (written(figures={"h2d": {"value": -3, "source": ""}}), "h2d must be a positive number, got -3"),

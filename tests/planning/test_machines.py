@@ -11,6 +11,7 @@ import tomllib
 from gemini.errors import PlanMismatch
 from gemini.planning.hardware import FIGURES, Figure, Hardware
 from gemini.planning.machines import load_hardware, machine, machine_names
+from gemini.tiers import Tier
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = machine_names()
@@ -109,6 +110,21 @@ def test_a_name_means_the_machine_even_beside_a_folder_of_that_name(
     (tmp_path / "lohan").mkdir()
     monkeypatch.chdir(tmp_path)
     assert load_hardware("lohan") == machine("lohan")
+
+
+def test_a_machine_may_have_more_or_less_than_the_named_one(tmp_path: Path) -> None:
+    mine = load_hardware("rtx4090,cpu=128GiB,nvme=1TB")
+    assert (mine.capacity(Tier.CPU), mine.capacity(Tier.NVME)) == (128 * 2**30, 10**12)
+    assert mine.figures["cpu_bytes"].source == "as given" and mine.with_figures("as given") == mine
+    assert mine.figures["h2d"] == machine("rtx4090").figures["h2d"]
+    path = tmp_path / "mine.json"
+    path.write_text(mine.to_json())
+    assert load_hardware(path) == mine and load_hardware(f"{path},cpu=1GiB").capacity(Tier.CPU) == 2**30
+    for wrong in ("rtx4090,", "rtx4090,cpu", "rtx4090,cpu=", "rtx4090,ram=1GiB", "rtx4090,cpu=-1GiB", "rtx4090,cpu=0"):
+        with pytest.raises(PlanMismatch, match="behind a machine stands what it has of gpu, cpu or nvme"):
+            load_hardware(wrong)
+    with pytest.raises(PlanMismatch, match="'none' is neither a machine"):
+        load_hardware("none,cpu=1GiB")
 
 
 def test_the_machines_are_part_of_the_package() -> None:

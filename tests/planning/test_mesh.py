@@ -32,7 +32,13 @@ def traced(**settings: Any) -> MemoryTrace:
 
 
 def played(
-    sizes: MeshSizes, trace: MemoryTrace, micro_batches: int, *, per_machine: int = 8, gpu: int = GIB, **settings: Any
+    sizes: MeshSizes,
+    trace: MemoryTrace,
+    micro_batches: int,
+    *,
+    per_machine: int = 8,
+    gpu: int = 3 * GIB,
+    **settings: Any,
 ) -> MeshOutcome:
     hardware = HARDWARE.with_figures("a test", num_gpus=per_machine)
 

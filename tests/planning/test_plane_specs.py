@@ -198,6 +198,6 @@ def test_a_tile_of_a_rule_of_whole_params_is_the_largest_that_is_trained() -> No
 def test_all_that_a_tier_holds_has_a_name(device: Tier) -> None:
     """Where whole params are updated, temporaries are held on the tier that computes, too."""
     rule = RuleSpec("whole", (PlaneSpec("moment", "float32"),), "param")
-    made = plan(stack_trace(2), None, {CPU: 2**30, device: 2**30}, optimizer=rule)
+    made = plan(stack_trace(2), None, {CPU: 2**30, device: 2**31}, optimizer=rule)
     assert {tier: sum(held.values()) for tier, held in made.held.items()} == made.bytes_per_tier
     assert made.held[device]["temporaries"] == made.problem.temporaries > 0

@@ -83,6 +83,8 @@ def test_a_plan_never_costs_more_than_the_fastest_tier_first() -> None:
 
 def test_everything_stays_on_the_computing_tier_if_it_fits() -> None:
     made = plan(SMALL, None, budgets(None, 1.2, 1.0))
+    assert made.problem.gradients == "retain"
+    assert plan(SMALL, None, budgets(None, 2, 1.0), accumulate=2).problem.gradients == "accumulate", "of several, sums"
     assert {tier for homes in made.placement.homes for tier in homes.values()} == {CPU}
     assert not made.traffic and not any(moves.fetch for moves in made.moves)
     roomy = plan(SMALL, None, budgets(1.2, 1.2, None))
@@ -197,7 +199,9 @@ def test_a_plan_of_another_model_or_other_settings_is_refused() -> None:
         made.check_settings(precision="fp32")
     with pytest.raises(PlanMismatch, match="written in version 99"):
         Plan.from_json(made.to_json().replace('"version":1', '"version":99', 1))
-    with pytest.raises(PlanMismatch, match="a plan was asked for, and this is a trace"):
+    with pytest.raises(
+        PlanMismatch, match="a plan is needed, and this is a trace: `gemini plan --out FILE` writes one"
+    ):
         Plan.from_json(SMALL.to_json())
 
 

@@ -105,6 +105,8 @@ def refused(how: str, folder: str) -> None:
         model, settings["example"] = Stack(), {"x": torch.randn(8, 4), "labels": torch.randn(8, 4)}
     elif how == "whole":
         config = config_for("ram", folder, optimizer=MuonRule())
+    elif how == "head":
+        config = config_for("ram", folder, precision="bf16", keep_fp32=["lm_head"])
     elif how == "budget":
         config = config_for("ram", folder, memory=gemini.MemoryBudget(cpu="128KiB"))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -132,6 +134,7 @@ def refused(how: str, folder: str) -> None:
         ("plain", "gemini.Pipeline makes stages (pp) as well"),
         ("plan", "has no plan for tensor parallel"),
         ("whole", "looks at whole params"),
+        ("head", "params that stay in fp32 (the first is 'lm_head.weight', by keep_fp32=)"),
     ],
 )
 def test_what_cannot_be_over_ranks_is_refused(how: str, says: str, pool_of: Pools, tmp_path: Any) -> None:

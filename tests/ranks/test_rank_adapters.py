@@ -44,6 +44,25 @@ def adapt(method: str, folder: Path, name: str) -> tuple[list[float], dict[str, 
     return losses, trained, {}
 
 
+def disable_merged(method: str, folder: Path) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits without the merged adapter and with it again, and the weights then."""
+    model = wrapped(method, folder)
+    helpers.train(model, helpers.adam(model), range(2))
+    model.eval()
+    model.merge_adapter()
+    with model.disable_adapter():
+        without = logits(model)
+    return without, logits(model), model.state_dict()
+
+
+@pytest.mark.parametrize("method", ["lora", "oft coft"])
+def test_a_merged_adapter_is_disabled(method: str, pool_of: PoolOf, tmp_path: Path) -> None:
+    wanted = disable_merged(method, tmp_path)
+    for without, again, state in pool_of(2).run(disable_merged, method, tmp_path):
+        assert torch.equal(without, wanted[0]) and torch.equal(again, wanted[1])
+        assert all(helpers.same_bits(state[name], value) for name, value in wanted[2].items())
+
+
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("method", ["dora", "modules to save", "prompt"])
 def test_two_ranks_do_what_one_process_does(method: str, pool_of: PoolOf, tmp_path: Path) -> None:

@@ -53,8 +53,6 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
         return {name: value.float().sum().item() for name, value in state.items()}
     torch.save(state, folder / "state.pt")
     plain = type(MODELS[model]()).from_pretrained(folder / "out", dtype=DTYPES[precision])
-    for param in plain.parameters():
-        param.data = param.data.to(DTYPES[precision])  # transformers keeps some of T5's in fp32 when it loads fp16
     theirs = plain.state_dict()
     assert theirs.keys() == state.keys()
     for name, value in state.items():
@@ -132,7 +130,7 @@ def through_torch(folder: Path, full: bool) -> Any:
         assert model[name].shape == value.shape and same_bits(model[name], value), name
     for name, state in optimizer["state"].items():
         own = one.optimizer.full_state(name)
-        assert state.keys() == own.keys()
+        assert state.keys() - {"residual_of"} == own.keys()
         assert all(same_bits(state[kind], own[kind].view(state[kind].shape)) for kind in own), name
     if full:
         two.train(1)  # torch distributes full values like those that the optimizer has already

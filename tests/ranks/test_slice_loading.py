@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import gemini
 from gemini.train.loading.slice_reading import SliceReading
@@ -125,3 +126,28 @@ def test_params_of_another_size_are_drawn(pool_of: Pools, tmp_path: Path) -> Non
         else:
             assert torch.equal(first[name], value), name
         assert torch.equal(first[name], second[name]), name
+
+
+def grown(model: Any) -> Any:
+    """More words, and another weight of a layer that is cut."""
+    model.resize_token_embeddings(160, mean_resizing=False)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    return model
+
+
+def loaded_and_grown(path: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    config: Any = gemini.GeminiConfig(device="cpu", precision="fp32")
+    model = gemini.from_pretrained(path, config, mesh=mesh_of({"tp": 2}), adapt=grown)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def test_what_was_adapted_is_cut(pool_of: Pools, tmp_path: Path) -> None:
+    model = small("llama")
+    model.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    wanted = grown(type(model).from_pretrained(tmp_path)).state_dict()
+    for state in pool_of(2).run(loaded_and_grown, str(tmp_path)):
+        for name, value in wanted.items():
+            assert torch.equal(state[name], value), name

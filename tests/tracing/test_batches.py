@@ -82,6 +82,12 @@ def test_what_cannot_be_guessed_is_asked_for() -> None:
         gemini.batch_for(made)
 
 
+@pytest.mark.parametrize("batch", [(torch.zeros(1, 4),), [torch.zeros(1, 4)], torch.zeros(1, 4)])
+def test_a_batch_without_names_is_refused_with_those_of_forward(batch: Any) -> None:
+    with pytest.raises(ValueError, match=r'such as \{"input": ...\}; got a (tuple|list|Tensor)'):
+        gemini.trace(torch.nn.Linear(4, 4), batch)
+
+
 def test_tokens_are_positions_or_else_samples() -> None:
     assert count_tokens({"input_ids": (2, 5), "labels": (2, 5)}) == 10
     assert count_tokens({"input_ids": (2, 5), "labels": (2, 3)}, has_decoder=True) == 16

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
 from gemini.memory.movement.worker import on_worker
-from tests.train.helpers import Blocks, adam, engine_of, make_config, same_bits, snapshot, squares, train
+from tests.train.helpers import Blocks, adam, engine_of, make_config, noise, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
 
 Snapshot = dict[str, dict[str, torch.Tensor]]
@@ -52,21 +53,42 @@ def slow_updates(seconds: float = 0.002) -> Iterator[None]:
         kernels.adam_update = real
 
 
-class World:
-    """A model, its optimizer, and the state of it that every trial begins in. ``inside``: it updates in backward."""
+class Checkpointed(Blocks):
+    """What its blocks are given is recomputed from, and large enough to be offloaded."""
 
-    def __init__(self, where: str, path: Path, *, inside: bool = False):
-        self.path = path
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(lambda given, layer=layer: torch.tanh(layer(given)), x, use_reentrant=False)
+        return x
+
+
+class World:
+    """A model, its optimizer, and the state of it that every trial begins in.
+
+    ``inside``: it updates in backward. ``offloads``: it has activations, which are offloaded.
+    """
+
+    def __init__(self, where: str, path: Path, *, inside: bool = False, offloads: bool = False):
+        self.path, self.offloads = path, offloads
+        make: type[Blocks] = Checkpointed if offloads else Blocks
         how: dict[str, Any] = {"gradients": "transient"} if inside else {}
-        config = make_config(Blocks(), where, path, slack=2**16, **how)
-        self.model: Any = gemini.GeminiDDP(Blocks(), dataclasses.replace(config, update_threads=1))
+        config = dataclasses.replace(
+            make_config(make(), where, path, slack=2**18 if offloads else 2**16, **how), update_threads=1
+        )
+        if offloads:
+            memory = dataclasses.replace(config.memory, nvme="64MiB", nvme_path=path)
+            config = dataclasses.replace(config, memory=memory, offload_activations="nvme")
+        self.model: Any = gemini.GeminiDDP(make(), config)
         assert engine_of(self.model).updates.runs_beside, "it overlaps"
         self.optimizer = adam(self.model, step_in_backward=inside)
         self.clip = None if inside else 1.0
-        train(self.model, self.optimizer, [0], squares, clip=self.clip)
+        train(self.model, self.optimizer, [0], self.loss, clip=self.clip)
         gemini.save_checkpoint(path / "older", self.model, self.optimizer)
-        train(self.model, self.optimizer, [1], squares, clip=self.clip)
+        train(self.model, self.optimizer, [1], self.loss, clip=self.clip)
         gemini.save_checkpoint(path / "start", self.model, self.optimizer)
+
+    def loss(self, model: Any, seed: int) -> torch.Tensor:
+        return model(noise(256, 32, seed=seed)).float().square().mean() if self.offloads else squares(model, seed)
 
     def load(self, name: str) -> None:
         gemini.load_checkpoint(self.path / name, self.model, self.optimizer)
@@ -84,14 +106,14 @@ class World:
 
     def go_on(self) -> Snapshot:
         """One more step."""
-        train(self.model, self.optimizer, [7], squares, clip=self.clip)
+        train(self.model, self.optimizer, [7], self.loss, clip=self.clip)
         return self.snapshot()
 
 
 class Operation:
     """``prepare`` is not interrupted, ``run`` is; ``end`` ends what an interrupted one has left to the program."""
 
-    inside = False
+    inside = offloads = False
 
     def prepare(self, world: World) -> None:
         world.reset()
@@ -105,7 +127,7 @@ class Operation:
 
 class Step(Operation):
     def run(self, world: World) -> None:
-        squares(world.model, 3).backward()
+        world.loss(world.model, 3).backward()
         if world.clip is not None:
             world.model.clip_grad_norm_(world.clip)
         world.optimizer.step()
@@ -123,10 +145,14 @@ class StepInside(Step):
         super().end(world)
 
 
+class StepOffloaded(Step):
+    offloads = True
+
+
 class Drain(Operation):
     def prepare(self, world: World) -> None:
         super().prepare(world)
-        squares(world.model, 3).backward()
+        world.loss(world.model, 3).backward()
         world.optimizer.step()
 
     def run(self, world: World) -> None:
@@ -136,7 +162,7 @@ class Drain(Operation):
 
 class ForwardBackward(Operation):
     def run(self, world: World) -> None:
-        squares(world.model, 3).backward()
+        world.loss(world.model, 3).backward()
         world.optimizer.zero_grad()
 
 
@@ -183,9 +209,16 @@ class GatheredWrite(Operation):
 
 
 OPERATIONS: dict[str, type[Operation]] = {
-    "step": Step, "step inside": StepInside, "drain": Drain, "forward and backward": ForwardBackward, "save": Save,
-    "save behind": SaveBehind, "load": Load, "gathered write": GatheredWrite,
+    "step": Step, "step inside": StepInside, "step offloaded": StepOffloaded, "drain": Drain,
+    "forward and backward": ForwardBackward, "save": Save, "save behind": SaveBehind, "load": Load,
+    "gathered write": GatheredWrite,
 }  # fmt: skip
+
+
+def make_trials(where: str, name: str, path: Path) -> Trials:
+    """Of the operation of that name, in a world of its own."""
+    operation = OPERATIONS[name]()
+    return Trials(World(where, path, inside=operation.inside, offloads=operation.offloads), operation)
 
 
 class Trials:

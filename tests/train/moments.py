@@ -67,10 +67,10 @@ def _is_looked_at(code: CodeType) -> bool:
     return name.startswith(_GEMINI) or name.endswith(_BESIDE)
 
 
-def moments_of(operation: Callable[[], Any], *, silent: bool = False) -> list[Moment]:
+def moments_of(operation: Callable[[], Any], *, silent: bool = False, everywhere: bool = False) -> list[Moment]:
     """Each instruction that the training thread runs, at its first and at its last time, in the order of the first.
 
-    ``silent``: also those that make no difference.
+    ``silent``: also those that make no difference. ``everywhere``: in files of tests too.
     """
     counts: Counter[tuple[CodeType, int]] = Counter()
 
@@ -80,7 +80,7 @@ def moments_of(operation: Callable[[], Any], *, silent: bool = False) -> list[Mo
         return local
 
     def begin(frame: FrameType, event: str, arg: Any) -> Any:
-        if not _is_looked_at(frame.f_code):
+        if not (_is_looked_at(frame.f_code) or (everywhere and "/tests/" in frame.f_code.co_filename)):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return local

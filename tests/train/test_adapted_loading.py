@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import gemini
+from gemini.train.loading import paging
 from gemini.train.loading.stored_model import StoredModel
 from tests.train.test_loading import FAMILIES, IDS, TEXT, assert_same, config_of, few_pages  # noqa: F401
 
@@ -182,6 +183,33 @@ def test_weights_that_nobody_touches_are_not_read_early(tmp_path: Path, monkeypa
     assert read == []
     gemini.from_pretrained(tmp_path, config_of(), adapt=grow)
     assert read == ["model.embed_tokens.weight"]
+
+
+def test_what_was_only_read_makes_room(tmp_path: Path) -> None:
+    """And what was written to, or may be yet through memory that somebody holds, stays."""
+    kind = saved("untied", tmp_path)
+    in_memory: list[int] = []
+
+    def look(model: Any) -> None:
+        first, second, third, fourth, *_ = matrices(model)
+        first.data.mul_(2)
+        held = second.data
+        array = third.detach().numpy()
+        fourth.data = fourth.data.t().contiguous().t()
+        for _ in range(2):
+            for param in model.parameters():
+                assert not param.isnan().any()
+                in_memory.append(sum(p.nbytes for p in model.parameters() if type(p) is nn.Parameter))
+        held.mul_(3)
+        array *= 4
+
+    plain: Any = kind.from_pretrained(tmp_path)
+    look(plain)
+    in_memory.clear()
+    managed = gemini.from_pretrained(tmp_path, config_of(), adapt=look)
+    changed = sum(param.nbytes for param in matrices(plain)[:4])
+    assert max(in_memory) <= changed + paging.ROOM < sum(p.nbytes for p in plain.parameters()) / 2
+    assert_same(managed, plain)
 
 
 def test_one_load_leaves_nothing_to_the_next(tmp_path: Path) -> None:

@@ -120,7 +120,8 @@ def test_extra_is_given_back(tmp_path: Path) -> None:
         "tuple": (1, (2.5, "three"), None), "list": [True, False, []], "flag": True, "big": 2**70, "small": 1e-300,
         "nested": {"a": {1: "int key", (2, 3): "tuple"}}, "inf": float("inf"), "text": "ü\n\"", "__tuple__": "ours",
         "tensor": torch.arange(6).view(2, 3), "half": torch.ones(3).bfloat16() / 3, "empty": torch.empty(0, 4),
-        "scalar": torch.tensor(2), "bools": torch.tensor([True, False]), "bytes": b"\x00\xff", "int8": torch.arange(3).to(torch.int8),
+        "scalar": torch.tensor(2), "bools": torch.tensor([True, False]), "int8": torch.arange(3).to(torch.int8),
+        "bytes": b"\x00\xff",
     }  # fmt: skip
     run.save(tmp_path / "ckpt", **extra)
     found = run.load(tmp_path / "ckpt")

@@ -75,6 +75,35 @@ class Reward(nn.Module):
         return self.head(self.norm(hidden.float()))
 
 
+class Timed(nn.Module):
+    """It adds fp32 values that it makes, as programs for autocast do: positions in a buffer, a time, noise.
+
+    Args:
+        casts: whether it says itself where autocast would cast.
+    """
+
+    def __init__(self, casts: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.casts = casts
+        self.enter, self.time, self.conv = nn.Linear(6, 16), nn.Linear(8, 16), nn.Conv1d(16, 16, 3, padding=1)
+        self.register_buffer("positions", torch.randn(18, 16))
+        self.norm, self.rnn = nn.LayerNorm(16), nn.GRU(16, 16, batch_first=True)
+        self.attention, self.head = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 4)
+
+    def cast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.head.weight.dtype) if self.casts else x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time = self.time(self.cast(torch.arange(8.0).sin().expand(len(x), 8)))
+        x = self.enter(x.flatten(2).reshape(len(x), 18, 6)) + self.positions
+        x = self.norm(self.cast(x)) + torch.linspace(0, 1, 16)
+        x = self.conv(self.cast(x.mT)).mT + time[:, None].float()
+        x = self.rnn(self.cast(x))[0] + self.positions
+        seen = self.attention(self.cast(x), self.cast(x), value=self.cast(x))[0]
+        return self.head(self.cast(seen + self.positions))
+
+
 def images(seed: int) -> torch.Tensor:
     return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
@@ -93,6 +122,8 @@ def fp32_of(model: nn.Module, *words: str) -> list[str]:
 def plain_of(make: Callable[[], nn.Module], precision: str, *words: str) -> Plain:
     """The program in plain torch; where a parametrization computes in fp32, its result is what autocast makes of it."""
     model, dtype = make(), DTYPES[precision]
+    if isinstance(model, Timed):
+        model.casts = True
     plain = Plain(model, precision, scale=2.0**10 if precision == "fp16" else None, fp32=fp32_of(model, *words))
     for made in (m for m in model.modules() if type(m).__name__ == "ParametrizationList"):
         made.register_forward_hook(lambda _, args, out: out.to(dtype))
@@ -106,6 +137,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "norms": (Normed, ("norm.", "blocks.0.1.", "blocks.1.1.", "last")),
     "spectral": (Spectral, ("original", "_orig")),
     "head": (Reward, ("norm", "head")),
+    "values": (Timed, ("none",)),
 }
 
 
@@ -294,6 +326,24 @@ def test_inputs_are_cast_at_the_root(precision: str) -> None:
     assert kwargs["labels"] is x and args[2]["labels"] is x, "what outputs are compared with stays exact"
     assert nested["pair"].x is x and nested["list"][1] == "text", "the batch of the caller is as it was"
     assert x.grad is not None and x.grad.dtype is torch.float32
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(x).float() if self.training else self.encoder(x))
+
+
+def test_and_where_a_part_is_called_by_itself() -> None:
+    model = gemini.GeminiDDP(Parts(), config())
+    assert model.encoder(torch.randn(2, 4)).dtype is torch.bfloat16
+    assert model.eval()(torch.randn(2, 4)).dtype is torch.bfloat16
+    assert model.train()(torch.randn(2, 4)).dtype is torch.bfloat16
+    named = gemini.GeminiDDP(Parts(), config(keep_fp32=["head"]))
+    assert named.head(torch.randn(2, 4)).dtype is named.head(torch.randn(2, 4).bfloat16()).dtype is torch.float32
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import gemini
+from gemini.train.params.by_name import ByName
 from tests.train.helpers import adam, assert_same_snapshot, noise, same_bits, snapshot, wrap
 from tests.train.test_checkpoint_hostile import rewrite
 
@@ -176,6 +177,15 @@ def test_a_resumed_run_has_the_same_bits(how: str, precision: str, where: str, t
     assert steps(second, others, range(3, 6), precision) == losses
     assert_same_snapshot(snapshot(first), snapshot(second))
     assert same(first.state_dict(), second.state_dict())
+
+
+def test_loading_reads_no_weights(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is given its params as they are, and leaves them so."""
+    model = wrap(nn.Sequential(Picky()), where, tmp_path)
+    optimizer = adam(model)
+    gemini.save_checkpoint(tmp_path / "c", model, optimizer)
+    monkeypatch.setattr(ByName, "read", None)
+    gemini.load_checkpoint(tmp_path / "c", model, optimizer)
 
 
 def _saved(state: Any, folder: Path) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_torch
 
 import gemini
@@ -146,6 +147,33 @@ def test_a_flattened_state_of_torch(tmp_path: Path) -> None:
     of_torch.set_state_dict(
         second, others := adam(second), model_state_dict=weights, optim_state_dict=states, options=options
     )
+    assert_same_snapshot(snapshot(first), snapshot(second))
+    assert train(second, others, [2]) == train(first, optimizer, [2])
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_files_of_torch_distributed_checkpoint(older: bool, tmp_path: Path) -> None:
+    """``older``: of a Gemini that did not save which weights a residual is of."""
+
+    def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
+        weights, states = of_torch.get_state_dict(model, optimizer)
+        for state in states["state"].values() if older else ():
+            del state["residual_of"]
+        return {"model": weights, "optimizer": states}
+
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    dcp.save(states_of(first, optimizer), checkpoint_id=tmp_path / "files", no_dist=True)
+    second = wrap(llama(), "disk", tmp_path)
+    train(second, others := adam(second), [5])
+    dcp.load(states := states_of(second, others), checkpoint_id=tmp_path / "files", no_dist=True)
+    if older:
+        of_torch.set_model_state_dict(second, states["model"])
+        of_torch.set_optimizer_state_dict(second, others, states["optimizer"])
+    else:
+        of_torch.set_state_dict(
+            second, others, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+        )  # fmt: skip
     assert_same_snapshot(snapshot(first), snapshot(second))
     assert train(second, others, [2]) == train(first, optimizer, [2])
 

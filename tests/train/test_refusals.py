@@ -86,6 +86,11 @@ def test_distributed_data_parallel(model: Any, tmp_path: Path) -> None:
     try:
         with pytest.raises(gemini.GeminiError, match="DistributedDataParallel"):
             nn.parallel.DistributedDataParallel(model)
+        ids = torch.zeros(1, 4, dtype=torch.long)
+        with pytest.raises(gemini.GeminiError, match=r"nor torch\.jit takes a managed model"):
+            torch.jit.trace(model, (ids,))
+        with pytest.raises(gemini.GeminiError, match=r"torch\.export does not take a managed model"):
+            torch.export.export(model, (ids,))
         with pytest.raises(TypeError, match="bare model"):
             gemini.GeminiDDP(nn.parallel.DistributedDataParallel(llama()))
     finally:

@@ -33,6 +33,10 @@ def add(p: Any) -> None:
     p += 1
 
 
+def scale_data(p: Any) -> None:
+    p.data *= 0.5
+
+
 def other(p: Any) -> torch.Tensor:
     return noise(*p.shape, seed=5).to(p.dtype)
 
@@ -75,6 +79,8 @@ STARTS: dict[str, Callable[[Any], Any]] = {
     "a vector": lambda p: nn.utils.vector_to_parameters(other(p).view(-1), [p]),
     "of a graph": lambda p: p.data.copy_(p * 2),
     "added of a graph": lambda p: p.data.add_(p),
+    "data *=": scale_data,
+    "data of itself": lambda p: setattr(p, "data", p.data.to("cpu").contiguous()),
 }
 """What torch lets a program do with autograd on."""
 

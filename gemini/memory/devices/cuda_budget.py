@@ -7,7 +7,8 @@ for the process, at which it gives back what it has cached before it asks for mo
 
     context + kernels + reserved by torch <= gpu=
 
-None of the constants was measured on a GPU yet.
+Plans leave room for the same (:func:`gemini.planning.working.beside_bytes`). None of the constants was measured on a
+GPU yet.
 """
 
 from __future__ import annotations
@@ -17,17 +18,7 @@ import weakref
 import torch
 
 from gemini.errors import BudgetExceeded, human_bytes, warn
-
-MIB = 2**20
-
-CONTEXT = 2**30
-"""A context takes some hundred MiB. Where more than this is used and not by torch, the rest is other programs'."""
-
-KERNELS = 192 * MIB
-"""Of the driver, beyond what a context takes at first: kernels are loaded when they are first launched."""
-
-WORKSPACES = 64 * MIB
-"""Of the allocator: cuBLAS' workspace (32 MiB on Hopper, 8 before), and segments of 2 and 20 MiB partly used."""
+from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 
 _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.WeakKeyDictionary()
 """By owner: the number of its device, and the bytes that the allocator may reserve for it; None: as many as there are.
@@ -36,12 +27,12 @@ _limits: weakref.WeakKeyDictionary[object, tuple[int, int | None]] = weakref.Wea
 
 def beside_bytes(device: torch.device) -> int:
     """Bytes of a declared budget that nothing managed can have."""
-    return _context(device) + KERNELS + WORKSPACES
+    return _context(device) + CUDA_KERNELS + CUDA_WORKSPACES
 
 
 def _context(device: torch.device) -> int:
     """What of the memory in use on a device is this process's and not torch's, as far as one can tell."""
-    return min(_elsewhere(device), CONTEXT)
+    return min(_elsewhere(device), CUDA_CONTEXT)
 
 
 def _elsewhere(device: torch.device) -> int:
@@ -64,7 +55,7 @@ def check_room(device: torch.device, budget: int, reserved: int, freed: int) -> 
     has = free + kept - allocated + min(_elsewhere(device), beside_bytes(device))
     if has >= budget:
         return
-    others = max(_elsewhere(device) - CONTEXT, 0)
+    others = max(_elsewhere(device) - CUDA_CONTEXT, 0)
     holders = []
     if allocated > 0:
         holders.append(f"tensors of this program that are not managed hold {human_bytes(allocated)}")
@@ -87,7 +78,7 @@ def limit(owner: object, device: torch.device, budget: int | None) -> None:
     torch.cuda.empty_cache()
     is_first = all(index != device.index for index, _ in _limits.values())
     before = torch.cuda.memory_allocated(device) if is_first else 0
-    _limits[owner] = device.index, None if budget is None else before + budget - _context(device) - KERNELS
+    _limits[owner] = device.index, None if budget is None else before + budget - _context(device) - CUDA_KERNELS
     weakref.finalize(owner, _apply, device).atexit = False
     _apply(device)
 

@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.errors import BudgetExceeded, warn
+from gemini.interrupts import WHOLE
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
@@ -74,18 +75,20 @@ class ActivationStore:
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
         if not self._is_open and self._tier is not None and torch.is_grad_enabled():
-            self.collect()
+            self._find_lost()
             self._known.clear()
             if self.workers is not None:
                 self.workers.begin_forward()
-            torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
-            self._is_open = True
+            with WHOLE:
+                torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+                self._is_open = True
 
     def end_forward(self) -> None:
         """The outermost forward is over, or was interrupted."""
         if self._is_open:
-            self._is_open = False
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            with WHOLE:
+                self._is_open = False
+                torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def begin_backward(self) -> None:
         """What was saved last is asked for soon."""
@@ -105,13 +108,20 @@ class ActivationStore:
         if self.workers is not None:
             self.workers.start_over()
         if self._tier is not None:
-            self.collect()
-            stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
-            lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
-            if lost > 0 and not self.gone:
-                self._ledger.release(self._tier, lost, HOLDER)
-                for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
-                    self._give_back(place, self._slots[place])
+            self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Give back the places of tensors that nothing refers to, those too of which nobody told: an interrupt that
+        comes in a finalizer ends it, and is not heard of again.
+        """
+        assert self._tier is not None
+        self.collect()
+        stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
+        lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
+        if lost > 0 and not self.gone:
+            self._ledger.release(self._tier, lost, HOLDER)
+            for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
+                self._give_back(place, self._slots[place])
 
     def check(self) -> None:
         """Raise what kept a tensor from being written that nobody has waited for.
@@ -146,7 +156,10 @@ class ActivationStore:
         return 0 if self.workers is None else max(self.workers.headroom_bytes() - self.workers.held(), 0)
 
     def close(self) -> None:
-        """The model ends."""
+        """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+        if top is not None and top[0] == self._pack:
+            self.end_forward()
         if self.workers is not None:
             self.workers.close()
 
@@ -220,7 +233,7 @@ class ActivationStore:
         try:
             if self._tier is Tier.NVME:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
-            with self._ledger.reserving(self._tier, num_bytes, HOLDER):
+            with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER):
                 offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)

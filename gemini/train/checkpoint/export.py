@@ -32,6 +32,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.modules.reading import is_a
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
+from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.consensus import tell
 from gemini.train.sharding.shards import Shards
 
@@ -181,7 +182,7 @@ class Export:
         """
         if self._is_given():
             return
-        state = nn.Module.state_dict(self._model, keep_vars=True)
+        state = own_state(self._model)
         for name, value in state.items():
             handle = handle_of(value)
             if handle is not None:

@@ -8,6 +8,7 @@ has been refused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch
+from gemini.interrupts import WHOLE
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneSpec, RuleSpec
 from gemini.ranks.handshake import Handshake
@@ -251,14 +253,16 @@ class Rest:
         if scheduler is not None:
             check_scheduler(path, scheduler, optimizer, self._state, manifest.scheduler_kind)
 
-    def load_model(self, ranks: Handshake) -> None:
+    def load_model(self, ranks: Handshake, writing: ExitStack) -> None:
         """Give the model what its state had beside params, on all ranks or none: first of all, since it may refuse.
+        Then Ctrl-C waits until ``writing`` ends.
 
         Raises:
             PlanMismatch: naming what it does not take. It is as it was.
         """
         with undone_on_error(self._model, self._by_names):
             ranks.step(self._load_model, lambda _: None)
+            writing.enter_context(WHOLE)
 
     def _load_model(self) -> None:
         now, refusal = self._beside_params(), None

@@ -68,17 +68,26 @@ class Saver(WriteObserver):
     def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
         assert self._parts is not None
-        (writer, _, device), ledger = self._parts, manager.room.ledger
+        (writer, _, device), refused = self._parts, ""
         num_bytes = 0 if writer.in_place else mover.tile * 4
-        try:
-            _reserve(
-                num_bytes, manager, on_host=device.tier is Tier.CPU, staging=mover.staging.num_bytes,
-                working_set=working_set,
-            )  # fmt: skip
-        except BudgetExceeded as e:
-            warn(f"the checkpoint is written while the training waits: {e}")
+        with WHOLE:  # from the first reserved byte until the thread gives it back
+            try:
+                _reserve(
+                    num_bytes, manager, on_host=device.tier is Tier.CPU, staging=mover.staging.num_bytes,
+                    working_set=working_set,
+                )  # fmt: skip
+            except BudgetExceeded as e:
+                refused = str(e)
+            else:
+                self._begin(writer, device, manager.room.ledger, observers, num_bytes)
+        if refused:
+            warn(f"the checkpoint is written while the training waits: {refused}")
             self.run(mover)
-            return
+
+    def _begin(
+        self, writer: Writer | Commit, device: Device, ledger: Ledger, observers: WriteObservers, num_bytes: int
+    ) -> None:
+        """Write it on a thread, which gives the ``num_bytes`` back that were reserved."""
         try:
             writer.draft.tensors[:] = [tensor.clone() for tensor in writer.draft.tensors]
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
@@ -89,13 +98,11 @@ class Saver(WriteObserver):
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
-            with WHOLE:
-                observers.append(self)
-                self._thread.start()
+            observers.append(self)
+            self._thread.start()
         except BaseException:
-            if self._thread is None or self._thread.ident is None:  # else that gives back what it has
-                self._unsaved.clear()
-                ledger.release(Tier.CPU, num_bytes, _HOLDER)
+            self._unsaved.clear()
+            ledger.release(Tier.CPU, num_bytes, _HOLDER)
             raise
 
     def before_updates(self) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.interrupts import WHOLE
 from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.ranks.agreement import Point
@@ -220,15 +219,10 @@ def _load(
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
-    rest.load_model(ranks)
     with ExitStack() as writing:
-
-        def read() -> None:
-            writing.enter_context(WHOLE)
-            reader.read(engine.write_observers)
-
         try:
-            ranks.step(read, lambda _: None)
+            rest.load_model(ranks, writing)
+            ranks.step(lambda: reader.read(engine.write_observers), lambda _: None)
             engine.stepping.restored()
             rest.put_back(0 if others is None else others.everyone.rank)
         except BaseException as e:

@@ -23,6 +23,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import GeminiDDP
+from gemini.train.loading import paging
 from gemini.train.loading.paging import PagedParameter, Pager
 from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
 from gemini.train.loading.slice_reading import Made, SliceReading, reading_of, reading_slices
@@ -67,7 +68,7 @@ class StoredModel(Skeleton):
             self._adapt(adapt)
 
     def _adapt(self, adapt: Callable[[Any], Any]) -> None:
-        away = _ReadAtTouch(self._params, self._drawn, self.read)
+        away = _ReadAtTouch(self._params, self._source.missing, self.read)
         buffers = dict(self._stored.named_buffers())
         self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
         self._initialize(self._params.values(), None)
@@ -88,7 +89,8 @@ class StoredModel(Skeleton):
     def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
         handles = {id(handle.param): handle for handle in homes.handles}
         if ranks is not None:
-            ranks.take_from_first({handles[key].name: value for key, value in self._kept.items()})
+            kept = {handles[key].name: value for key, value in self._kept.items()}
+            ranks.take_from_first(kept, of_job=True)  # they are whole, however they will be cut
         places = {
             name: handles[id(param)]
             for name, param in self._params.items()
@@ -195,25 +197,31 @@ class StoredModel(Skeleton):
 
 
 class _ReadAtTouch:
-    """Params whose values come when somebody touches them."""
+    """Params whose values come when somebody touches them; those that were only read go when others need the room."""
 
-    def __init__(self, params: dict[str, nn.Parameter], drawn: set[int], read: Callable[[str], torch.Tensor]):
-        self._drawn, self._read = drawn, read
-        self._names = {id(param): name for name, param in reversed(params.items())}
+    def __init__(self, params: dict[str, nn.Parameter], missing: Collection[str], read: Callable[[str], torch.Tensor]):
+        self._read = read
+        self._names = {id(param): name for name, param in params.items() if name not in missing}
         self._params = list({id(param): param for param in params.values()}.values())
+        self._inside: dict[int, nn.Parameter] = {}  # with their values in the files, for all that is known
+        self._inside_bytes = 0
         for param in self._params:
-            param._gemini_pager = self  # type: ignore[attr-defined]
-            param.__class__ = PagedParameter
+            self._put_away(param)
 
     def bring_in(self, param: nn.Parameter, keep: Collection[torch.Tensor] = ()) -> None:
         """Make ``param`` ordinary, with its value in the files, or zeros if it is still to be drawn."""
-        drawn = id(param) in self._drawn
-        value = torch.zeros(param.shape, dtype=param.dtype) if drawn else self._read(self._names[id(param)])
+        self._make_room(param.nbytes, {id(other) for other in keep})
+        if (name := self._names.get(id(param))) is None:
+            value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+        else:
+            value = self._read(name)
+            self._inside[id(param)] = param
+            self._inside_bytes += value.nbytes
         param.__class__ = nn.Parameter
         param.data = value
 
     def end(self) -> set[int]:
-        """No value comes any more; returns the ``id`` of those that nobody touched."""
+        """No value comes any more; returns the ``id`` of those that nobody changed, as far as they are away."""
         untouched = set()
         for param in self._params:
             if isinstance(param, PagedParameter):
@@ -221,6 +229,34 @@ class _ReadAtTouch:
                 untouched.add(id(param))
             del param._gemini_pager  # type: ignore[attr-defined]
         return untouched
+
+    def _put_away(self, param: nn.Parameter) -> None:
+        param._gemini_pager = self  # type: ignore[attr-defined]
+        param.__class__ = PagedParameter
+
+    def _make_room(self, num_bytes: int, keep: set[int]) -> None:
+        for key, param in list(self._inside.items()):
+            if self._inside_bytes + num_bytes <= paging.ROOM:
+                return
+            if key in keep or param.grad is not None or _is_shared(param):
+                continue  # who looks into its memory may write there yet
+            del self._inside[key]
+            value = self._read(self._names[key])
+            self._inside_bytes -= value.nbytes
+            if _same_bits(param.data, value):
+                param.data = paging.stand_in(param.shape, param.dtype)
+                self._put_away(param)
+
+
+def _is_shared(param: nn.Parameter) -> bool:
+    """Whether another tensor, or an array, has the memory of ``param`` too."""
+    return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > 2  # type: ignore[attr-defined]  # it, and we
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
+        return False
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def internal_step(owner: Any, name: str) -> Any:

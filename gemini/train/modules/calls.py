@@ -32,7 +32,7 @@ from gemini.memory.chunks.chunk import Chunk
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = ("chunks", "exposed", "first_node", "module", "num_hooks", "parent")
+    __slots__ = ("chunks", "exposed", "first_node", "hooks_in", "module", "num_hooks", "parent")
 
     def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
         self.module = module
@@ -42,6 +42,8 @@ class CallRecord:
         self.parent = parent
         self.num_hooks = 0
         """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
+        self.hooks_in = -1
+        """The backward, by autograd's number, inside which they were: they end with it, if it breaks off."""
         self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def is_around(self, other: CallRecord) -> bool:
@@ -156,7 +158,7 @@ class Calls:
             record = stack.pop()
             if not stack:
                 self.running.pop(threading.get_ident(), None)
-            for _ in range(record.num_hooks):
+            for _ in range(record.num_hooks if record.hooks_in == torch._C._current_graph_task_id() else 0):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             record.num_hooks = 0
         for chunk in record.exposed:

@@ -30,8 +30,8 @@ _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
 """The path of a repeated block: one number, at its end."""
 
 BLOCKS_INSTEAD = (
-    "Compile its blocks: model.compile() of the managed model does, and so does block.compile() for each of "
-    "model.model.layers"
+    "Compile its blocks: model.compile() of the managed model does, and so does block.compile() for each repeated "
+    "block (of a Llama for each of model.model.layers)"
 )
 
 
@@ -210,11 +210,17 @@ class CompiledParts:
 
 
 def refuse_inside_compiled() -> None:
-    """The model was called, and somebody has imported the compiler: it must not have been from compiled code.
+    """The model was called, and somebody has imported the compiler: it must not have been from compiled code, nor to
+    be exported.
 
     Raises:
         GeminiError: if it was.
     """
+    if torch.compiler.is_compiling():
+        raise GeminiError(
+            "torch.export does not take a managed model, whose weights come and go: load model.state_dict() into a "
+            "plain model, and export that"
+        )
     if callable(torch._C._dynamo.eval_frame.get_eval_frame_callback()):
         raise GeminiError(
             "a managed model was called inside of a function that torch.compile compiles: its weights come and go "

@@ -3,8 +3,9 @@
 Stays in fp32 what is so already in a model of bf16 or fp16, what the model's class declares (transformers'
 ``_keep_in_fp32_modules``, with the meaning it has there), what torch can only compute with the fp32 buffers beside it
 (running statistics, spectral norms), and what ``GeminiConfig(keep_fp32=)`` names. Where the first two meet the rest is
-the model's own business, as in plain torch; torch's parts and those that were named are helped here. Inputs of the
-whole are cast as FSDP2's policy casts them.
+the model's own business, as in plain torch; torch's parts and those that were named are helped here. So are torch's
+layers that are given fp32 values a program made in its forward (times, positions, noise), where torch refuses the pair
+and autocast does not. Inputs of the whole are cast as FSDP2's policy casts them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gemini.config import GeminiConfig
 from gemini.errors import warn
+from gemini.train.modules.compiled import compiled_part
 from gemini.train.modules.reading import adapter_params
 from gemini.train.params.codes import is_coded
 
@@ -41,6 +43,11 @@ _DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
 
 _BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
 """What hands its outputs on to the body of a model: in the compute dtype, as torch's norms with fp32 weights do."""
+
+_OF_ONE_DTYPE = (
+    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm,
+)  # fmt: skip
+"""What torch computes only where inputs are of the dtype of the weights: no program runs that casting would change."""
 
 KeepFp32 = str | tuple[Any, ...] | None
 
@@ -69,10 +76,10 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
             keep(module._parameters.values(), STATISTICS)
         for original, _ in _parametrized(module):
             keep(original, PARAMETRIZED)
-    own = [param for param in model.parameters() if param.is_floating_point()]
-    if any(param.dtype in HALVES for param in own):
-        adapters = adapter_params(model)  # which PEFT makes in fp32 for the sake of their masters
-        keep((p for p in own if p.dtype is torch.float32 and id(p) not in adapters), MADE)
+    adapters = adapter_params(model)  # whose dtype is PEFT's or TRL's choice, for the sake of masters and of memory
+    base = [param for param in model.parameters() if id(param) not in adapters]
+    if any(param.dtype in HALVES for param in base):
+        keep((param for param in base if param.dtype is torch.float32), MADE)
     return kept
 
 
@@ -168,49 +175,64 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
     """
     hooks: list[Any] = []
     is_told = NAMED in kept.values()
+    # Models of transformers cast what they make; in compiled code a hook of ours would be a break of the graph.
+    left = {
+        id(m)
+        for whole in model.modules()
+        if _is_of_transformers(whole) or compiled_part(whole)
+        for m in whole.modules()
+    }
     for module in model.modules():
         made = [(list(original), put) for original, put in _parametrized(module)]
-        own = [*module._parameters.values(), *(param for original, _ in made for param in original)]
+        held = (*module._parameters.values(), *(param for original, _ in made for param in original))
+        own = [param for param in held if param is not None]
         by_itself = isinstance(module, _NormBase) or not _has_statistics(module)  # torch's take any dtype beside fp32
         if any(kept.get(id(param)) == NAMED for param in own) or not by_itself:
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
         else:
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
-            if is_told and module is not model and own and not any(id(param) in kept for param in own):
+            if module is model or not own or any(id(param) in kept for param in own):
+                continue
+            if is_told:
                 hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
+            elif isinstance(module, _OF_ONE_DTYPE) and id(module) not in left:
+                hooks.append(module.register_forward_pre_hook(_as_weights(dtype), with_kwargs=True))
     return hooks
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    kinds = type(module).__mro__  # by name: transformers need not be installed
+    return any(c.__name__ == "PreTrainedModel" and c.__module__.startswith("transformers.") for c in kinds)
+
+
+def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
+            return None  # nearly always
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+
+    return before
 
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """``module`` computes in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
-    cast: list[torch.dtype | None] = []
+    was_cast = False  # the inputs of the last call, which in a recomputation may have no end
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        was = next((t.dtype for t in _floating((args, kwargs)) if t.dtype in HALVES), None)
-        cast.append(was)
-        return None if was is None else (cast_floats(args, torch.float32), cast_floats(kwargs, torch.float32))
+        nonlocal was_cast
+        given = cast_floats((args, kwargs), torch.float32)
+        was_cast = given[0] is not args or given[1] is not kwargs
+        return given if was_cast else None
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
-        was = cast.pop() if cast else None
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        return cast_floats(output, dtype) if is_embedding else None if was is None else cast_floats(output, was)
+        return cast_floats(output, dtype) if was_cast or is_embedding else None
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())
     if isinstance(module, _BACK) or is_norm or _has_statistics(module):
         hooks.append(module.register_forward_hook(after))
     return hooks
-
-
-def _floating(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        if tree.is_floating_point():
-            yield tree
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _floating(value)
-    elif isinstance(tree, Mapping):
-        yield from _floating(list(tree.values()))
 
 
 def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> Any:

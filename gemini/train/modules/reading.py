@@ -4,8 +4,9 @@ Most modules read the params they own. ``nn.ParameterDict`` and ``nn.ParameterLi
 them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more,
 and so does one that is computed in tiles, which would else read each of its weights once more for every tile. A tuner
 layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of the
-base weight, IA3 scales it, LoHa and OFT build new weights out of factors, CPT bounds its prompts. So do torch's own layers with a fused
-path for evaluation: it computes other bits than the plain one, and is taken only where every param is an ordinary one.
+base weight, IA3 scales it, LoHa and OFT build new weights out of factors. So does CPT, which bounds its prompts. So do
+torch's own layers with a fused path for evaluation: it computes other bits than the plain one, and is taken only where
+every param is an ordinary one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """The params that ``module`` reads itself, when it is called."""
-    if is_tuner_layer(module) or is_a(type(module), "CPTEmbedding") or is_read_as_a_whole(module) or isinstance(module, _FUSED):
+    of_peft = is_tuner_layer(module) or is_a(type(module), "CPTEmbedding")
+    if of_peft or is_read_as_a_whole(module) or isinstance(module, _FUSED):
         yield from module.parameters()
         return
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):

@@ -85,8 +85,10 @@ class Rewriting:
         """What a tuner layer with merged adapters does before it computes without them, with the bits of PEFT."""
         handles = _handles(layer.parameters())
         before = self.begin(handles)
-        call_without_grad(layer.unmerge)
-        self.end(handles, before)
+        try:
+            call_without_grad(layer.unmerge)
+        finally:
+            self.end(handles, before)
 
     def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
         with self._lock, WHOLE:

@@ -161,7 +161,7 @@ class SavedWeights:
         """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
         if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
             with WHOLE:  # hooks that nobody has noted would stay open for good
-                record.num_hooks += self._push()
+                record.num_hooks, record.hooks_in = self._push(), torch._C._current_graph_task_id()
             if record.chunks:
                 self.open_for = record.chunks[0].spec.slots[0].name
 

@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.grad_reads import refuse_in
 from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 
-_Kind = TypeVar("_Kind", bound=HybridOptimizer)
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
 _ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
@@ -29,7 +28,7 @@ _ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_ba
 
 
 @cache
-def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) -> type[_Kind]:
+def class_in_place_of(original: Any, kind: Any) -> Any:
     """The class that is both ``original`` and ``kind``, under the name of the first: programs and loggers read it."""
     for base in original.__mro__[: original.__mro__.index(torch.optim.Optimizer)]:
         for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
@@ -43,8 +42,15 @@ def class_in_place_of(original: type[torch.optim.Optimizer], kind: type[_Kind]) 
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_gemini_original": original,
+        "__reduce_ex__": lambda self, protocol: (_new, (original, kind), self.__getstate__()),
     }
     return type(original.__name__, (kind, original), namespace)
+
+
+def _new(original: type, kind: type) -> Any:
+    """For copies and pickles, which would look for the class by its name."""
+    made = class_in_place_of(original, kind)
+    return made.__new__(made)
 
 
 def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backward: bool = False) -> HybridOptimizer:
@@ -54,10 +60,11 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
         ValueError, TypeError, GeminiError: as :class:`HybridOptimizer`, for its groups and its states; and for methods
             that were replaced on the optimizer itself. Nothing was changed.
     """
-    original, before = type(optimizer), dict(vars(optimizer))
+    original: Any = type(optimizer)
+    before = dict(vars(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
     owners = [(param, optimizer_of(param)) for param in params]
-    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param))}
+    past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param, rule))}
     for name in _SERVED:
         if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
             raise ValueError(
@@ -66,7 +73,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
             )
     kind = HybridAdam if rule == ADAM else HybridOptimizer
     try:
-        optimizer.__class__ = class_in_place_of(original, kind)  # type: ignore[assignment]
+        optimizer.__class__ = class_in_place_of(original, kind)
         assert isinstance(optimizer, HybridOptimizer)
         optimizer.take_over(rule, past, f"the optimizer {original.__name__}", step_in_backward=step_in_backward)
         _renew_step(optimizer)
@@ -78,9 +85,14 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     return optimizer
 
 
-def _past_of(optimizer: torch.optim.Optimizer, param: Any) -> dict[str, Any]:
-    """A state with its count of steps: SGD keeps none, and its first step alone is unlike the others."""
+def _past_of(optimizer: torch.optim.Optimizer, param: Any, rule: UpdateRule) -> dict[str, Any]:
+    """A state in the rule's dtypes (torch's are those of the param), with its count of steps: SGD keeps none, and its
+    first step alone is unlike the others.
+    """
     found = {name: value for name, value in optimizer.state.get(param, {}).items() if value is not None}
+    for spec in rule.spec.planes:
+        if isinstance(value := found.get(spec.kind), torch.Tensor) and value.is_floating_point():
+            found[spec.kind] = value.to(getattr(torch, spec.dtype))
     return {"step": torch.tensor(1.0, device="cpu"), **found} if found else found
 
 
@@ -94,8 +106,17 @@ def give_back(optimizer: Any) -> None:
         return
     left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
     give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
-    _put_back(optimizer, original, {**left, "state": defaultdict(dict, dict.items(optimizer.state))})
+    state = _first_state(original, optimizer.param_groups) | dict(dict.items(optimizer.state))
+    _put_back(optimizer, original, {**left, "state": defaultdict(dict, state)})
     _renew_step(optimizer)
+
+
+def _first_state(original: Any, groups: list[dict[str, Any]]) -> dict[Any, Any]:
+    """What a class has before the first step: torch's Adagrad makes its sums when it is made."""
+    try:
+        return dict(original([dict(group) for group in groups]).state)
+    except TypeError:  # it wants more than params
+        return {}
 
 
 def _put_back(optimizer: Any, original: type, attributes: dict[str, Any]) -> None:

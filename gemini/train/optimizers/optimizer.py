@@ -28,7 +28,7 @@ from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import Owner, owner_of
-from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 from gemini.train.passes.stepping import Stepping, stepping_of
 
 Group = dict[str, Any]
@@ -108,11 +108,12 @@ class HybridOptimizer(torch.optim.Optimizer):
             self.check_group(group, what)
         self._owner_of(self._params())
         vars(self)["state"] = states_of.States(self, {})
-        self._end_of_making(self._params())
-        if states:
+        if states:  # which are written over those of an optimizer before, once all ranks have accepted them
             numbers = iter(range(len(self._params())))
             groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
+            give_to(self, self._params())
             self._load({"state": states, "param_groups": groups})
+        self._end_of_making(self._params())
 
     def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
         states_of.own(self, params)
@@ -250,7 +251,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: for ``set_to_none=False`` with ``GeminiConfig(gradients="transient")``.
         """
         handles = []
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             handle = handle_of(param)
             if handle is not None:
                 handles.append(handle)
@@ -298,17 +299,13 @@ class HybridOptimizer(torch.optim.Optimizer):
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
         for number, state in result["state"].items():  # a copy: these are the states themselves
-            shown = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
-            result["state"][number] = shown
-        index = 0
-        for group in self.param_groups:
-            for param in group["params"]:
-                handle = handle_of(param)
-                if handle is not None and handle.num_steps:
-                    result["state"][index] = states_of.saved_state(handle)
-                elif "residual" in result["state"].get(index, {}):
-                    result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
-                index += 1
+            result["state"][number] = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+        for index, param in enumerate(self._params()):
+            handle = handle_of(param)
+            if handle is not None and handle.num_steps:
+                result["state"][index] = states_of.saved_state(handle)
+            elif "residual" in result["state"].get(index, {}):
+                result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -379,8 +376,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def skip_step(self) -> None:
         """Drop the gradients of managed params in place of a step (``GradScaler.step`` has found inf or NaN)."""
-        handles = [handle for group in self.param_groups for p in group["params"] if (handle := handle_of(p))]
-        if handles:
+        if handles := self._handles():
             stepping_of(handles[0]).skip(handles)
 
     # ---- managed params -----------------------------------------------------------------------------------------
@@ -417,7 +413,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def adopt_plain_states(self) -> None:
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
+        for param in self._params():
             handle = handle_of(param)
             if handle is not None and param in self.state:
                 state = self.state.pop(param)

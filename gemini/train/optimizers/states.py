@@ -24,7 +24,6 @@ from gemini.planning.factors import shapes_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.by_name import halves
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import give_to, optimizer_of
@@ -352,7 +351,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
 
 def sum_of_plain(param: nn.Parameter) -> torch.Tensor:
     """What a managed bf16 param has as "residual_of", of a plain one."""
-    return torch.tensor(crc32(halves(param.detach().reshape(-1))[0]), device="cpu")
+    return torch.tensor(crc32(param.detach().reshape(-1).cpu()), device="cpu")
 
 
 def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:

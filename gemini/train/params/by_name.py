@@ -62,7 +62,7 @@ class ByName:
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
-        self._compared, self._all_agree = False, all_agree
+        self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
         self._handles = {name: handle for handle in self.handles for name in handle.names}
@@ -228,7 +228,7 @@ class ByName:
             return waiting.residual if fits else None
         total, whole = 0, True
         for start, stop in tiles(0, value.numel(), self._mover.tile):
-            hi, lo = halves(value.detach().reshape(-1)[start:stop])
+            hi, lo = _halves(value.detach().reshape(-1)[start:stop])
             total, whole = crc32(hi, total), whole and not lo.any()
         waiting.met |= total == waiting.of
         return waiting.residual if total == waiting.of and whole else None
@@ -239,11 +239,7 @@ class ByName:
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
         """
-        if self._deferred is not None:
-            self._deferred.append((handle, value))
-            return
-        self._agree_on(handle, value)
-        self.write(handle, value)
+        self._on_all(handle, value, self.write)
 
     def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """What a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed become
@@ -252,17 +248,25 @@ class ByName:
         Raises:
             RankMismatch: as of :meth:`overwrite`.
         """
-        self._agree_on(handle, value)
+        self._on_all(handle, value, self._rewrite)
+
+    def _rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         self._await_update(handle.chunk)
         with WHOLE, self._observers.writing(handle.chunk):
             old = read_range(self._mover, handle.chunk.weights, handle)
             self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
             self._forget_copies(handle)
 
-    def _agree_on(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        if self._shards is not None and not self._compared:
+    def _on_all(
+        self, handle: ParamHandle, value: torch.Tensor, write: Callable[[ParamHandle, torch.Tensor], None]
+    ) -> None:
+        if self._deferred is not None:
+            self._deferred.append((handle, value))
+            return
+        if self._shards is not None:
             name = handle.name
             self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
+        write(handle, value)
 
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
@@ -272,15 +276,6 @@ class ByName:
             yield self._deferred
         finally:
             self._deferred = before
-
-    @contextmanager
-    def compared(self) -> Iterator[None]:
-        """What is written inside is known to be the same on all ranks."""
-        before, self._compared = self._compared, True
-        try:
-            yield
-        finally:
-            self._compared = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its
@@ -328,8 +323,8 @@ class ByName:
             self._write_range(chunk.weights, handle, new)
 
     def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """What this rank's part of the plane of weights, ``old``, is to be now that all weights are ``shown``: changed
-        elements exactly these. Their residual is nothing from here on, or the one that waits for these weights.
+        """What the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed elements
+        exactly these. Their residual is nothing from here on, unless a loaded one waits for just these weights.
         """
         new, planes = _own_part(handle, shown).to("cpu"), handle.chunk.planes
         if RESIDUAL in planes:
@@ -360,7 +355,7 @@ def _same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
-def halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bf16 weights of masters, and the residuals in int16, of flat values on any device."""
     hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
     lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")

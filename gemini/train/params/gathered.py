@@ -38,8 +38,8 @@ class Gathering:
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
         """Keep the full weights of ``handles`` readable; with ``write`` what was written becomes the master exactly.
 
-        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each writes its shard, so all must write the
-        same.
+        Autograd is off where weights are written. An exception inside undoes what was written. With several ranks each
+        writes its shard, so all must write the same.
         """
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         begun = list[Chunk]()
@@ -55,22 +55,23 @@ class Gathering:
                     for chunk in chunks:
                         self._observers.before_write(chunk)  # one that never moves is written in place
                         begun.append(chunk)
+                takes_over = False
                 try:
                     with torch.no_grad() if write else nullcontext():  # torch allows writes to weights only there
                         yield
                     if write:
                         self._check_same_on_all(handles)
+                        with WHOLE:  # Ctrl-C leaves no write half done
+                            takes_over = True
+                            for handle in handles:
+                                self._by_names.take_over(handle, before.get(handle.name))
                 except BaseException:
                     with WHOLE:
-                        for handle in handles:
+                        for handle in handles if not takes_over else ():
                             undo_writes(handle)
                             if handle.name in before:
                                 handle.view.copy_(before[handle.name])
                     raise
-                if write:
-                    with WHOLE:  # Ctrl-C leaves no write half done
-                        for handle in handles:
-                            self._by_names.take_over(handle, before.get(handle.name))
         finally:
             if write:
                 with WHOLE:

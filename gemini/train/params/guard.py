@@ -276,11 +276,14 @@ def _edges_of(tree: Any) -> Any:
 
 
 def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
-    """``param.data = value`` at rest: torch's function that copies a vector into params does it this way."""
+    """``param.data = value`` at rest: ``param.data += 1`` ends so, and torch copies a vector into params this way."""
+    if isinstance(value, DetachedWeights) and value.dtype is handle.param.dtype:
+        if _place_of(value) == _place_of(handle.param):  # what it is already
+            return
     if caller is not nn.utils.vector_to_parameters.__code__:
         raise ParamAccessError(
-            f"param.data = ... would let managed param {handle.name!r} share the memory of that tensor, and its weights "
-            "live in a chunk. Write the values: param.data.copy_(value), or param.copy_(value) inside torch.no_grad()"
+            f"param.data = ..., which module.to() does too, would let managed param {handle.name!r} share the memory "
+            "of that tensor, and its weights live in a chunk. Write the values: param.data.copy_(value)"
         )
     owner_of(handle).by_names.overwrite(handle, value)
 
@@ -299,8 +302,10 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
         return False
     handle: ParamHandle = args[0]._gemini  # type: ignore[union-attr]
     value = args[1].detach()
-    if isinstance(value, DetachedWeights):  # perhaps of the same param, which is written piece by piece
-        value = value.clone()
+    if isinstance(value, DetachedWeights):
+        if value._gemini is handle and value._view is None:
+            return True  # what is shown of a master is not all of it
+        value = value.clone()  # perhaps of a part of the same param, which is written piece by piece
     owner_of(handle).by_names.overwrite(handle, value.expand(args[0].shape))
     return True
 
@@ -337,8 +342,8 @@ def _read_copies(
     written = {handle: copy for handle, copy in copies.items() if copy._version != versions[handle]}
     if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
         raise ParamAccessError(_refusal(f"another shape or memory ({what})", first, write=True))
-    for handle, copy in written.items():
-        owner_of(handle).by_names.rewrite(handle, copy)
+    for each, copy in written.items():
+        owner_of(each).by_names.rewrite(each, copy)
     storages = {copy.untyped_storage()._cdata: handle for handle, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(result):

@@ -48,19 +48,19 @@ def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
     """What the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever they
     add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
     """
-    return {name: value for name, value in _own_state(model).items() if not _is_of_params(name, value, by_names)}
+    return {name: value for name, value in own_state(model).items() if not _is_of_params(name, value, by_names)}
 
 
 def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, Any]) -> None:
     """Let the model take ``values``, what :func:`beside_params` gave, in its own way. Managed params stay as they
     are.
     """
-    state = _own_state(model)
+    state = own_state(model)
     for name in [name for name, value in state.items() if handle_of(value) is None and name not in by_names]:
         del state[name]
     state.update(values)
     with by_names.deferred():  # and never written: the params are those of before
-        model._gemini_original.load_state_dict(model, state)  # type: ignore[operator, union-attr]
+        _own_class(model).load_state_dict(model, state)
 
 
 @contextlib.contextmanager
@@ -80,8 +80,14 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
         raise
 
 
-def _own_state(model: nn.Module) -> dict[str, Any]:
-    return model._gemini_original.state_dict(model, keep_vars=True)  # type: ignore[operator, union-attr]
+def own_state(model: nn.Module) -> dict[str, Any]:
+    """What the model's own ``state_dict`` gives: values themselves, managed params as they are at rest."""
+    return _own_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
+
+
+def _own_class(model: Any) -> Any:
+    """What it was before it was managed."""
+    return model._gemini_original
 
 
 def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
@@ -108,17 +114,18 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
-    with undone_on_error(model, by_names):
-        with by_names.deferred() as writes:
-            try:
-                expected = _check(model, state)
-                how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
-                own = _in_slices(state, expected)
-                result = model._gemini_original.load_state_dict(model, own, **how)  # type: ignore[operator, union-attr]
-            except Exception as e:
-                refusal = e
-        by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
-    with WHOLE, by_names.compared():  # Ctrl-C leaves no model that is half loaded
+    with contextlib.ExitStack() as writing:
+        with undone_on_error(model, by_names):
+            with by_names.deferred() as writes:
+                try:
+                    expected = _check(model, state)
+                    how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
+                    own = _in_slices(state, expected)
+                    result = _own_class(model).load_state_dict(model, own, **how)
+                except Exception as e:
+                    refusal = e
+            by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+            writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded
         for handle, value in writes:
             by_names.write(handle, value)
     return result
@@ -144,7 +151,7 @@ def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict takes a mapping of names to tensors, got {type(state).__name__}")
-    expected = _own_state(model)
+    expected = own_state(model)
     errors = []
     for name, value in state.items():
         if handle_of(expected.get(name)) is None:

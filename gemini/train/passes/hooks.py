@@ -26,7 +26,13 @@ from gemini.memory.store import ChunkStore
 from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
 from gemini.train.modules.calls import map_tensors
-from gemini.train.modules.compiled import CompiledParts, hook_around, make_room_for_compiled, refuse_inside_compiled
+from gemini.train.modules.compiled import (
+    CompiledParts,
+    compiled_part,
+    hook_around,
+    make_room_for_compiled,
+    refuse_inside_compiled,
+)
 from gemini.train.modules.mixed import cast_inputs, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import is_a, is_tuner_layer, params_read_by, readers
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
@@ -95,7 +101,25 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
     kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
-    hooks += cast_where_they_meet(model, kept, COMPUTE_DTYPES[passes.config.precision])
+    dtype = COMPUTE_DTYPES[passes.config.precision]
+    hooks += cast_where_they_meet(model, kept, dtype)
+    for path, module in model.named_modules() if dtype is not torch.float32 else ():
+        # A named part may be called like the root: an encoder, by generate().
+        is_named = ENTRANCE.fullmatch(path) and not path.rpartition(".")[2].isdigit() and module is not model
+        if is_named and compiled_part(module) is None and any(id(param) not in kept for param in module.parameters()):
+            before = _if_outermost(ref, cast_inputs(dtype))
+            hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+
+
+def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Callable[..., Any]:
+    """The same hook where a user calls in, and not where the model itself does, or repeats it in backward."""
+
+    def before_if_outermost(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        passes = ref()
+        inside = passes is None or passes.forward.calls.depth or passes.state.in_backward
+        return None if inside else before(module, args, kwargs)
+
+    return before_if_outermost
 
 
 def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
@@ -177,10 +201,12 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
         state = passes.state
         if state.num_open and not state.in_method and not passes.forward.calls.depth:
             passes.recovery.forget_interrupted()
+        is_compiler_there = "torch._dynamo" in sys.modules
+        if is_compiler_there:
+            refuse_inside_compiled()
         if state.num_looked_at != injected.num_registered:
             injected.refuse_injected(state, module, is_root=True)
-        if "torch._dynamo" in sys.modules:
-            refuse_inside_compiled()
+        if is_compiler_there:
             if not state.computing and compiled.have_changed(module):
                 follow_compiled(module, passes)
                 compiled.note(module)
@@ -192,7 +218,7 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
     dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
-    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)
+    before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)  # in fp32 a mistake stays one
     hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 

@@ -56,10 +56,10 @@ _LOOPS = {
         "use gemini.integrations.huggingface.GeminiTrainer in its place (for a subclass such as TRL's put "
         "GeminiTrainerMixin before it), with the model managed or not",
     ),
-    "lightning.pytorch.": (
+    "lightning.pytorch.strategies.": (
         "Lightning's Trainer", 'import gemini.integrations.lightning and write Trainer(strategy="gemini")'
     ),
-    "pytorch_lightning.": (
+    "pytorch_lightning.strategies.": (
         "the Trainer of pytorch_lightning",
         'import gemini.integrations.lightning and write lightning.Trainer(strategy="gemini")',
     ),

@@ -18,11 +18,9 @@ import transformers
 from torch import nn
 
 import gemini
-from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.calls import iter_tensors
-from gemini.train.setup.problem import collect_params
-from gemini.train.setup.structure import working_set
+from gemini.train.setup.structure import structural_trace, working_set
 from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
 from tests.hunts.zoo.mappings import Entry
@@ -157,10 +155,8 @@ def _try(entry: Entry, spec: Spec) -> tuple[Batches, str]:
 
 def tight_config(model: nn.Module, precision: str, path: Path, extra: int) -> gemini.GeminiConfig:
     """Everything on NVMe, and as little memory as the model's most demanding module needs; small chunks."""
-    named = collect_params(model)
-    specs = [ParamSpec(n.names[0], n.param.numel(), n.param.requires_grad) for n in named]
-    max_chunk = max(1024, sum(s.numel for s in specs) // 8)
-    layout = make_layout(specs, max_chunk=max_chunk)
+    max_chunk = max(1024, sum(param.numel() for param in model.parameters()) // 8)
+    layout = structural_trace(model, precision).layout(max_chunk=max_chunk)
     itemsize, largest = (4 if precision == "fp32" else 2), max(chunk.numel for chunk in layout.chunks)
     gathered = working_set(model, layout, precision) + extra * largest * itemsize
     staging = staging_bytes(tile_numel(largest))

@@ -1,0 +1,30 @@
+"""Every method of PEFT on every kind of layer that it takes: the bits of PEFT alone, or a refusal with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import peft
+import pytest
+
+from benchmarks.peft_kinds import cases, row_of
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.sweep(every=16)
+@pytest.mark.parametrize(
+    ("method", "layer", "config"), cases(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_trained_merged_disabled_saved(
+    method: str, layer: str, config: Callable[[], peft.PeftConfig], tmp_path: Path
+) -> None:
+    cells = row_of(method, layer, config, tmp_path)
+    if not isinstance(cells, Exception):  # else PEFT alone does not take it
+        assert "trained" in cells
+        refused = method in ("AdaLoRA", "cartridge") or layer == "MultiheadAttention"
+        for step, cell in cells.items():
+            assert not any(word in cell for word in ("RAW", "DIFFERS", *(() if refused else ("refused",)))), (
+                step,
+                cell,
+            )
