@@ -70,7 +70,8 @@ class ManagedAdapters:
         engine.state.check_whole()
         if kwargs.get("state_dict") is None:
             kept = adapter_params(self)  # type: ignore[arg-type]
-            for module in (self.get_input_embeddings(), self.get_output_embeddings()):  # type: ignore[attr-defined]
+            for name in ("get_input_embeddings", "get_output_embeddings"):  # a base of the user's own may have none
+                module = getattr(self, name, lambda: None)()
                 if kwargs["save_embedding_layers"] and module is not None:
                     kept |= {id(param) for param in module.parameters()}
             state = own_state(self)  # type: ignore[arg-type]

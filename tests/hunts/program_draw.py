@@ -10,10 +10,15 @@ import random
 from dataclasses import dataclass, replace
 from functools import cache
 
+from tests.hunts.program_adapters import ADAPTER_HABITS, ADAPTERS, TARGETED
 from tests.hunts.program_exits import AUX, CALLS, EXITS, LATE, ORDINARY_EXITS
 from tests.hunts.program_habits import ADAMS, HABITS
 from tests.hunts.program_kinds import FROZEN, KINDS, ODD, ORDINARY
+from tests.hunts.program_modules import KEPT
 from tests.hunts.program_objectives import OBJECTIVES
+from tests.hunts.program_resumes import ORDERS, RESUMES
+from tests.hunts.program_schedules import SCHEDULES
+from tests.hunts.program_writes import WRITES
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,9 @@ class Block:
 
 ROOTS = (
     "embedding", "tied", "own_param", "regularizer", "stacked_regularizer", "unet", "recurrent", "state", "forces",
-    "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first",
+    "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first", "generic_first",
+    "generic_last", "abstract_first", "protocol_last", "mixin_first", "slotted",
+    "kept_by_name",
 )  # fmt: skip
 """What the model around the blocks does."""
 
@@ -64,6 +71,8 @@ class Program:
     objective: str = "plain"
     habits: tuple[str, ...] = ()
     adam: str = "whole"
+    schedule: str = ""
+    adapter: str = ""
     width: int = 8
     batch: int = 2
     length: int = 4
@@ -78,11 +87,20 @@ class Program:
         told += [f"root {name}" for name in self.root]
         told += [f"root exit {self.root_exit}"] if self.root_exit != "tensor" else []
         told += [f"adam {self.adam}"] if self.adam != "whole" else []
+        told += [f"schedule {self.schedule}"] if self.schedule else []
+        told += [f"adapter {self.adapter}"] if self.adapter else []
         return sorted(set(told + [feature for block in self.blocks for feature in block.features()]))
 
     @property
     def may_step_in_backward(self) -> bool:
         return OBJECTIVES[self.objective].once and all(HABITS[name].transient for name in self.habits)
+
+
+WHAT = (
+    "kind", "kind", "kind", "exit", "call", "late", "aux", "root", "objective", "objective", "habit", "habit", "resume",
+    "write", "schedule", "adapter",
+)  # fmt: skip
+"""What an odd part is, as often as it is drawn."""
 
 
 # ---- drawing -------------------------------------------------------------------------------------------------------
@@ -104,7 +122,7 @@ def draw(seed: int) -> Program:
         habits=tuple(name for name in ("grads", "clip", "evaluate") if rng.random() < 0.3),
     )
     for _ in range(rng.choice((1, 1, 2, 2, 3))):
-        what = rng.choice(("kind", "kind", "exit", "call", "late", "aux", "root", "objective", "objective", "habit"))
+        what = rng.choice(WHAT)
         at = rng.randrange(len(blocks))
         if what == "kind":
             blocks[at] = replace(blocks[at], kind=rng.choice(tuple(ODD)), frozen=False, inside="")
@@ -123,8 +141,13 @@ def draw(seed: int) -> Program:
                 program = replace(program, root=tuple(sorted({*program.root, rng.choice(ROOTS)})))
         elif what == "objective":
             program = replace(program, objective=rng.choice(tuple(OBJECTIVES)), target=at)
+        elif what == "schedule":
+            program = replace(program, schedule=rng.choice(tuple(SCHEDULES)))
         else:
-            program = replace(program, habits=tuple(dict.fromkeys((*program.habits, rng.choice(tuple(HABITS))))))
+            if what == "adapter" and not program.adapter:
+                program = replace(program, adapter=rng.choice(tuple(ADAPTERS)))
+            names = {"resume": RESUMES, "write": WRITES, "adapter": ADAPTER_HABITS}.get(what, HABITS)
+            program = replace(program, habits=tuple(dict.fromkeys((*program.habits, rng.choice(tuple(names))))))
     return fitted(replace(program, blocks=tuple(blocks)))
 
 
@@ -153,7 +176,11 @@ def fitted(program: Program) -> Program:
     blocks = tuple(b if KINDS[b.kind].own else replace(b, late="", aux="") for b in program.blocks)
     if all(block.frozen for block in blocks):
         blocks = (*blocks[:-1], replace(blocks[-1], frozen=False))
-    return replace(program, root=tuple(sorted(root)), blocks=blocks, target=min(program.target, len(blocks) - 1))
+    habits = tuple(name for name in program.habits if program.adapter or HABITS[name].needs != "adapter")
+    if program.adapter and not any(block.kind in TARGETED for block in blocks):
+        blocks = (*blocks, Block("linear"))
+    program = replace(program, root=tuple(sorted(root)), blocks=blocks, habits=habits)
+    return replace(program, target=min(program.target, len(blocks) - 1))
 
 
 def each_part() -> list[Program]:
@@ -164,7 +191,13 @@ def each_part() -> list[Program]:
     found += [Program(0, (Block("own", aux=name, frozen=f), Block())) for name in AUX for f in (False, True)]
     found += [Program(0, (Block("own", call=name), Block())) for name in CALLS]
     found += [Program(0, (Block(), Block(numbered=False)), objective=name) for name in OBJECTIVES]
-    found += [Program(0, (Block(), Block(numbered=False)), habits=(name,)) for name in HABITS]
+    found += [
+        Program(0, (Block(), Block(numbered=False)), habits=(name,), adapter="lora" if habit.needs == "adapter" else "")
+        for name, habit in HABITS.items()
+    ]
+    found += [Program(0, (Block(kind), Block()), habits=(f"anew from {order}",)) for kind in KEPT for order in ORDERS]
+    found += [Program(0, (Block(), Block("norm")), adapter=name, habits=("adapter_merged",)) for name in ADAPTERS]
+    found += [Program(0, (Block(),), schedule=name, adam=adam) for name in SCHEDULES for adam in ("whole", "converted")]
     found += [Program(0, (Block(), Block("own")), root=(name,)) for name in ROOTS]
     found += [Program(0, (Block(),), root_exit=name) for name in ROOT_EXITS]
     found += [Program(0, (Block(),), adam=name, habits=("clip",)) for name in ADAMS]

@@ -1,38 +1,21 @@
 """Habits of drawn programs: what happens in a loop beside its objective, as source text, and what optimizers are given.
 
-A habit has one of five places: "setup" (once), "before" the objective, "after" it (gradients are there), "stepped"
-(weights are new) and "zero" (how gradients are forgotten). What stands in braces is as in ``program_objectives``.
+What stands in braces is as in ``program_objectives``, and ``{optimizer}`` stands for the lines that make the optimizer
+and its schedule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from textwrap import dedent
-
-
-@dataclass(frozen=True)
-class Habit:
-    """``transient``: it may stand beside updates that run inside backward."""
-
-    place: str
-    source: str
-    transient: bool = True
-
-
-def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
-    return Habit(place, dedent(source).strip(), transient)
-
-
-EVALUATE = """
-model.eval()
-with torch.no_grad():
-    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
-model.train()
-"""
+from tests.hunts.program_adapters import ADAPTER_HABITS
+from tests.hunts.program_beside import BESIDE
+from tests.hunts.program_parts import Habit
+from tests.hunts.program_parts import make_habit as _habit
+from tests.hunts.program_resumes import RESUMES
+from tests.hunts.program_writes import EVALUATE, WRITES
 
 HABITS: dict[str, Habit] = {
+    **RESUMES,
     # Once, before the first step.
-    "scheduler": _habit("setup", "scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)"),
     "collecting_hook": _habit(
         "setup", '{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'
     ),
@@ -136,6 +119,9 @@ HABITS: dict[str, Habit] = {
     # How gradients are forgotten.
     "model_zero_grad": _habit("zero", "model.zero_grad()"),
     "to_zero": _habit("zero", "optimizer.zero_grad(set_to_none=False)"),
+    **WRITES,
+    **ADAPTER_HABITS,
+    **{f"beside {name}": _habit("stepped", f'side.beside("{name}")') for name in BESIDE},
 }
 
 ADAMS = {
@@ -148,5 +134,27 @@ ADAMS = {
     ),
     "left_out": "optimizer = side.adam(list(model.parameters())[1:])",
     "trained": "optimizer = side.adam([p for p in model.parameters() if p.requires_grad])",
+    "tensor_lr": "optimizer = side.adam(model.parameters(), lr=torch.tensor(0.02))",
+    "named": "optimizer = side.adam(model.named_parameters())",
+    "converted": (
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)\n"
+        "{schedule}\noptimizer = side.convert(optimizer)"
+    ),
+    "converted_adam": (
+        "optimizer = torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.8, 0.95), weight_decay=0.01)\n"
+        "{schedule}\noptimizer = side.convert(optimizer)"
+    ),
+    "converted_groups": (
+        "named = list(model.named_parameters())\n"
+        'optimizer = torch.optim.AdamW([{"params": [p for _, p in named[::2]], "weight_decay": 0.0},\n'
+        '                               {"params": [p for _, p in named[1::2]], "lr": 0.005}], lr=0.03)\n'
+        "optimizer = side.convert(optimizer)\n{schedule}"
+    ),
+    "converted_hooked": (
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)\n"
+        'optimizer.register_step_pre_hook(lambda o, args, kwargs: side.see("old pre", 1))\n'
+        'optimizer.register_step_post_hook(lambda o, args, kwargs: side.see("old post", 1))\n'
+        "{schedule}\noptimizer = side.convert(optimizer)"
+    ),
 }
-"""What the optimizer is given."""
+"""What the optimizer is given. ``{schedule}``: where its schedule is made, if not behind it."""

@@ -5,24 +5,9 @@ A program takes most of its blocks from the ordinary kinds, so that what is odd 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from textwrap import dedent
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Source of a block. ``own``: an expression of shape (D, D) in the block's params, "" if there is none."""
-
-    init: str
-    forward: str
-    own: str = ""
-    extra: str = ""
-    """Definitions in front of the class."""
-
-
-def _kind(init: str, forward: str, own: str = "", extra: str = "") -> Kind:
-    return Kind(dedent(init).strip(), dedent(forward).strip(), own, dedent(extra).strip())
-
+from tests.hunts.program_modules import MODULES
+from tests.hunts.program_parts import Kind
+from tests.hunts.program_parts import make_kind as _kind
 
 OWN = "self.w = nn.Parameter(torch.randn(D, D) / D)"
 
@@ -201,11 +186,6 @@ ODD: dict[str, Kind] = {
         """,
         "y = self.base(x) + x @ self.a @ self.b",
         "self.base.weight",
-    ),
-    "batch_norm": _kind(
-        "self.norm = nn.BatchNorm1d(D)\nself.fc = nn.Linear(D, D)",
-        "y = self.fc(self.norm(x.float().mT).mT.to(x.dtype)) if x.dtype == torch.float32 else self.fc(x)",
-        "self.fc.weight",
     ),
     "counting": _kind(
         """
@@ -422,6 +402,7 @@ ODD: dict[str, Kind] = {
     ),
     "max_norm": _kind("self.pos = nn.Embedding(T, D, max_norm=1.0)", "y = x * self.pos(torch.arange(T))", ""),
     "sparse": _kind("self.pos = nn.Embedding(T, D, sparse=True)", "y = x * self.pos(torch.arange(T))", ""),
+    **MODULES,
 }
 
 KINDS = ORDINARY | ODD

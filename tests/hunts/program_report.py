@@ -94,6 +94,9 @@ def smaller(program: Program) -> Iterable[Program]:
         yield replace(program, root_exit="tensor")
     if program.adam != "whole":
         yield replace(program, adam="whole")
+    for name in ("schedule", "adapter"):
+        if getattr(program, name):
+            yield replace(program, **{name: ""})
     for at, block in enumerate(program.blocks):
         simplest = Block()
         for name in ("inside", "aux", "late", "call", "exit", "kind", "frozen", "numbered"):

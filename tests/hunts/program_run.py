@@ -15,6 +15,7 @@ import gc
 import linecache
 import re
 import sys
+import tempfile
 import traceback
 import types
 import warnings
@@ -27,7 +28,8 @@ import torch
 
 import gemini
 from gemini.errors import GeminiError, IllegalTransition
-from tests.hunts.program_sides import PLACEMENTS, ManagedSide, PlainSide, Side, first_difference, round_weights
+from tests.hunts.program_bits import first_difference
+from tests.hunts.program_sides import PLACEMENTS, ManagedSide, PlainSide, Side, round_weights
 
 RIGHT, REFUSED, BOTH, WARNED, VARIES = "right", "refused", "torch refuses", "warned", "torch varies"
 SILENT, RAW, HANG, GOES_ON = "SILENT", "RAW", "HANG", "GOES ON"
@@ -111,7 +113,8 @@ def run_side(text: str, name: str, make_side: Any, precision: str) -> Ran:
 
 
 def run_plain(text: str, seed: int, precision: str) -> Ran:
-    return run_side(text, f"program_{seed}", lambda model: PlainSide(model, precision), precision)
+    with tempfile.TemporaryDirectory(prefix="gemini-programs-") as folder:
+        return run_side(text, f"program_{seed}", lambda model: PlainSide(model, precision, Path(folder)), precision)
 
 
 def run_managed(text: str, seed: int, precision: str, placement: str, folder: Path, plain: Ran) -> Result:
@@ -166,7 +169,7 @@ def judge(plain: Ran, ran: Ran) -> Result:
 
 REMEDY = re.compile(
     r"\b(use|call|read|write|make|leave|raise|pass|put|let|return|give|gather|wrap|clip|keep|build|copy|move|set|take|"
-    r"register|detach|declare|compute|try|run|wait|save|say|load|do|add|choose|freeze|one|lower|evaluate|share)\b",
+    r"register|detach|declare|compute|try|run|wait|save|say|load|do|add|choose|freeze|one|lower|evaluate|share|train)\b",
     re.IGNORECASE,
 )  # fmt: skip
 

@@ -10,14 +10,21 @@ them. Both sides start from weights that the compute dtype holds exactly, so tha
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import math
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from gemini.integrations.rules import to_hybrid
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
@@ -27,11 +34,14 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
+from tests.hunts import program_beside as beside
+from tests.hunts import program_state
 from tests.hunts.race_recipes import AlwaysPays
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
 INIT_SCALE = 2.0**10
+ADAPTERS_BUFFERS = ("vera_", "randlora_", "unilora_")  # in names of what PEFT computes in the dtype of weights
 
 
 @dataclass(frozen=True)
@@ -50,22 +60,23 @@ class Where:
     def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
-            return self._config(precision, gemini.MemoryBudget(cpu="256MiB"))
+            return self._config(precision, gemini.MemoryBudget(cpu="256MiB"), model)
         sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.durable}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device = make_device(self.device)
-        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes)), device, ranks)
+        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
         needed[device.tier] += self.slack * decision.problem.working_set
         local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
         sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
         sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
-        return self._config(precision, gemini.MemoryBudget(**sizes))
+        return self._config(precision, gemini.MemoryBudget(**sizes), model)
 
-    def _config(self, precision: str, memory: gemini.MemoryBudget) -> gemini.GeminiConfig:
+    def _config(self, precision: str, memory: gemini.MemoryBudget, model: nn.Module) -> gemini.GeminiConfig:
         return gemini.GeminiConfig(
             precision=precision,
+            keep_fp32=getattr(model, "keep_fp32", "auto"),
             memory=memory,
             placement="auto" if self.static is None else self.static,
             gradients=self.gradients,
@@ -102,8 +113,9 @@ STEPPING = ("transient", *(name for name, where in PLACEMENTS.items() if where.s
 class Side:
     """What a program may ask for, wherever it runs."""
 
-    def __init__(self, model: nn.Module, precision: str):
+    def __init__(self, model: nn.Module, precision: str, folder: Path):
         self.model, self.precision, self.dtype = model, precision, DTYPES[precision]
+        self._folder = folder
         self.seen: list[tuple[str, Any]] = []
         self.scaler: Any = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE, enabled=precision == "fp16")
 
@@ -127,6 +139,36 @@ class Side:
             return
         self.seen.append((label, value))
 
+    def folder(self, name: str) -> str:
+        """A path of this run's own, the same on all ranks."""
+        return str(self._folder / name)
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        """An ordinary model of the compute dtype, for both sides: a target network, say."""
+        round_weights(model, self.precision)
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtype_of(model, name, self.precision))
+        _cast_where_they_meet(model, DTYPES[self.precision])
+        return model
+
+    def saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        """The state of a run, for :meth:`restore`."""
+        own = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+        return own, torch.get_rng_state(), self._saved(model, optimizer, scheduler, order)
+
+    def restore(self, saved: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        """Load what was saved, in this order."""
+        own, random, values = saved
+        if scheduler is not None:
+            scheduler.load_state_dict(own)
+        self._restore(values, model, optimizer, scheduler, order)
+        if order.startswith("checkpoint"):
+            torch.set_rng_state(random)  # which is in a checkpoint
+
+    def beside(self, name: str) -> None:
+        """Note what plain torch gives, without any managed model: see ``program_beside``."""
+        self.see(f"beside {name}", self._beside(name))
+
     def grads(self) -> None:
         """Note every gradient there is."""
         for name, grad in self._grads():
@@ -138,6 +180,9 @@ class Side:
             self.see(f"weight {name}", value)
         for name, value in self.model.named_buffers():
             self.see(f"buffer {name}", value)
+        for name, module in self.model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.see(f"extra state of {name}", list(torch.utils._pytree.tree_leaves(module.get_extra_state())))
         self.see("state of the random numbers", torch.get_rng_state())
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
@@ -146,25 +191,53 @@ class Side:
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         raise NotImplementedError
 
+    def _beside(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        return program_state.saved(model, optimizer, order, Path(tempfile.mkdtemp(dir=self._folder)))
+
+    def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        program_state.restore(values, model, optimizer, order)
+
 
 class PlainSide(Side):
     """The ordinary loop. ``managed`` is False: a program may ask, where only one side has a method."""
 
     managed = False
 
-    def __init__(self, model: nn.Module, precision: str):
-        for param in model.parameters():
-            param.data = param.data.to(DTYPES[precision])
-            if precision != "fp32" and param.is_floating_point():
-                _sum_in_fp32(param)
-        super().__init__(model, precision)
+    def __init__(self, model: nn.Module, precision: str, folder: Path):
+        super().__init__(model, precision, folder)
         self._optimizers: list[gemini.HybridAdam] = []
+        self.another(model)
+
+    def another(self, model: nn.Module) -> nn.Module:
+        """A second model, as this side has them."""
+        for name, param in model.named_parameters():
+            param.data = param.data.to(dtype_of(model, name, self.precision)).contiguous()
+            if param.dtype != torch.float32 and param.is_floating_point():
+                _sum_in_fp32(param)
+        _cast_where_they_meet(model, self.dtype)
+        for name, buffer in model.named_buffers():
+            if any(word in name for word in ADAPTERS_BUFFERS) and buffer.is_floating_point():
+                buffer.data = buffer.data.to(self.dtype)
         for module in model.modules():
-            if getattr(module, "max_norm", None) is not None:
+            if getattr(module, "max_norm", None) is not None or hasattr(module, "_project_batch") and module.coft:
                 self._follow_max_norm(module)
+        return model
+
+    def lay_out(self) -> None:
+        """PEFT has left merged weights transposed: torch would choose other kernels for them."""
+        for param in self.model.parameters():
+            param.data = param.data.contiguous()
+
+    def anew(self, model: nn.Module) -> nn.Module:
+        """The model of a new run takes the place of this one's."""
+        self.model = self.another(round_weights(model, self.precision))
+        return self.model
 
     def _follow_max_norm(self, module: Any) -> None:
-        """What an embedding rewrites in its forward loses the other half of its master too."""
+        """What an embedding, or PEFT's OFT, rewrites in its forward loses the other half of its master too."""
         before: list[torch.Tensor] = []
         module.register_forward_pre_hook(lambda *_: before.append(module.weight.detach().clone()))
         module.register_forward_hook(lambda *_: self._note_rewritten(module.weight, before.pop()))
@@ -180,6 +253,14 @@ class PlainSide(Side):
             self._keep_master(param, optimizer)
         self._optimizers.append(optimizer)
         return optimizer
+
+    def convert(self, old: torch.optim.Optimizer) -> gemini.HybridAdam:
+        """What takes the place of an optimizer of torch: all that can be read of it stays, and so do its hooks."""
+        new = self.adam(old.param_groups, decoupled=isinstance(old, torch.optim.AdamW))
+        new.defaults.update({name: value for name, value in old.defaults.items() if name in new.defaults})
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            getattr(new, name).update(getattr(old, name))
+        return new
 
     def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
         """A new optimizer begins with states of zero; the master is the model's, and stays exact."""
@@ -200,17 +281,31 @@ class PlainSide(Side):
                 grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
         return torch.tensor(norm, dtype=torch.float32)
 
-    def load(self, values: dict[str, torch.Tensor]) -> None:
+    def load(self, values: dict[str, torch.Tensor], part: nn.Module | None = None) -> None:
         """``load_state_dict``: what is loaded is the whole master."""
-        self.model.load_state_dict(values)
-        _written(self.model.parameters())
-        for state in (state for optimizer in self._optimizers for state in optimizer.state.values()):
+        whose = part or self.model
+        whose.load_state_dict(values)
+        _written(whose.parameters())
+        self._note_written(whose.parameters())
+
+    def _note_written(self, params: Iterable[torch.Tensor]) -> None:
+        """What was written is the whole master."""
+        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in params):
             if "residual" in state:
                 state["residual"].zero_()
-        for param in self.model.parameters():
-            for optimizer in self._optimizers:
-                if "master" in optimizer.state.get(param, {}):
-                    optimizer.state[param]["master"] = param.detach().float()
+            if "master" in state:
+                state["master"] = param.detach().float()
+
+    @contextlib.contextmanager
+    def writing(self, params: list[nn.Parameter], *, whole: bool = False) -> Iterator[None]:
+        """Written inside, in place: masters are what was written; without ``whole``, of the elements that changed."""
+        before = [p.detach().clone() for p in params]
+        yield
+        if whole:
+            self._note_written(params)
+        else:
+            for param, old in zip(params, before, strict=True):
+                self._note_rewritten(param, old)
 
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.get_parameter(name).detach().clone()
@@ -251,6 +346,9 @@ class PlainSide(Side):
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
 
+    def _beside(self, name: str) -> Any:
+        return beside.before(name)
+
 
 class ManagedSide(Side):
     """The same program under ``GeminiDDP``."""
@@ -258,8 +356,9 @@ class ManagedSide(Side):
     managed = True
 
     def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
-        model = gemini.GeminiDDP(model, where.config(model, precision, folder, ranks))
-        super().__init__(model, precision)
+        self._how_managed, self._stores = (where, ranks), itertools.count()
+        super().__init__(model, precision, folder)
+        self.model = model = self.another(model)
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
@@ -271,6 +370,22 @@ class ManagedSide(Side):
             if own is None:
                 model._gemini_engine.backward.scaling.loss_scale.scale = INIT_SCALE
 
+    def another(self, model: nn.Module) -> nn.Module:
+        where, ranks = self._how_managed
+        own = self._folder / f"store{next(self._stores)}"  # a durable store has one model
+        own.mkdir(exist_ok=True)  # ranks share it
+        return gemini.GeminiDDP(model, where.config(model, self.precision, own, ranks))  # type: ignore[no-any-return]
+
+    def lay_out(self) -> None:
+        pass
+
+    def anew(self, model: nn.Module) -> nn.Module:
+        self.model = self.another(round_weights(model, self.precision))
+        return self.model
+
+    def convert(self, old: torch.optim.Optimizer) -> gemini.HybridAdam:
+        return to_hybrid(old)  # type: ignore[return-value]
+
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         how = {"lr": 0.02, "weight_decay": 0.1, **how}
         return gemini.HybridAdam(params, **how, **self._how)
@@ -278,11 +393,17 @@ class ManagedSide(Side):
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         return self.model.clip_grad_norm_(max_norm, params=params)  # type: ignore[operator]
 
-    def load(self, values: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(values)
+    def load(self, values: dict[str, torch.Tensor], part: nn.Module | None = None) -> None:
+        (part or self.model).load_state_dict(values)
+
+    def writing(self, params: list[nn.Parameter], *, whole: bool = False) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def full_param(self, name: str) -> torch.Tensor:
-        return self.model.full_param(name)  # type: ignore[operator]
+        try:
+            return self.model.full_param(name)  # type: ignore[operator]
+        except KeyError:  # the program has given it another name: pruning
+            return self.model.get_parameter(name).detach().clone()
 
     def full_grad(self, name: str) -> torch.Tensor | None:
         return self.model.full_grad(name)  # type: ignore[operator]
@@ -292,13 +413,72 @@ class ManagedSide(Side):
 
     def end(self) -> None:
         super().end()
-        self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+        if self._is_managed:
+            self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+
+    @property
+    def _is_managed(self) -> bool:
+        """False once the program has made it an ordinary one: ``merge_and_unload()``."""
+        return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
-        return [(name, self.full_grad(name)) for name, _ in self.model.named_parameters()]
+        return [(n, self.full_grad(getattr(p, "_gemini").name)) for n, p in self.model.named_parameters()]  # noqa: B009
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return [(name, self.full_param(name)) for name, _ in self.model.named_parameters()]
+        names = [name for name, _ in self.model.named_parameters()]
+        return [(name, self.full_param(name) if self._is_managed else self.model.get_parameter(name)) for name in names]
+
+    def _beside(self, name: str) -> Any:
+        return beside.run(name)
+
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        if not order.startswith("checkpoint"):
+            return super()._saved(model, optimizer, scheduler, order)
+        folder = self.folder("checkpoint")
+        return folder, gemini.save_checkpoint(folder, model, optimizer, scheduler, wait=order == "checkpoint")
+
+    def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
+        if not order.startswith("checkpoint"):
+            return super()._restore(values, model, optimizer, scheduler, order)
+        folder, pending = values
+        if pending is not None:
+            pending.wait()
+        gemini.load_checkpoint(folder, model, optimizer, scheduler)
+
+
+def dtype_of(model: nn.Module, name: str, precision: str) -> torch.dtype:
+    """What a param is computed in: fp32 where the model says so, or where torch has buffers in fp32 beside it."""
+    whose, _, last = name.rpartition(".")
+    module, param = model.get_submodule(whose), model.get_parameter(name)
+    said = [*getattr(model, "keep_fp32", ()), *getattr(model, "_keep_in_fp32_modules_strict", ())]
+    kept = any(part in said for part in name.split("."))
+    kept |= isinstance(module, _NormBase) and module.track_running_stats
+    kept |= last.startswith("original") and _is_parametrized_in_fp32(module)
+    kept |= any(isinstance(hook, SpectralNorm) and last == f"{hook.name}_orig" for hook in _pre_hooks(module))
+    return param.dtype if kept or not param.is_floating_point() else DTYPES[precision]
+
+
+def _is_parametrized_in_fp32(module: nn.Module) -> bool:
+    """Orthogonal weights, and those with buffers (spectral norms)."""
+    return isinstance(module, parametrize.ParametrizationList) and any(
+        type(part).__name__ == "_Orthogonal" or any(True for _ in part.buffers()) for part in module
+    )
+
+
+def _pre_hooks(module: nn.Module) -> Iterable[Any]:
+    return list(module._forward_pre_hooks.values())
+
+
+def _cast_where_they_meet(model: nn.Module, dtype: torch.dtype) -> None:
+    """Weights that torch computes in fp32 are multiplied in the dtype of the others."""
+    for module in model.modules() if dtype != torch.float32 else ():
+        if _is_parametrized_in_fp32(module):
+            module.register_forward_hook(lambda _, args, weight: weight.to(dtype))
+        for hook in _pre_hooks(module):
+            if isinstance(hook, SpectralNorm):
+                module.register_forward_pre_hook(
+                    lambda m, args, name=hook.name: setattr(m, name, getattr(m, name).to(dtype))
+                )
 
 
 def _sum_in_fp32(param: nn.Parameter) -> None:
@@ -322,46 +502,9 @@ def _written(params: Iterable[torch.Tensor]) -> None:
 
 
 def round_weights(model: nn.Module, precision: str) -> nn.Module:
-    """Let the weights be values of the compute dtype, in fp32."""
-    for param in model.parameters():
+    """Let the weights be values of the compute dtype, in fp32, and lie as they did."""
+    for name, param in model.named_parameters():
         if param.is_floating_point():
-            param.data = param.data.to(DTYPES[precision]).to(param.dtype)
+            with torch.no_grad():
+                param.copy_(param.to(dtype_of(model, name, precision)))
     return model
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    """Equal in dtype, shape and every bit; NaN equals NaN."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return type(a) is type(b) and (a == b or (a != a and b != b))
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    a, b = a.contiguous().view(-1), b.contiguous().view(-1)
-    if torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
-        return True
-    if not a.is_floating_point():
-        return False
-    whole = a.isnan() & b.isnan()
-    return torch.equal(a[~whole].view(torch.uint8), b[~whole].view(torch.uint8)) and bool(whole.any())
-
-
-def first_difference(plain: list[tuple[str, Any]], managed: list[tuple[str, Any]]) -> str | None:
-    """What the managed side saw otherwise, in one line; None if all it saw is right (it may have seen less)."""
-    for (label, wanted), (other, found) in zip(plain, managed, strict=False):
-        if label != other:
-            return f"saw {other!r} where the plain loop saw {label!r}"
-        if not same_bits(wanted, found):
-            return f"{label}: {_difference(wanted, found)}"
-    return f"saw {managed[len(plain)][0]!r} after the end" if len(managed) > len(plain) else None
-
-
-def _difference(wanted: Any, found: Any) -> str:
-    if not isinstance(wanted, torch.Tensor) or not isinstance(found, torch.Tensor):
-        return f"{_told(found)} instead of {_told(wanted)}"
-    if wanted.dtype != found.dtype or wanted.shape != found.shape:
-        return f"{found.dtype} {tuple(found.shape)} instead of {wanted.dtype} {tuple(wanted.shape)}"
-    a, b = wanted.double(), found.double()
-    return f"norm {float(b.norm()):.6g} instead of {float(a.norm()):.6g}, off by {float((a - b).abs().max()):.3g}"
-
-
-def _told(value: Any) -> str:
-    return f"a tensor of norm {float(value.double().norm()):.6g}" if isinstance(value, torch.Tensor) else repr(value)

@@ -5,8 +5,11 @@ So a finding is a script that can be read, changed and run alone.
 
 from __future__ import annotations
 
+import re
 from textwrap import indent
 
+from tests.hunts import program_adapters as adapters
+from tests.hunts import program_schedules as schedules
 from tests.hunts.program_draw import Block, Program
 from tests.hunts.program_exits import AUX, CALLS, EXITS, LATE
 from tests.hunts.program_habits import ADAMS, HABITS
@@ -14,6 +17,7 @@ from tests.hunts.program_kinds import KINDS
 from tests.hunts.program_objectives import OBJECTIVES
 
 PRELUDE = """
+import abc
 import collections
 import concurrent.futures
 import contextlib
@@ -21,14 +25,19 @@ import copy
 import dataclasses
 import threading
 import types
+import typing
 
+import peft
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
+import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 """
 
 HELPERS = {
+    "Mixin": "class Mixin:\n    __slots__ = ()\n\n    def told(self):\n        return 1\n",
     "Result": "@dataclasses.dataclass\nclass Result:\n    y: torch.Tensor\n",
     "Pair": 'Pair = collections.namedtuple("Pair", "y other")\n',
     "Box": "class Box:\n    def __init__(self, y):\n        self.y = y\n",
@@ -118,7 +127,14 @@ def source(program: Program) -> str:
 
 def _needed(line: str, text: str) -> bool:
     words = line.split()
-    return not words or words[-1] + "." in text or words[-1] + "(" in text or words[0] == "from" or "torch" in line
+    return (
+        not words
+        or words[-1] + "." in text
+        or words[-1] + "(" in text
+        or words[0] == "from"
+        or words[-1] in ("torch", "F", "nn")
+        or words[-1].removeprefix("torch.") + "." in text
+    )
 
 
 def path(program: Program, at: int, model: str = "self") -> str:
@@ -146,16 +162,19 @@ def _block_class(program: Program, at: int) -> str:
     if block.late and LATE[block.late][0] != "pass":
         lines.append(LATE[block.late][0].replace("{own}", kind.own))
     lines.append(EXITS[block.exit][0])
-    return text + _module(f"Block{at}", init, "\n".join(lines), "x, sink=None" if _takes_sink(block) else "x")
+    name, args = f"Block{at}", "x, sink=None" if _takes_sink(block) else "x"
+    text += _module(name, init.replace("{Block}", name), "\n".join(lines), args)
+    return f"{text}\n\n{indent(kind.methods, '    ')}" if kind.methods else text
 
 
 def _takes_sink(block: Block) -> bool:
     return "sink" in EXITS[block.exit][0] or block.aux == "list"
 
 
-def _module(name: str, init: str, forward: str, args: str = "x") -> str:
+def _module(name: str, init: str, forward: str, args: str = "x", bases: str = "nn.Module", declares: str = "") -> str:
     return (
-        f"class {name}(nn.Module):\n    def __init__(self):\n        super().__init__()\n{indent(init, ' ' * 8)}\n\n"
+        f"class {name}({bases}):\n{declares}"
+        f"    def __init__(self):\n        super().__init__()\n{indent(init, ' ' * 8)}\n\n"
         f"    def forward(self, {args}):\n{indent(forward, ' ' * 8)}"
     )
 
@@ -241,10 +260,25 @@ def _model_class(program: Program) -> str:
     else:
         body.append("y = x")
     body.append(EXITS[program.root_exit][0])
+    bases = next((BASES[name] for name in root if name in BASES), "nn.Module")
+    slots = '    __slots__ = ("slotted", "__dict__")[:1]\n' if "slotted" in root else ""
+    in_fp32 = [name for block in blocks for name in re.findall(r"self\.(\w+32)\b", KINDS[block.kind].init)]
+    told = "keep_fp32" if "kept_by_name" in root else "_keep_in_fp32_modules_strict"
+    declares = f"{slots}    {told} = {sorted(set(in_fp32))}\n\n" if in_fp32 else slots
     if "encode" not in root:
-        return _module("Model", "\n".join(init), "\n".join(body))
-    whole = _module("Model", "\n".join(init), "return self.encode(x)")
+        return _module("Model", "\n".join(init), "\n".join(body), bases=bases, declares=declares)
+    whole = _module("Model", "\n".join(init), "return self.encode(x)", bases=bases, declares=declares)
     return whole + "\n\n    def encode(self, x):\n" + indent("\n".join(body), " " * 8)
+
+
+BASES = {
+    "generic_first": "typing.Generic[typing.TypeVar('T')], nn.Module",
+    "generic_last": "nn.Module, typing.Generic[typing.TypeVar('T')]",
+    "abstract_first": "abc.ABC, nn.Module",
+    "protocol_last": "nn.Module, collections.abc.Callable",
+    "mixin_first": "Mixin, nn.Module",
+}
+"""What the class of the model derives from."""
 
 
 def _functions(program: Program) -> str:
@@ -260,7 +294,8 @@ def _functions(program: Program) -> str:
         f"def take(model, r):\n{indent(take, '    ')}\n    return y",
         f"def loss_of(model, r, key):\n    y = take(model, r)\n    loss = {loss}{aux}\n    return loss",
         f"def batch(side, key):\n    return {batch}",
-        "def make():\n    torch.manual_seed(0)\n    return Model()",
+        "def make():\n    torch.manual_seed(0)\n"
+        + (adapters.make(program.adapter) if program.adapter else "    return Model()"),
     ]
     if "embedding" in program.root:
         draw_ids = "torch.randint(0, 11, (B, T), generator=torch.Generator().manual_seed(1000 + key))"
@@ -277,6 +312,13 @@ def _loop_text(program: Program) -> str:
     return OBJECTIVES[program.objective].source + "".join(HABITS[name].source for name in program.habits)
 
 
+def _optimizer(program: Program) -> str:
+    """The lines that make the optimizer and its schedule."""
+    made = ADAMS[program.adam]
+    schedule = schedules.SCHEDULES.get(program.schedule, "scheduler = None")
+    return made.replace("{schedule}", schedule) if "{schedule}" in made else f"{made}\n{schedule}"
+
+
 def _run(program: Program) -> str:
     def at(place: str) -> list[str]:
         return [habit.source for name, habit in HABITS.items() if name in program.habits and habit.place == place]
@@ -286,13 +328,13 @@ def _run(program: Program) -> str:
     if at("after"):
         inner += ["scaler.unscale_(optimizer)", *at("after")]
     inner += ["scaler.step(optimizer)", "scaler.update()"]
-    if "scheduler" in program.habits:
-        inner.append("scheduler.step()")
+    if program.schedule:
+        inner.append(schedules.stepped(program.schedule))
     inner += at("stepped") + (at("zero") or ["optimizer.zero_grad()"])
     inner.append('side.see("step", step)')
-    lines = [ADAMS[program.adam], "scaler = side.scaler", *at("setup")]
+    lines = [_optimizer(program), "scaler = side.scaler", *at("setup")]
     lines += [f"for step in range({program.steps}):", indent("\n".join(inner), "    ")]
-    text = "\n".join(lines)
+    text = re.sub(r"^( *)\{optimizer\}$", lambda m: indent(_optimizer(program), m[1]), "\n".join(lines), flags=re.M)
     other = (program.target + 1) % len(program.blocks)
     block = program.blocks[program.target]
     of_block = "side.noise(step + 60, B, T, D)" + (", SINK" if _takes_sink(block) else "")
@@ -302,6 +344,7 @@ def _run(program: Program) -> str:
         ("{other}", path(program, other, "model")),
         ("{call}", "model.encode" if "encode" in program.root else "model"),
         ("{batch_of_block}", of_block),
+        ("{last}", str(program.steps - 1)),
     ):
         text = text.replace(name, value)
     return "def run(model, side):\n" + indent(text, "    ")

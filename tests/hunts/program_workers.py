@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
+from tests.hunts import program_beside as beside
 from tests.hunts.program_draw import Program, program_of
 from tests.hunts.program_run import Result, kind_of, run_managed, run_plain
 from tests.hunts.program_source import source
 
-PRELOADED = ["tests.hunts.program_run", "tests.hunts.program_source"]
+PRELOADED = ["tests.hunts.program_run", "tests.hunts.program_source", "transformers", "peft"]
 PROGRAMS_EACH = 300
 """Programs after which a worker is replaced by a fresh one: what a program leaves behind ends there."""
 
@@ -168,6 +169,7 @@ def _kill(worker: _Worker) -> None:
 def _work(pipe: Connection, folder: str, stacks: str) -> None:
     with prepared(stacks), contextlib.suppress(EOFError, BrokenPipeError):  # whoever asked is gone
         torch.set_num_threads(1)
+        beside.prepare()  # before anything is managed here
         simplest = source(Program(0))  # what is imported late, is imported now
         run_managed(simplest, 0, "fp32", "memory", Path(folder), run_plain(simplest, 0, "fp32"))
         for number in itertools.count():

@@ -5,6 +5,7 @@ apart, and some dozens of programs end well. The hunt itself is a script (progra
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.hunts import program_report as report
+from tests.hunts import program_words as words
 from tests.hunts.program_draw import Block, draw, each_part
 from tests.hunts.program_run import BOTH, FAILURES, GOES_ON, HANG, RAW, REFUSED, RIGHT, SILENT, run_managed, run_plain
 from tests.hunts.program_sides import PLACEMENTS, PRECISIONS, PlainSide, round_weights
@@ -39,6 +41,9 @@ REFUSED_BY_TORCH = {
     "spoiled",
     "sparse",
     "second graph",
+    "swap_tensors",
+    "to_double",
+    "type_of",
 }
 """Parts of programs that plain torch refuses (and HybridAdam has no sparse gradients for plain params either)."""
 
@@ -49,6 +54,9 @@ def test_every_part_makes_a_program_that_plain_torch_runs() -> None:
     for program in each_part():
         ran = run_plain(source(program), 0, "fp32")
         expected = any(name in feature for feature in program.features for name in REFUSED_BY_TORCH)
+        expected |= {"kind growing_buffer", "habit anew from dcp"} <= {
+            *program.features
+        }  # which loads into what is there
         if (ran.error is not None) != expected:
             wrong.append(f"{program.features}: {ran.error}")
     assert not wrong, "\n".join(wrong)
@@ -64,7 +72,7 @@ def test_a_seed_is_a_program() -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str) -> None:
+def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str, tmp_path: Path) -> None:
     """Two backwards per step, clipped, three steps: weights and the masters behind them, and the norm."""
 
     def make() -> nn.Module:
@@ -72,7 +80,7 @@ def test_the_plain_side_is_the_plain_loop_of_the_other_tests(precision: str) -> 
         return round_weights(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), precision)
 
     plain = helpers.Plain(make(), precision, lr=0.02, scale=2.0**10 if precision == "fp16" else None)
-    side = PlainSide(make(), precision)
+    side = PlainSide(make(), precision, tmp_path)
     optimizer = side.adam(side.model.parameters())
     for step in range(3):
         for micro in range(2):
@@ -174,6 +182,22 @@ def test_shrinking_keeps_what_matters() -> None:
     least = report.shrink(program, still)
     assert least.blocks == (Block("function_saves", aux="attribute"),)
     assert least.objective == "plain" and not least.habits and not least.root
+
+
+# ---- its words ------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_words_is_the_one_that_is_made() -> None:
+    """But for words that other versions of the packages have more, or less."""
+    text = words.PAGE.read_text()
+    for where in words.groups():
+        told = text.partition(f"## {where}\n")[2].partition("\n## ")[0]
+        said = set(re.findall(r"`([\w.]+)`", told.partition("Drawn: ")[2].partition("\n")[0]))
+        assert said == {*words.drawn(where)}, f"{where}: python tests/hunts/program_words.py --write"
+        without = {word for group in words.left_out(where).values() for word in group}
+        assert not without & {*words.drawn(where)} and without.isdisjoint(words.not_drawn(where))
+        assert len(words.groups()[where]) == len(words.drawn(where)) + len(without) + len(words.not_drawn(where))
+    assert words.EXCLUDED.keys() <= words.groups().keys()
 
 
 # ---- a few dozens of them -------------------------------------------------------------------------------------------

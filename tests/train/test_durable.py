@@ -95,6 +95,17 @@ def test_a_commit_that_is_written_at_once_has_what_updates_in_flight_make(
     end(model)
 
 
+def test_weights_are_exported_from_the_store(tmp_path: Path) -> None:
+    """A param need not end with a page."""
+    model, optimizer = durable("disk", tmp_path, "exact")
+    train(model, optimizer, range(1))
+    model.save_pretrained(tmp_path / "out")
+    opened = type(gpt2()).from_pretrained(tmp_path / "out")
+    for name, param in opened.named_parameters():
+        assert torch.equal(param.float(), model.full_param(name).float()), name
+    end(model)
+
+
 def test_without_a_budget_for_it_the_store_is_a_checkpoint(tmp_path: Path) -> None:
     model, optimizer = durable("disk", tmp_path)
     train(model, optimizer, range(2))

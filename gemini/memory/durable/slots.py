@@ -100,12 +100,13 @@ class SlotPair:
 
     def map(self, start: int, num_bytes: int) -> torch.Tensor:
         """Bytes of the plane: a view of the file that takes no memory, or a copy where they lie in both slots."""
-        parts = list(self._parts(self._now, start, num_bytes))
+        whole = num_bytes + -num_bytes % PAGE  # a param ends within a page
+        parts = list(self._parts(self._now, start, whole))
         if len(parts) == 1 and parts[0][2] != ZEROS:
-            return self._file.map(num_bytes, parts[0][3])
-        copy = host_bytes(num_bytes)
+            return self._file.map(whole, parts[0][3])[:num_bytes]
+        copy = host_bytes(whole)
         self.begin_read(copy, start, urgent=True).wait()
-        return copy
+        return copy[:num_bytes]
 
     def runs(self) -> Runs:
         """Where everything is now, when all writes are over. What has no sum of its own is read back for one.

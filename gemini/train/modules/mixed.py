@@ -142,7 +142,7 @@ def _are_fp32(buffers: Iterable[torch.Tensor | None]) -> bool:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether it is a norm with running statistics in fp32: torch's, or one that is written like them (frozen ones)."""
-    own = dict(module._buffers)  # those of a scripted module are no dict
+    own = dict(module._buffers.items())  # a scripted module's has no ``get``
     return _are_fp32([own.get("running_mean"), own.get("running_var")])
 
 

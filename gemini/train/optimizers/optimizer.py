@@ -315,9 +315,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         States have the dtypes of the rule, whatever the dtype of the param. The groups get the loaded hyperparameters
         and labels. "residual" and "master" of another precision are ignored, as weights belong to the model.
 
-        A residual completes the bf16 weights that it was saved with, whether they are there already or are loaded
-        later, up to the next update; to other weights nothing is done. So the state of the model may be loaded before
-        or after this one, or in parts.
+        A residual (in fp16 a master) completes the weights that it was saved with, whether they are there already or
+        are loaded later, up to the next update; to other weights nothing is done. So the state of the model may be
+        loaded before or after this one, or in parts.
 
         Raises:
             ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridOptimizer
 
 
+MASTER = "master"
+"""A state in fp16: the fp32 master, which the weights that a model's state has are only the rounding of."""
+
+
 class States(defaultdict):  # type: ignore[type-arg]
     """``optimizer.state``: of plain params what it holds, of managed ones a look at their planes.
 
@@ -56,6 +60,12 @@ class States(defaultdict):  # type: ignore[type-arg]
     def __missing__(self, param: Any) -> Any:
         handle = self._managed(param)
         return super().__missing__(param) if handle is None else _Planes(handle)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        handle = self._managed(param)
+        if handle is None:
+            return super().get(param, default)
+        return _Planes(handle) if handle.num_steps else default  # which torch makes in a param's first step
 
     def __setitem__(self, param: Any, state: Any) -> None:
         handle = self._managed(param)
@@ -207,8 +217,8 @@ def _names_in(handle: ParamHandle) -> list[str]:
     """What the states of a param are called."""
     if not handle.chunk.trained:
         return []
-    shown = _shown(handle)
-    return ["step", *shown, *([RESIDUAL_OF] if RESIDUAL in shown else []), *handle.factors]
+    shown, master = _shown(handle), [MASTER] if owner_of(handle).by_names.rounds(handle) else []
+    return ["step", *shown, *([RESIDUAL_OF] if RESIDUAL in shown else []), *master, *handle.factors]
 
 
 def _shown(handle: ParamHandle) -> list[PlaneKind]:
@@ -237,6 +247,8 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
             assert scales is not None
             value = compact.decoded(value, scales)
         state[kind] = value
+    if name in (None, MASTER) and by_names.rounds(handle):
+        state[MASTER] = by_names.read(handle, torch.float32)
     if name == RESIDUAL_OF:
         state[RESIDUAL_OF] = torch.tensor(by_names.sum_of_weights(handle), device="cpu")
     if handle.factors:
@@ -287,6 +299,8 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         state = coded
     if handle.chunk.trained:  # else it is frozen, and nothing was kept
         handle.num_steps, handle.restored, handle.waiting = int(state.get("step", 0)), -1, None
+    if state.get(MASTER) is not None and by_names.rounds(handle):
+        by_names.complete_rounded(handle, state[MASTER])
     for kind in handle.chunk.states:
         value, plane = state.get(kind), handle.chunk.planes[kind]
         shape = handle.param.shape if plane.block == 1 else (plane.items(handle.param.numel()),)

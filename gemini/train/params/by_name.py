@@ -169,8 +169,9 @@ class ByName:
             self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
 
     def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
-        """``lower``: the residual, if it is known."""
+        """``lower``: the residual, or the fp32 master of an fp16 param, if it is known."""
         planes = handle.chunk.planes
+        flat = lower if lower is not None and RESIDUAL not in planes else flat
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu").contiguous()
             if RESIDUAL in planes:
@@ -197,6 +198,18 @@ class ByName:
             if handle.waiting is not None:
                 handle.waiting.met = True
 
+    def rounds(self, handle: ParamHandle) -> bool:
+        """Whether a param's weights, as modules read them, are the rounding of the master that is kept: in fp16."""
+        kept = handle.chunk.planes[WEIGHTS].dtype
+        return handle.chunk.trained and RESIDUAL not in handle.chunk.planes and kept != handle.chunk.flat.dtype
+
+    def complete_rounded(self, handle: ParamHandle, master: torch.Tensor) -> None:
+        """The same of a param that :meth:`rounds`: ``master`` knows itself which weights it belongs to."""
+        handle.waiting = WaitingResidual(master, None, handle.num_steps)
+        if _same_bits(self.read(handle), master.to(handle.chunk.flat.dtype)):
+            self.write_plane(handle, WEIGHTS, master)
+            handle.waiting.met = True
+
     def sum_of_weights(self, handle: ParamHandle) -> int:
         """Of the weights of a bf16 param. All ranks ask together, or serve one that does."""
         return crc32(self._whole(handle, WEIGHTS))
@@ -208,6 +221,11 @@ class ByName:
         waiting = handle.waiting
         if waiting is None or waiting.num_steps != handle.num_steps:
             return None
+        if self.rounds(handle):
+            weights = waiting.residual.to(handle.chunk.flat.dtype)
+            fits = _same_bits(weights.to(value.dtype).reshape(-1), value.reshape(-1))
+            waiting.met |= fits
+            return waiting.residual if fits else None
         total, whole = 0, True
         for start, stop in tiles(0, value.numel(), self._mover.tile):
             hi, lo = _halves(value.detach().reshape(-1)[start:stop])
@@ -317,6 +335,8 @@ class ByName:
             else:
                 residual = _own_part(handle, lower).to("cpu")
             self._write_range(planes[RESIDUAL], handle, residual)
+        elif (lower := self._waiting_for(handle, shown)) is not None:
+            new = _own_part(handle, lower).to("cpu")
         elif old.dtype != new.dtype:
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))

@@ -35,8 +35,8 @@ def num_weights(param: torch.Tensor) -> int:
 
 
 def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
-    """The class of a param while modules compute."""
-    return type(param) if is_coded(param) else nn.Parameter
+    """The class of a param while modules compute: its own, which a library or the model may have for it."""
+    return type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
 
 
 def check_coded(name: str, param: Any) -> None:

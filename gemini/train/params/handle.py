@@ -40,16 +40,17 @@ class Leftover(IntEnum):
 
 @dataclass(slots=True)
 class WaitingResidual:
-    """Lower bits of a bf16 master that came with the state of an optimizer, for whoever writes the weights next.
+    """What a master has beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
+    optimizer, for whoever writes the weights next.
 
     They belong to one moment's weights and to no others, which may be loaded before or after the optimizer's state. So
     they wait for these until the next update: the loaded tensor itself, not a copy.
     """
 
     residual: torch.Tensor
-    """As the plane has it, whole."""
-    of: int
-    """The CRC-32 of the bf16 weights that it was saved with."""
+    """As the plane has it, whole; in fp16 the master."""
+    of: int | None
+    """The CRC-32 of the bf16 weights that it was saved with. A master says itself which they are."""
     num_steps: int
     """The param's updates when it was loaded."""
     met: bool = False

@@ -1,0 +1,40 @@
+"""What a kind of block is: source text for its class. The kinds are in ``program_kinds`` and ``program_modules``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from textwrap import dedent
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Source of a block. ``own``: an expression of shape (D, D) in the block's params, "" if there is none."""
+
+    init: str
+    forward: str
+    own: str = ""
+    extra: str = ""
+    """Definitions in front of the class."""
+    methods: str = ""
+    """Other methods; in them and in ``init`` ``{Block}`` is the class."""
+
+
+def make_kind(init: str, forward: str, own: str = "", extra: str = "", methods: str = "") -> Kind:
+    return Kind(*(dedent(text).strip() for text in (init, forward, own, extra, methods)))
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What a loop does beside its objective. ``place``: "setup" (once), "before" the objective, "after" it (gradients
+    are there), "stepped" (weights are new) or "zero" (how gradients are forgotten). ``transient``: it may stand beside
+    updates that run inside backward. ``needs``: only with an adapter.
+    """
+
+    place: str
+    source: str
+    transient: bool = True
+    needs: str = ""
+
+
+def make_habit(place: str, source: str, *, transient: bool = True, needs: str = "") -> Habit:
+    return Habit(place, dedent(source).strip(), transient, needs)
