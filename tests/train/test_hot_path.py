@@ -50,13 +50,14 @@ def stack(num_blocks: int, path: Path) -> Any:
 
 
 def test_a_module_that_moves_nothing_costs_two_calls(tmp_path: Path) -> None:
+    """And one for each of torch's layers in half precision, which may be given fp32."""
     x, counts = torch.zeros(1, 16, dtype=torch.bfloat16), []
     for num_blocks in (4, 12):
         model = stack(num_blocks, tmp_path)
         with torch.no_grad():
             model(x)
             counts.append(len(calls_in(lambda model=model: model(x))))
-    assert counts[1] - counts[0] <= 2 * 8
+    assert counts[1] - counts[0] <= (2 + 1) * 8
 
 
 def entered_in_a_step(path: Path) -> dict[str, list[str]]:

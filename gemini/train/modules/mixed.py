@@ -209,6 +209,8 @@ def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
             return None  # nearly always
+        if any(param is not None and param.dtype is not dtype for param in module._parameters.values()):
+            return None  # the model has cast its weights itself, which its gradients will tell
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     return before

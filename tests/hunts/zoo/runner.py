@@ -20,6 +20,7 @@ from torch import nn
 import gemini
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.train.modules.calls import iter_tensors
+from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.setup.structure import structural_trace, working_set
 from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
@@ -140,8 +141,9 @@ def find_batches(entry: Entry, precision: str) -> tuple[Batches, str]:
 def _try(entry: Entry, spec: Spec) -> tuple[Batches, str]:
     """One forward and backward of the plain model on a batch as ``spec`` says."""
     model = build(entry)
+    kept = kept_in_fp32(model, {dtype: name for name, dtype in DTYPES.items()}[spec.dtype])
     for param in model.parameters():
-        param.data = param.data.to(spec.dtype)
+        param.data = param.data.to(torch.float32 if id(param) in kept else spec.dtype)
     batches = Batches(model, entry, spec)
     loss, how = loss_of(model, batches(0), 0)
     loss.backward()
@@ -170,7 +172,9 @@ def tight_config(model: nn.Module, precision: str, path: Path, extra: int) -> ge
 
 
 def run_plain(entry: Entry, batches: Batches, precision: str) -> tuple[Plain, list[float]]:
-    plain = Plain(build(entry), precision, lr=1e-3)
+    model = build(entry)
+    kept = kept_in_fp32(model, precision)
+    plain = Plain(model, precision, lr=1e-3, fp32=[name for name, p in model.named_parameters() if id(p) in kept])
     losses = []
     for step in range(STEPS):
         loss, _ = loss_of(plain.model, batches(step), step)
