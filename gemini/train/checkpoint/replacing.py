@@ -154,7 +154,10 @@ def find(final: Path) -> Path:
             return final
     except OSError as e:
         raise StorageError(f"cannot read {final}: {e.strerror or e}") from e
-    raise StorageError(f"there is no checkpoint at {final}")
+    raise StorageError(
+        f"there is no checkpoint at {final}; one that another model writes in the background is there when wait() of "
+        "what save_checkpoint(wait=False) returned has ended"
+    )
 
 
 def leftovers(folder: Path, name: str | None = None) -> list[Path]:
