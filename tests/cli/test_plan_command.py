@@ -399,14 +399,14 @@ def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Gemini
         '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4000, "hidden_size": 32, '
         '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}'
     )
-    asked = ("plan", config, "--seq-len", "2048", "--gradient-checkpointing", "--gpu", "100MiB", "--cpu", "64MiB")
+    asked = ("plan", config, "--seq-len", "2048", "--gradient-checkpointing", "--gpu", "1380MiB", "--cpu", "64MiB")
     without = gemini_command(*asked)
     assert without.exit_code == 2 and "--tile-tokens auto:" in without.stdout, without.output
     chosen = gemini_command(*asked, "--tile-tokens", "auto")
     assert chosen.exit_code == 0, chosen.output
     said = " ".join(chosen.stdout.split())
     assert re.search(r"tiles of 256 tokens \(auto: without them [\d.]+ MiB beside params, which do not fit\)", said)
-    sizes = ("--cpu", "1GiB", "--gpu", "3GiB")
+    sizes = ("--cpu", "1GiB", "--gpu", "4GiB")
     roomy = json.loads(gemini_command(*asked[:-4], *sizes, "--tile-tokens", "auto", "--json").stdout)
     assert roomy["tile_tokens"] is None and roomy["activations"]["whole_peak_bytes"] is None
     for wrong in ("1", "some", "-3"):

@@ -45,7 +45,7 @@ def num_hooks(model: nn.Module) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("checkpointing", KINDS)
 def test_it_equals_the_recorded_one(family: str, checkpointing: Any) -> None:
-    model, inputs = make_model(family), batch()
+    model, inputs = make_model(family).float(), batch()
     ahead = gemini.trace(model, inputs, precision="fp32", target="cpu", checkpointing=checkpointing)
     real = recorded(model, inputs, checkpointing)
     assert without_seconds(ahead) == without_seconds(real)

@@ -84,7 +84,8 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     # In a process of its own: where something scales losses or steps in backward, every backward looks into more files.
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
         entered = pool.submit(entered_in_a_step, tmp_path).result(timeout=300)
-    for name, most, calls in (("forward", 8, 70), ("backward", 8, 190), ("step", 12, 260)):
+    # A forward casts inputs (4 calls at the root, 2 a layer); what an interrupt may not cut in two costs a file too.
+    for name, most, calls in (("forward", 10, 80), ("backward", 8, 190), ("step", 13, 275)):
         assert len(set(entered[name])) <= most, sorted(set(entered[name]))
         assert len(entered[name]) <= calls, (name, len(entered[name]))
 
