@@ -422,7 +422,8 @@ class ManagedSide(Side):
         return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
-        return [(n, self.full_grad(getattr(p, "_gemini").name)) for n, p in self.model.named_parameters()]  # noqa: B009
+        handles = [(name, getattr(param, "_gemini", None)) for name, param in self.model.named_parameters()]
+        return [(name, handle and self.full_grad(handle.name)) for name, handle in handles]  # None: it came later
 
     def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
         names = [name for name, _ in self.model.named_parameters()]
