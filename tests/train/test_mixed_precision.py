@@ -346,6 +346,12 @@ def test_and_where_a_part_is_called_by_itself() -> None:
     assert named.head(torch.randn(2, 4)).dtype is named.head(torch.randn(2, 4).bfloat16()).dtype is torch.float32
 
 
+def test_in_fp32_nothing_is_cast() -> None:
+    model = gemini.GeminiDDP(Timed(), config(precision="fp32"))
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(images(0).double())
+
+
 # ---- states ----------------------------------------------------------------------------------------------------------
 
 

@@ -174,6 +174,8 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
     were named, all others take what these give, as modules under FSDP2's policy do.
     """
     hooks: list[Any] = []
+    if dtype is torch.float32:
+        return hooks  # all is of one dtype, and what is given another is a mistake of the model's own
     is_told = NAMED in kept.values()
     # Models of transformers cast what they make; in compiled code a hook of ours would be a break of the graph.
     left = {
