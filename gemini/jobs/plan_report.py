@@ -1,4 +1,4 @@
-"""What ``gemini plan`` answers, as plain values: the screen prints them and ``--json`` writes them.
+"""What ``gemini plan`` answers, as plain values: ``--json`` writes them, and the screen says them in 80 columns.
 
 What each field is, the reference of the command line says (docs/reference/cli.md).
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.errors import REFUSED
-from gemini.jobs.plan_alternatives import Alternative
-from gemini.jobs.plan_machine import Machine
-from gemini.jobs.plan_settings import PlanSettings
-from gemini.planning.break_even import Grow, break_even
+from gemini.jobs.planner import Machine
+from gemini.jobs.screen import fact, human_count, human_rate, in_options, row, shown_bytes
+from gemini.jobs.settings import PlanSettings
+from gemini.planning.break_even import TOLERANCE, Grow, break_even
 from gemini.planning.plan import Plan
-from gemini.planning.planes import GRADS, RuleSpec, plane_specs, precision_of
-from gemini.planning.timeline import Timeline, Track
+from gemini.planning.planes import ADAM, GRADS, RuleSpec, plane_specs, precision_of
+from gemini.planning.timeline import Timeline, Track, human_seconds
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
@@ -106,6 +107,17 @@ class MeshReport:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another way to run the step; ``fits`` is None where it cannot be, and ``result`` says why."""
+
+    options: str
+    beside: str
+    fits: bool | None
+    tokens_per_second: float | None
+    result: str
+
+
+@dataclass(frozen=True)
 class PlanReport:
     """The answer. Over a mesh, all but the batch, the tokens and the time is of a rank of the slowest stage."""
 
@@ -153,6 +165,14 @@ class PlanReport:
         return json.dumps({"gemini": "plan report", "version": VERSION, "fits": self.fits, **asdict(self)}, indent=1)
 
 
+class Answer(NamedTuple):
+    """A report, and what can be written of it: the plan of one model, and its step in time."""
+
+    report: PlanReport
+    plan: Plan | None
+    timeline: Timeline | None
+
+
 def report_of(
     settings: PlanSettings,
     machine: Machine,
@@ -173,8 +193,17 @@ def report_of(
     """
     rule = settings.rule_in(trace.precision)
     ranks, accumulate, gradients = machine.ranks, settings.accumulate, settings.kept_gradients
+    found: dict[str, Any] = {}
     if plan is not None:
         ranks, accumulate, gradients = plan.layout.ranks, plan.accumulate, plan.problem.gradients
+        found = {
+            "held": _by_name(plan.held),
+            "update": _updates(plan),
+            "streamed": sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
+            "moved": by_name(plan.traffic),
+        }
+        if timeline is not None:
+            found["step"] = _step(timeline, settings.schedule, tokens_when_free, plan, trace, machine)
     needs = _needs(trace, rule, gradients, ranks)
     states = sum(n for kind, n in needs.items() if kind not in GRADS) * ranks
     top = max(trace.moments, key=lambda moment: moment.peak_bytes, default=None)
@@ -199,24 +228,18 @@ def report_of(
         origins=_by_name(machine.origins),
         beyond=_beyond(settings, machine),
         activations=Activations(
-            trace.peak_bytes,
-            top.module if top else "",
-            top.phase.value if top else "",
-            trace.checkpoint_bytes,
-            trace.buffer_bytes,
-            None if checkpointed is None else checkpointed.peak_bytes,
-            None if plan is None else plan.offload_activations,
-            whole_peak_bytes,
+            peak_bytes=trace.peak_bytes,
+            peak_module=top.module if top else "",
+            peak_phase=top.phase.value if top else "",
+            checkpoint_bytes=trace.checkpoint_bytes,
+            buffer_bytes=trace.buffer_bytes,
+            checkpointed_peak_bytes=None if checkpointed is None else checkpointed.peak_bytes,
+            offloaded_to=None if plan is None else plan.offload_activations,
+            whole_peak_bytes=whole_peak_bytes,
         ),
         refusal=None if refusal is None else str(refusal),
-        held={} if plan is None else _by_name(plan.held),
-        update={} if plan is None else _updates(plan),
-        streamed=0 if plan is None else sum(plan.layout.chunks[index].payload for index in plan.placement.streamed),
-        moved={} if plan is None else by_name(plan.traffic),
-        step=None
-        if timeline is None or plan is None
-        else _step(timeline, settings.schedule, tokens_when_free, plan, trace, machine),
         changes=changes,
+        **found,
     )
 
 
@@ -270,9 +293,6 @@ def _mfu(timeline: Timeline, trace: MemoryTrace, machine: Machine) -> float | No
     return timeline.flops * (1 - again / of_all) / timeline.step_seconds / peak.value
 
 
-COMPUTE = Track.COMPUTE.value
-
-
 def _needs(trace: MemoryTrace, rule: RuleSpec, gradients: str, ranks: int) -> dict[str, int]:
     """Bytes of each kind of plane on one rank, all chunks together."""
     layout = trace.layout(ranks=ranks, rule=rule)
@@ -290,3 +310,250 @@ def _updates(plan: Plan) -> dict[str, int]:
         if chunk.trainable:
             found[plan.update_tier(index).value] += chunk.payload
     return dict(found)
+
+
+# ---- the screen ------------------------------------------------------------------------------------------------------
+
+FEW_STEPS = 100_000
+"""Fewer steps than this until drives are worn out are a warning; of ten times as many nothing is said."""
+
+_TRACKS = {
+    "compute": "computing",
+    "update": "the update",
+    "host to gpu": "the link from host to GPU",
+    "gpu to host": "the link from GPU to host",
+    "nvme read": "reading from NVMe",
+    "nvme write": "writing to NVMe",
+    "all-gather": "gathering between ranks",
+    "reduce-scatter": "reducing between ranks",
+    "exchange": "layers in slices and sequences in parts",
+}
+"""What keeps a step as long as it is, in words."""
+
+_ORDERS = {"1f1b": "one forward, one backward", "bfs": "breadth first"}
+_STAGES_SHOWN = 8
+
+
+def screen(report: PlanReport) -> list[str]:
+    """The lines, as ``say`` takes them: parts with an empty line between them."""
+    parts = (_head, _verdict, _mesh, _homes, _facts, _runners_up, _changes, _alternatives)
+    found: list[str] = []
+    for part in parts:
+        lines = [*part(report)]
+        found += ["", *lines] if lines and found else lines
+    return found
+
+
+def _head(report: PlanReport) -> Iterator[str]:
+    whole = report if report.mesh is None else report.mesh  # of which the rest is one rank
+    frozen = report.num_params - report.num_trained if report.mesh is None else 0
+    of_them = f", {human_count(frozen)} of them frozen" if frozen else ""
+    yield f"{report.model}, {human_count(whole.num_params)} params{of_them}, {report.precision}"
+    shapes = sorted({"x".join(map(str, shape)) for shape in report.batch.values()})
+    micro_batches = report.accumulate if report.mesh is None else report.mesh.micro_batches
+    parts = [f"{', '.join(shapes) or 'a batch'} tokens"]
+    if micro_batches > 1:
+        parts.append(f"{micro_batches} micro-batches")
+    if report.checkpointing:
+        parts.append("gradient checkpointing")
+    if report.tile_tokens is not None:
+        parts.append(f"tiles of {report.tile_tokens:,} tokens{_why_tiles(report)}")
+    if whole.ranks > 1:
+        parts.append(f"{whole.ranks} {'GPUs' if report.compute == 'gpu' else 'processes'}")
+    if report.gradients != "retain":
+        parts.append(f"gradients {report.gradients}")
+    if micro_batches * whole.ranks > 1 and (report.fits or report.mesh is None):
+        parts.append(f"{report.tokens:,} tokens a step")
+    yield fact("step", "; ".join(parts))
+    given = [f"{tier} {human_bytes(n)} {report.origins.get(tier, '')}".rstrip() for tier, n in report.budgets.items()]
+    if report.machine:
+        given.append(f"machine {report.machine}")
+    yield fact("given, each" if report.ranks > 1 else "given", "; ".join(given))
+
+
+def _why_tiles(report: PlanReport) -> str:
+    without = report.activations.whole_peak_bytes
+    return "" if without is None else f" (auto: without them {human_bytes(without)} beside params, which do not fit)"
+
+
+def _verdict(report: PlanReport) -> Iterator[str]:
+    if report.fits:
+        gradients = report.needs.get("grad", 0) * report.ranks / max(1, report.num_trained)
+        more = f", and {gradients:.2f} for gradients until the update" if gradients else ""
+        rule = "" if report.optimizer == ADAM.name else f" with {report.optimizer}"
+        if report.beyond:
+            yield f"FITS, BUT {report.beyond}"
+        verdict = "it takes" if report.beyond else "FITS"
+        yield f"{verdict}: {report.bytes_per_param:.2f} bytes per trained param{rule}{more}"
+        return
+    refusal, _, change = (report.refusal or "").partition(" Cheapest change: ")
+    yield "DOES NOT FIT: " + refusal.partition(" does not fit: ")[2] or refusal
+    if change:
+        yield fact("cheapest change", in_options(change, "--nvme"))
+    needs = ", ".join(f"{kind} {human_bytes(n)}" for kind, n in report.needs.items())
+    yield fact("it needs", f"{human_bytes(sum(report.needs.values()))} for states and gradients: {needs}")
+
+
+def _mesh(report: PlanReport) -> Iterator[str]:
+    """The ranks of a mesh: its stages, and what a rank sends."""
+    mesh = report.mesh
+    if mesh is None:
+        return
+    rank = "a GPU" if report.compute == "gpu" else "a rank"
+    order = f"; {_ORDERS[mesh.order]}" if mesh.order else ""
+    yield fact("best mesh" if mesh.chosen else "mesh", f"{mesh.mesh}{order}")
+    if mesh.stages:
+        tiers = mesh.stages[0].held
+        widths = (-15, 10, 9, *(11 for _ in tiers), 9)
+        yield row(widths, f"{rank} of stage", "blocks", "params", *tiers, "works")
+        half, number = _STAGES_SHOWN // 2, len(mesh.stages)
+        for at, stage in enumerate(mesh.stages, 1):
+            if number <= _STAGES_SHOWN or at <= half or at > number - half:
+                blocks, held = f"{stage.first_block}-{stage.stop_block - 1}", map(human_bytes, stage.held.values())
+                params, works = human_count(stage.num_params), human_seconds(stage.seconds)
+                yield row(widths, f"  {at}", blocks, params, *held, works)
+            elif at == half + 1:
+                yield f"  ... {number - _STAGES_SHOWN} more ..."
+    if mesh.bubble and report.step is not None:
+        share = _percent(mesh.bubble, report.step.seconds)
+        yield fact("bubble", f"{human_seconds(mesh.bubble)} in which the slowest stage waits for others ({share})")
+    if mesh.sent:
+        widths = (-32, 16, 16)
+        yield row(widths, f"{rank} sends for", "in its machine", "to others")
+        for what, both in mesh.sent.items():
+            yield row(widths, f"  {what}", *map(shown_bytes, both))
+
+
+def _runners_up(report: PlanReport) -> Iterator[str]:
+    """Other meshes that ``--parallel auto`` has tried."""
+    if report.mesh is None or not report.mesh.runners_up:
+        return
+    widths = (-32, 14, 16, 14)
+    yield row(widths, "other meshes", "micro-batches", report.compute, "tokens/s")
+    for other in report.mesh.runners_up:
+        name = f"  {other.mesh}{', ' + other.order if other.order else ''}"
+        rate = human_rate(other.tokens_per_second)
+        yield row(widths, name, other.micro_batches, human_bytes(other.compute_bytes), rate)
+
+
+def _homes(report: PlanReport) -> Iterator[str]:
+    """Who lives where: a row for each kind of content, a column for each tier."""
+    if not report.held:
+        return
+    tiers = list(report.held)
+    widths = (-20, *(16 for _ in tiers))
+    found = dict.fromkeys(kind for held in report.held.values() for kind in held)
+    kinds = [kind for kind in report.needs if kind in found] + [kind for kind in found if kind not in report.needs]
+    yield row(widths, "who lives where", *tiers)
+    for kind in kinds:
+        yield row(widths, f"  {kind}", *(shown_bytes(report.held[tier].get(kind, 0)) for tier in tiers))
+    used = {tier: sum(held.values()) for tier, held in report.held.items()}
+    yield row(widths, "  in all", *map(human_bytes, used.values()))
+    free = {tier: report.budgets[tier] - num_bytes for tier, num_bytes in used.items()}
+    shares = (f"{human_bytes(n)} {_percent(n, report.budgets[tier]):>4}" for tier, n in free.items())
+    yield row(widths, "  free", *shares)
+    trained = sum(report.update.values())
+    if trained:
+        updates = (_percent(report.update[tier], trained) if tier in report.update else "." for tier in tiers)
+        yield row(widths, "  updates run on", *updates)
+    if report.streamed:
+        streamed = (_percent(report.streamed, trained) if tier == report.compute else "." for tier in tiers)
+        yield row(widths, "  of it streamed", *streamed)
+
+
+def _facts(report: PlanReport) -> Iterator[str]:
+    activations = report.activations
+    words = f"{human_bytes(activations.peak_bytes)} at the peak"
+    if activations.peak_phase:
+        words += f" (in {activations.peak_phase} of {activations.peak_module or 'the model itself'})"
+    if activations.checkpoint_bytes:
+        words += f", {human_bytes(activations.checkpoint_bytes)} of it inputs of checkpointed blocks"
+    if activations.offloaded_to:
+        words += f", which wait on {activations.offloaded_to}"
+    yield fact("beside params", words if report.compute == "gpu" else f"{words}; on top of the cpu budget")
+    if report.fits:
+        moved = ", ".join(f"{way} {human_bytes(n)}" for way, n in report.moved.items() if n)
+        yield fact("moved in a step", moved or "nothing")
+    if report.step is not None:
+        yield from _time(report, report.step)
+    elif report.fits and report.machine is None:
+        yield fact(
+            "step time",
+            "not known without a machine: --machine NAME, or measure this one with "
+            "`gemini doctor --measure --json FILE` and give --machine FILE",
+        )
+
+
+def _time(report: PlanReport, step: StepReport) -> Iterator[str]:
+    """How long a step takes, and why."""
+    rate = f"{human_rate(step.tokens_per_second)} tokens/s"
+    if step.tokens_per_second:
+        rate += f" (a million in {timedelta(seconds=round(1e6 / step.tokens_per_second))})"
+    each = " each" if report.ranks > 1 else ""
+    mfu = "" if step.mfu is None else f" (MFU {step.mfu:.0%})"
+    work = f"{step.flops_per_second / 1e12:.3g} TFLOP/s{each}{mfu}"
+    yield fact("step time", f"{human_seconds(step.seconds)} predicted ({step.schedule}), {rate}, {work}")
+    bounds = [
+        f"{_TRACKS.get(track, track)}, {human_seconds(seconds)} ({_percent(seconds, step.seconds)} of the step)"
+        for track, seconds in list(step.busy.items())[:2]
+    ]
+    yield fact("bound by", "; then ".join(bounds) or "nothing")
+    waited = sorted(step.waited.items(), key=lambda item: -item[1])[:3]
+    if waited and waited[0][1] > 0.01 * step.seconds:
+        yield fact("computing waits", ", ".join(f"{human_seconds(s)} for {cause}" for cause, s in waited))
+    if step.steps_until_worn is not None and step.steps_until_worn < 10 * FEW_STEPS:
+        alarm = "WARNING: " if step.steps_until_worn < FEW_STEPS else ""
+        yield fact(
+            "drives wear",
+            f"{alarm}{human_bytes(step.nvme_written)} written a step: {step.steps_until_worn:,} steps until what the "
+            "drives are rated for",
+        )
+    if report.mesh is None:
+        yield fact("offload is free", _free(report, step))
+
+
+def _free(report: PlanReport, step: StepReport) -> str:
+    """From how many tokens per step on a step is as long as its computing alone."""
+    within = f"within {TOLERANCE:.0%}"
+    if Track.COMPUTE.value not in step.busy:
+        return "not known: the trace has no work in it"
+    if step.break_even is not None and step.break_even <= report.tokens:
+        return f"now: a step takes as long as its computing, {within}; it does from {_about(step.break_even)} tokens on"
+    ways = []
+    if step.break_even is not None:
+        ways.append(f"from {_about(step.break_even)} tokens a step on in larger micro-batches")
+    if step.break_even_accumulating is not None:
+        ways.append(f"from {_about(step.break_even_accumulating)} in more micro-batches of this size")
+    return f"{' or '.join(ways) or 'at no number of tokens'} ({within}; now {report.tokens:,})"
+
+
+def _changes(report: PlanReport) -> Iterator[str]:
+    for number, change in enumerate(report.changes):
+        yield fact("what to change" if number == 0 else "", in_options(change, "--nvme"))
+
+
+def _alternatives(report: PlanReport) -> Iterator[str]:
+    """A row each; those that need something beside them to fit stand under it."""
+    if not report.alternatives:
+        return
+    names = [f"{'    ' if other.beside else '  '}{other.options}" for other in report.alternatives]
+    widths = (-max(map(len, names)), 6, 10, 0)
+    yield row(widths, "what else it could do", "fits", "tokens/s", "  result")
+    beside = ""
+    for name, other in zip(names, report.alternatives, strict=True):
+        if other.beside != beside:
+            beside = other.beside
+            yield f"  with {beside} and"
+        fits = {True: "yes", False: "no", None: "."}[other.fits]
+        rate = "." if other.tokens_per_second is None else human_rate(other.tokens_per_second)
+        yield row(widths, name, fits, rate, f"  {other.result}")
+
+
+def _about(tokens: int) -> str:
+    """Three digits, rounded up: more would promise what a prediction cannot hold."""
+    unit = 10 ** max(0, len(str(tokens)) - 3)
+    return f"{-(-tokens // unit) * unit:,}"
+
+
+def _percent(part: float, whole: float) -> str:
+    return "<1%" if 0 < part < 0.005 * whole else f"{part / whole:.0%}" if whole else "0%"

@@ -24,30 +24,28 @@ import gemini
 from gemini.errors import counted
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, refusing_in_options, shares
-from gemini.jobs.callbacks import Samples, Shown, Stop
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
     ModelSource,
+    byte_tokenizer,
     checkpoint_activations,
     draw_from,
     fill_model,
     find_model,
     hush,
+    load_tokenizer,
     lora_of,
     outline_model,
     quantize_model,
 )
 from gemini.jobs.options import to_yaml
-from gemini.jobs.planned import OF_A_STEP
-from gemini.jobs.sequences import BYTE_VOCABULARY
+from gemini.jobs.screen import budget_lines, refusing_in_options, shares
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
-from gemini.jobs.tokenizers import byte_tokenizer, load_tokenizer
-from gemini.jobs.train_config import make_config, mesh_of, parallelism_of, plan_command
-from gemini.jobs.trainer import POSITION, make_trainer
+from gemini.jobs.text import BYTE_VOCABULARY
+from gemini.jobs.train_config import OF_A_STEP, make_config, mesh_of, parallelism_of, plan_command
+from gemini.jobs.trainer import POSITION, Samples, Shown, Stop, StopWish, make_trainer
 from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention

@@ -10,10 +10,9 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, stack_plan
 from traces import decoder_trace
 
 from gemini.errors import BudgetExceeded, PlanMismatch
-from gemini.jobs.plan_machine import Machine
-from gemini.jobs.plan_report import report_of
-from gemini.jobs.plan_screen import screen
-from gemini.jobs.plan_settings import PlanSettings
+from gemini.jobs.plan_report import report_of, screen
+from gemini.jobs.planner import Machine
+from gemini.jobs.settings import PlanSettings
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
