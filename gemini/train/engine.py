@@ -144,7 +144,7 @@ class Engine:
         if ranks is not None:
             exchange = built.decision.problem.exchange
             shards = Shards(
-                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait,
+                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds,
                 follows=overlap and ranks.context is None,  # whose attention asks in between
             )  # fmt: skip
             reduction = Reduction(
@@ -155,7 +155,7 @@ class Engine:
             shards.connect(reduction)
         self.shards = shards
         by_names = self.by_names = ByName(
-            params.handles, store, await_update=updates.wait,
+            params.handles, store,
             observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
             slices=others, all_agree=in_job is not None and in_job.experts is not None,
         )  # fmt: skip
@@ -191,14 +191,12 @@ class Engine:
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(
-            by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait
+            by_names, store, self.write_observers, opened=forward.opened
         )
         manager.connect(
             on_evict=exposure.poison,
             gather=None if alone or shards is None else shards.gather,
             is_lent=saved_weights.is_lent,
-            update_of=updates.job_of,
-            await_update=updates.wait,
             relieve=lambda: activations.relieve() or updates.relieve() or gradients.relieve(),
             unpin=calls.relieve,
             leave=lambda: activations.missing() + (0 if reduction is None else reduction.missing()),

@@ -74,8 +74,6 @@ class Manager:
         on_evict: Callable[[Chunk], None] = lambda chunk: None,
         gather: Callable[[Chunk], Event] | None = None,
         is_lent: Callable[[Chunk], bool] = lambda chunk: False,
-        update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
-        await_update: Callable[[Chunk], None] = lambda chunk: None,
         relieve: Callable[[], bool] = lambda: False,
         unpin: Callable[[], bool] = lambda: False,
         leave: Callable[[], int] = lambda: 0,
@@ -89,8 +87,6 @@ class Manager:
             on_evict: told of every chunk whose gathered weights went away.
             gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
             is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
-            update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for
-                it.
             relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
             unpin: releases what is pinned for the sake of speed only; False if there is nothing.
             leave: bytes of the computing tier that fetches ahead leave to others.
@@ -99,12 +95,11 @@ class Manager:
                 already; by default what the foresight says, as far as it is not there.
             follow: called when a chunk was acquired.
         """
-        self._on_evict, self._explain_more, self._await_update, self._is_lent = on_evict, explain, await_update, is_lent
-        self._update_of = update_of
+        self._on_evict, self._explain_more, self._is_lent = on_evict, explain, is_lent
         self.room.connect(is_lent=is_lent, relieve=relieve, unpin=unpin, leave=leave, await_reader=self._await_reader)
         self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
         self._in_order = upcoming is not None
-        self.fetches.connect(gather, update_of, await_update, in_order=self._in_order)
+        self.fetches.connect(gather, in_order=self._in_order)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -115,7 +110,7 @@ class Manager:
         """
         try:
             if chunk.use is Use.UPDATING:
-                self._await_update(chunk)
+                chunk.settle()
                 self.end_update(chunk)
             if chunk.use is Use.FREE:
                 self._fetch(chunk)
@@ -161,7 +156,7 @@ class Manager:
                 chunk.step(UseChange.UPDATE)
             elif chunk.stale:
                 if chunk.spec.index in self._updating:
-                    self._await_update(chunk)
+                    chunk.settle()
                     self.end_update(chunk)
                 self.drop([chunk])
             elif chunk.grads_complete:
@@ -200,7 +195,7 @@ class Manager:
 
     def begin_update(self, chunk: Chunk) -> None:
         """An update of a chunk that :meth:`is_current` reads the weights in its window: nobody reads them after who
-        does not now, and the window stays until ``update_of(chunk)`` is over, or :meth:`end_update`.
+        does not now, and the window stays until its update is over, or :meth:`end_update`.
         """
         self._updating[chunk.spec.index] = chunk
         if chunk.use is Use.COMPUTE:
@@ -217,7 +212,7 @@ class Manager:
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
         for chunk in list(self._updating.values()):
-            update = self._update_of(chunk)
+            update = chunk.update
             if update is None or update.is_complete():
                 self.end_update(chunk)
 
@@ -226,12 +221,12 @@ class Manager:
         if not self._updating:
             return False
         chunk = next(iter(self._updating.values()))
-        update = self._update_of(chunk)
+        update = chunk.update
         try:
             if chunk.is_guessed and update is not None:
                 update.wait_until_over()  # its memory is wanted, not its weights: it is not undone
             else:
-                self._await_update(chunk)
+                chunk.settle()
         finally:
             self.end_update(chunk)
         return True
@@ -241,7 +236,7 @@ class Manager:
         while self._overtaken:
             index, chunk = next(iter(self._overtaken.items()))
             if chunk.use in (Use.HOLD, Use.GRAD_READY) and self._is_lent(chunk):
-                self._await_update(chunk)
+                chunk.settle()
                 self.fetches.begin_now(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
@@ -369,7 +364,7 @@ class Manager:
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
-        self._await_update(chunk)
+        chunk.settle()
         self.room.reader = chunk.spec.index
         try:
             self.room.populate(chunk.window, "windows", what=chunk.name)

@@ -187,7 +187,7 @@ class Reduction:
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
-        self._updates.wait(chunk)
+        chunk.settle()
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
@@ -273,7 +273,7 @@ class Reduction:
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
-        self._updates.wait(chunk)  # a guess that was made of less
+        chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)

@@ -4,7 +4,7 @@ Exact whatever the timing: hyperparameters, clipping and step counts are fixed w
 is read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient
 is overwritten before it was used. What is needed first goes first: the order of the next forward.
 
-All waiting is in :class:`Updates`: ``wait`` for one chunk (what other parts call ``await_update``), ``drain`` for all.
+All waiting is in :class:`Updates`: ``wait`` for one chunk (others call ``Chunk.settle``), ``drain`` for all.
 An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by both: who waits wants what the step left.
 """
 
@@ -87,10 +87,6 @@ class Updates:
         """Whether updates can run beside training."""
         return self._worker is not None
 
-    def job_of(self, chunk: Chunk) -> UpdateJob | None:
-        """What a thread that is about to read the chunk has to wait for."""
-        return self.pending.get(chunk.spec.index)
-
     # ---- handing over -------------------------------------------------------------------------------------------
 
     def submit(
@@ -138,13 +134,14 @@ class Updates:
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
         try:
-            self.pending.update({job.chunk.spec.index: job for job in jobs})
+            for job in jobs:
+                self.pending[job.chunk.spec.index] = job.chunk.update = job
             worker.put(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
                 if worker.cancel(job) or job.worker is None:
-                    self.pending.pop(job.chunk.spec.index, None)
+                    self._forget(job)
                     job.finish(e)
                     if self._drop(job):
                         self._undo(job)
@@ -223,6 +220,7 @@ class Updates:
             after=self._observers.after_write,
             release=release,
             guess=guess,
+            owner=self,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -397,6 +395,7 @@ class Updates:
             with contextlib.suppress(Exception):
                 self._undo(job)
             self._manager.end_update(job.chunk)
+            job.chunk.update = None
         self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
@@ -419,13 +418,17 @@ class Updates:
                 job.wait()
         with WHOLE:
             self._undo(job)
-            self.pending.pop(index, None)
+            self._forget(job)
             self._manager.end_update(job.chunk)
         if is_guess:
             return  # of no use to anybody, also if it failed
         if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
+
+    def _forget(self, job: UpdateJob) -> None:
+        self.pending.pop(job.chunk.spec.index, None)
+        job.chunk.update = None
 
     def _drop(self, job: UpdateJob) -> bool:
         """Tell a guess that it is not wanted; False for an update that is."""
@@ -449,6 +452,8 @@ class Updates:
 
     def close(self) -> None:
         """The model ends."""
+        for job in self.pending.values():
+            job.chunk.update = None
         self.pending.clear()
         if self._worker is not None:
             self._worker.close()
