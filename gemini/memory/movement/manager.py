@@ -28,7 +28,7 @@ from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Worker
 from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
-from gemini.tiers import Ledger
+from gemini.tiers import Ledger, Turn, Want
 
 
 class Manager:
@@ -59,9 +59,10 @@ class Manager:
         self._device = device
         self._clock = 0
         self.room = Room(
-            chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy, evict=self._evict,
-            call_back=self._call_last_back,
-        )  # fmt: skip
+            chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy, evict=self._evict
+        )
+        ledger.register(Turn.READERS, self._await_reader, device.tier)
+        ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
         self._updating: dict[int, Chunk] = {}
@@ -74,9 +75,6 @@ class Manager:
         on_evict: Callable[[Chunk], None] = lambda chunk: None,
         gather: Callable[[Chunk], Event] | None = None,
         is_lent: Callable[[Chunk], bool] = lambda chunk: False,
-        relieve: Callable[[], bool] = lambda: False,
-        unpin: Callable[[], bool] = lambda: False,
-        leave: Callable[[], int] = lambda: 0,
         explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
         upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
         follow: Callable[[], None] = lambda: None,
@@ -87,16 +85,13 @@ class Manager:
             on_evict: told of every chunk whose gathered weights went away.
             gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
             is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
-            relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
-            unpin: releases what is pinned for the sake of speed only; False if there is nothing.
-            leave: bytes of the computing tier that fetches ahead leave to others.
             explain: what an error for lack of room says besides.
             upcoming: (moment, chunk) that are fetched ahead in just this order, and fetched anew where they are there
                 already; by default what the foresight says, as far as it is not there.
             follow: called when a chunk was acquired.
         """
         self._on_evict, self._explain_more, self._is_lent = on_evict, explain, is_lent
-        self.room.connect(is_lent=is_lent, relieve=relieve, unpin=unpin, leave=leave, await_reader=self._await_reader)
+        self.room.is_lent = is_lent
         self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
         self._in_order = upcoming is not None
         self.fetches.connect(gather, in_order=self._in_order)
@@ -216,7 +211,7 @@ class Manager:
             if update is None or update.is_complete():
                 self.end_update(chunk)
 
-    def _await_reader(self) -> bool:
+    def _await_reader(self, want: Want | None = None) -> bool:
         """Wait for an update that reads a window; False if there is none."""
         if not self._updating:
             return False
@@ -265,14 +260,13 @@ class Manager:
                     return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
-            if not self.fetches.can_begin(chunk) or not self.room.make_before(moment, chunk.window.num_bytes):
+            if not self.fetches.can_begin(chunk) or not self.room.populate_before(moment, chunk.window):
                 return
             self._begin_fetch(chunk, moment)
 
     def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
-        """Fill the window of a chunk ahead of its use."""
+        """Fill the populated window of a chunk ahead of its use."""
         assert chunk.window is not None
-        self.room.populate(chunk.window, "windows", what=chunk.name)
         try:
             with WHOLE:
                 self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
@@ -301,7 +295,7 @@ class Manager:
         self.fetches.call_back(chunk)
         self._fail(chunk)
 
-    def _call_last_back(self) -> bool:
+    def _call_last_back(self, want: Want) -> bool:
         """The last of what is fetched ahead is not wanted any more; False if there is nothing."""
         if not self.fetches.ahead:
             return False

@@ -7,7 +7,7 @@ Everything that shows or changes weights outside of forward comes through here (
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Protocol
