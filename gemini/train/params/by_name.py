@@ -23,17 +23,24 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Agree, value_facts
+from gemini.ranks.facts import Facts, value_facts
 from gemini.train.own_work import without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers
 
 
 class WholeValues(Protocol):
-    """Where a param is divided among ranks: who has all of it."""
+    """Those who share a model, be it one process: what they have of a param, and what they agree on."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+
+    def agree(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: BaseException | None = None) -> None:
+        """Every rank is about to write the same values, or none writes any."""
 
 
 class SliceValues(Protocol):
@@ -49,19 +56,19 @@ class ByName:
     Args:
         await_update: waits for the update of a chunk.
         observers: told of every write.
-        shards: None in one process.
-        agree: refuses what ranks would write differently.
+        company: who shares the model.
         slices: of a model in slices, else None.
         all_agree: whether those who agree have other slices among them (``ep``).
     """
 
     def __init__(
         self, handles: list[ParamHandle], store: ChunkStore, *,
-        await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
+        await_update: Callable[[Chunk], None], observers: WriteObservers, company: WholeValues,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
+        self._await_update, self._company, self._slices = await_update, company, slices
+        self.agree = company.agree
         self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
@@ -117,7 +124,7 @@ class ByName:
         self._await_update(handle.chunk)
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
-        if self._shards is not None:
+        if self._company.divides:
             weights = self._whole(handle, WEIGHTS)
             if exact:
                 weights = _joined(weights, self._whole(handle, RESIDUAL))
@@ -142,10 +149,7 @@ class ByName:
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
         self._await_update(handle.chunk)
-        if self._shards is not None:
-            self._shards.read_into(handle, kind, out)
-        else:
-            read_range(self._mover, handle.chunk.planes[kind], handle, out)
+        self._company.read_into(handle, kind, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
@@ -263,9 +267,8 @@ class ByName:
         if self._deferred is not None:
             self._deferred.append((handle, value))
             return
-        if self._shards is not None:
-            name = handle.name
-            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
+        name = handle.name
+        self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         write(handle, value)
 
     @contextmanager
