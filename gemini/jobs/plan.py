@@ -54,8 +54,8 @@ def plan(settings: PlanSettings, console: Console) -> int:
         raise JobError(
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
-    with progress() as now:
-        found = (plan_over_mesh if settings.mesh else _plan_whole)(settings, machine, Planner(now))
+    with progress("tracing the step") as status:
+        found = (plan_over_mesh if settings.mesh else _plan_whole)(settings, machine, Planner(status))
     answer(
         settings,
         console,
@@ -69,7 +69,6 @@ def plan(settings: PlanSettings, console: Console) -> int:
 
 def _plan_whole(settings: PlanSettings, machine: Machine, planner: Planner) -> Answer:
     """Of a model that ranks share as params alone."""
-    planner.now("tracing the step")
     trace = planner.step(settings, machine)
     if settings.states == "compact" and trace.precision != "bf16":
         raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rich.status import Status
 
 import gemini
 from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
@@ -125,13 +126,17 @@ def make_plan(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **mo
 class Planner:
     """Everything that is tried for one answer. A step is traced once, however often it is planned for.
 
-    ``now`` is told what is being done.
+    ``status`` shows what is being done.
     """
 
-    def __init__(self, now: Callable[[str], None]):
-        self.now = now
+    def __init__(self, status: Status):
+        self._status = status
         self._take = cache(take_trace)
         self._read = cache(_read_trace)
+
+    def now(self, words: str) -> None:
+        """Say what is done next."""
+        self._status.update(f"{words} ...")
 
     def step(self, settings: PlanSettings, machine: Machine, **changes: Any) -> MemoryTrace:
         """The step that is planned for: traced, or read and found to be of the model that was named.

@@ -6,12 +6,13 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.errors import JobError, as_job_error
@@ -84,11 +85,9 @@ def human_count(number: int) -> str:
     return f"{number}"
 
 
-@contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """Around work of seconds: on a terminal a line on stderr says what is being done, as it was told."""
-    with Console(stderr=True).status("") as status:
-        yield lambda words: status.update(f"{words} ...")
+def progress(words: str) -> Status:
+    """Around work of seconds: on a terminal a line on stderr says what is being done; ``update`` says what now is."""
+    return Console(stderr=True).status(f"{words} ...")
 
 
 @contextmanager

@@ -102,8 +102,7 @@ def _seq_len(config: Any, asked: int | None) -> int:
 def trace(settings: TraceSettings, console: Console) -> int:
     """Trace, write and say it; returns the exit code."""
     check_files(settings.out)
-    with progress() as now:
-        now("tracing the step")
+    with progress("tracing the step"):
         found = take_trace(settings)
     text = found.to_json()
     lines = [*str(found).splitlines(), "", *_phases(found), "", *_modules(found)]
