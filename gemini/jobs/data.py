@@ -59,8 +59,13 @@ def open_data(settings: TrainSettings, tokenizer: Any) -> JobData:
     elif settings.validation:
         train, evaluation = _split(train, settings)
         words.append(f"{len(evaluation):,} of them are kept to evaluate on")
-    identity = {"files": files, "rows": list(rows), "count": len(train), "seed": settings.seed,
-                "seq_len": settings.seq_len}  # fmt: skip
+    identity = {
+        "files": files,
+        "rows": list(rows),
+        "count": len(train),
+        "seed": settings.seed,
+        "seq_len": settings.seq_len,
+    }
     return JobData(train, evaluation, rows, identity, words)
 
 

@@ -154,6 +154,9 @@ def _count_params() -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+# ---- what the process takes ------------------------------------------------------------------------------------------
+
+
 def resident_bytes() -> int | None:
     """Anonymous bytes in memory now; None where the kernel does not say (not Linux)."""
     now = psutil.Process().memory_info()
@@ -161,7 +164,11 @@ def resident_bytes() -> int | None:
 
 
 class ResidentPeak:
-    """Watches ``resident_bytes()`` from a thread of its own within a ``with`` block."""
+    """The most that ``resident_bytes()`` was within a ``with`` block: a second opinion on the memory report.
+
+    The report counts what Gemini holds; this counts everything the process has, the interpreter, activations and
+    temporaries too. Pages of files (libraries, mapped weights) are not counted: the kernel may drop them at will.
+    """
 
     def __init__(self, interval_s: float = 0.02) -> None:
         self.peak: int | None = resident_bytes()

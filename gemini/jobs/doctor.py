@@ -40,10 +40,7 @@ from gemini.train.checkpoint.format import as_damage
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.stored import Stored, open_store
 
-_PACKAGES = (
-    "torch", "transformers", "safetensors", "accelerate", "datasets", "trl", "peft", "bitsandbytes", "lightning",
-    "flash-attn",
-)  # fmt: skip
+_PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
 
 def doctor(
@@ -225,6 +222,9 @@ def _figures(nvme_path: Path | None, file: Path | None, width: int) -> Iterator[
         hardware = Hardware(_name(), {key: figures[key] for key in FIGURES if key in figures})
         write_file(file, hardware.to_json() + "\n", "--json")
         yield f"written to {file}"
+
+
+# ---- what is in a durable store --------------------------------------------------------------------------------------
 
 
 class Section(NamedTuple):

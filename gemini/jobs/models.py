@@ -188,9 +188,14 @@ def quantize_model(
     kwargs = attention.keyword(source.config, transformers.AutoModelForCausalLM)
     with only_refusing(source, "built in 4 bits"):
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            source.weights, config=source.config, quantization_config=config, dtype=dtype, device_map="cpu",
-            local_files_only=True, **kwargs,
-        )  # fmt: skip
+            source.weights,
+            config=source.config,
+            quantization_config=config,
+            dtype=dtype,
+            device_map="cpu",
+            local_files_only=True,
+            **kwargs,
+        )
         return model if adapt is None else adapt(model)
 
 
@@ -307,11 +312,13 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
 
 
+# ---- tokenizers ------------------------------------------------------------------------------------------------------
+
 _FILES = (
-    "tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "sentencepiece.model",
-    "spm.model", "tekken.json", "vocab.json", "merges.txt", "vocab.txt", "bpe.codes", "added_tokens.json",
-    "tokenizer_config.json", "special_tokens_map.json",
-)  # fmt: skip
+    "tokenizer.json tokenizer.model spiece.model sentencepiece.bpe.model sentencepiece.model spm.model "
+    "tekken.json vocab.json merges.txt vocab.txt bpe.codes added_tokens.json tokenizer_config.json "
+    "special_tokens_map.json"
+).split()
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
 _BYTES = "Or say --bytes, if the model is meant to see bytes: then every byte is a token."
 

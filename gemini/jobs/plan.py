@@ -9,10 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import JobError
@@ -26,7 +26,7 @@ from gemini.jobs.plan_report import (
     report_of,
     screen,
 )
-from gemini.jobs.planner import Machine, Planner, machine_of, make_plan
+from gemini.jobs.planner import Way
 from gemini.jobs.screen import answer, check_files, progress
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of
@@ -49,13 +49,13 @@ def plan(settings: PlanSettings, console: Console) -> int:
         from gemini.jobs.models import find_config
 
         find_config(settings.config, settings.layers)  # a name that is none is said before anything else
-    machine = machine_of(settings)
-    if settings.picture and machine.hardware is None:
+    way = Way(settings)
+    if settings.picture and way.machine.hardware is None:
         raise JobError(
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        found = (plan_over_mesh if settings.mesh else _plan_whole)(settings, machine, Planner(status))
+        found = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
     answer(
         settings,
         console,
@@ -67,28 +67,31 @@ def plan(settings: PlanSettings, console: Console) -> int:
     return found.report.exit_code
 
 
-def _plan_whole(settings: PlanSettings, machine: Machine, planner: Planner) -> Answer:
+def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
-    trace = planner.step(settings, machine)
-    if settings.states == "compact" and trace.precision != "bf16":
-        raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
-    if settings.micro_batch is not None:
-        settings = _with_micro_batch(settings, machine, planner)
-        trace = planner.step(settings, machine)
-    planner.now("choosing homes and moves")
-    made, refusal = planner.plan(settings, machine, trace)
+    if way.settings.states == "compact" and way.trace().precision != "bf16":
+        raise JobError(
+            f"--states compact keeps bf16 weights, and --trace {way.settings.trace} is of {way.trace().precision}."
+        )
+    if way.settings.micro_batch is not None:
+        way = _with_micro_batch(way)
+    trace = way.trace()
+    status.update("choosing homes and moves ...")
+    made, refusal, timeline, tokens_when_free = None, None, None, None
+    try:
+        made = way.plan()
+    except BudgetExceeded as e:
+        refusal = e
     planned = trace.tiled or trace if made is None else made.trace
-    timeline, tokens_when_free = None, None
-    if made is not None and machine.hardware is not None:
-        planner.now("simulating the step")
-        play = partial(planner.play, settings, machine)
-        timeline = play(made)
-        tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
-    planner.now("looking for what to change")
-    checkpointed = _checkpointed(settings, machine, planner)
+    if made is not None and way.machine.hardware is not None:
+        status.update("simulating the step ...")
+        timeline = way.play(made)
+        tokens_when_free = played_break_even(made, way.play, timeline, serial=way.settings.schedule == "serial")
+    status.update("looking for what to change ...")
+    checkpointed = _checkpointed(way)
     report = report_of(
-        settings,
-        machine,
+        way.settings,
+        way.machine,
         planned,
         made,
         timeline,
@@ -96,85 +99,69 @@ def _plan_whole(settings: PlanSettings, machine: Machine, planner: Planner) -> A
         refusal=refusal,
         checkpointed=checkpointed,
         whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
-        changes=tuple(_changes(settings, machine, planner, planned, checkpointed, fits=made is not None)),
+        changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
     )
-    if settings.alternatives:
-        asked = made is not None, None if timeline is None else timeline.tokens_per_second
+    if way.settings.alternatives:
         others: list[Alternative] = []
-        for other in _alternatives(settings, machine, planner, asked):
+        for other in _alternatives(way, made is not None, None if timeline is None else timeline.tokens_per_second):
             others.append(other)
-            planner.now(f"planning what else it could do, {len(others)} of about 8")
+            status.update(f"planning what else it could do, {len(others)} of about 8 ...")
         report = replace(report, alternatives=tuple(others))
     return Answer(report, made, timeline)
 
 
-def _with_micro_batch(settings: PlanSettings, machine: Machine, planner: Planner) -> PlanSettings:
+def _with_micro_batch(way: Way) -> Way:
     """The largest micro-batch that fits, of those that divide the sequences of a step; the smallest if none does.
 
     Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
     one size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
-    sequences = (settings.batch_size or 1) * settings.accumulate
-    ways = [
-        replace(settings, batch_size=size, accumulate=sequences // size)
-        for size in range(1, sequences + 1)
-        if sequences % size == 0
-    ]
+    sequences = (way.settings.batch_size or 1) * way.settings.accumulate
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    ways = [way.changed(batch_size=size, accumulate=sequences // size) for size in sizes]
     # The smallest is taken in any case.
-    return ways[bisect_left(ways, True, lo=1, key=lambda way: not planner.fits(way, machine)) - 1]
+    return ways[bisect_left(ways, True, lo=1, key=lambda other: not other.fits()) - 1]
 
 
 # ---- what to change --------------------------------------------------------------------------------------------------
 
 
-def _checkpointed(settings: PlanSettings, machine: Machine, planner: Planner) -> MemoryTrace | None:
+def _checkpointed(way: Way) -> MemoryTrace | None:
     """The same step with gradient checkpointing, to compare with; None where it has it, or the model has none."""
-    if settings.config is None or settings.trace is not None or settings.gradient_checkpointing:
+    if way.settings.config is None or way.settings.trace is not None or way.settings.gradient_checkpointing:
         return None
     try:
-        return planner.step(settings, machine, gradient_checkpointing=True)
+        return way.trace(gradient_checkpointing=True)
     except JobError:
         return None
 
 
-def _changes(
-    settings: PlanSettings,
-    machine: Machine,
-    planner: Planner,
-    trace: MemoryTrace,
-    checkpointed: MemoryTrace | None,
-    *,
-    fits: bool,
-) -> Iterator[str]:
+def _changes(way: Way, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool) -> Iterator[str]:
     """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
-    on_gpu = machine.compute is Tier.GPU
+    settings, on_gpu = way.settings, way.machine.compute is Tier.GPU
     if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
         words = f"--gradient-checkpointing: {_instead(checkpointed, trace)}"
         if fits:
             yield words
         elif on_gpu:
-            still = planner.refusal(settings, machine, checkpointed)
+            still = way.refusal(checkpointed)
             yield f"{words}; then {'it fits' if still is None else str(still).partition(' Cheapest change: ')[2]}"
     if fits:
         return
     sequences = settings.batch_size or 1
     if settings.config is not None and sequences > 1 and on_gpu:
-        if planner.fits(replace(settings, batch_size=1, accumulate=sequences * settings.accumulate), machine):
+        if way.changed(batch_size=1, accumulate=sequences * settings.accumulate).fits():
             yield "--micro-batch auto: the same step in smaller micro-batches; one sequence at a time fits"
-
-    def would_fit(**changes: str) -> bool:
-        return planner.refusal(replace(settings, **changes), machine, trace) is None  # type: ignore[arg-type]
-
     if settings.offload_activations == "no" and trace.checkpoint_bytes and on_gpu:
-        if would_fit(offload_activations="cpu"):
+        if way.changed(offload_activations="cpu").refusal(trace) is None:
             yield f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits"
-    if _can_be_transient(settings, trace) and would_fit(gradients="transient"):
+    if _can_be_transient(way) and way.changed(gradients="transient").refusal(trace) is None:
         yield "--gradients transient (updates inside backward, no clipping): then it fits"
     if settings.config is not None and settings.tile_tokens is None and on_gpu:
-        tiled = _tiled(settings, machine, planner)
-        if tiled is not None and planner.refusal(settings, machine, tiled) is None:
+        tiled = _tiled(way)
+        if tiled is not None and way.refusal(tiled) is None:
             yield f"--tile-tokens auto: {_instead(tiled, trace)}; then it fits"
-    if _can_be_compact(settings, trace) and would_fit(states="compact"):
+    if _can_be_compact(way) and way.changed(states="compact").refusal(trace) is None:
         yield "--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits"
 
 
@@ -185,83 +172,76 @@ def _instead(changed: MemoryTrace, trace: MemoryTrace) -> str:
     return f"{sizes}, {more:.0%} more work"
 
 
-def _tiled(settings: PlanSettings, machine: Machine, planner: Planner) -> MemoryTrace | None:
+def _tiled(way: Way) -> MemoryTrace | None:
     """The same step in tiles of tokens; None where the model has none."""
     try:
-        return planner.step(settings, machine, tile_tokens="auto").tiled
+        return way.trace(tile_tokens="auto").tiled
     except (JobError, GeminiError):
         return None
 
 
-def _can_be_transient(settings: PlanSettings, trace: MemoryTrace) -> bool:
-    return settings.gradients is None and settings.accumulate == 1 and trace.precision != "fp16"
+def _can_be_transient(way: Way) -> bool:
+    settings = way.settings
+    return settings.gradients is None and settings.accumulate == 1 and way.trace().precision != "fp16"
 
 
-def _can_be_compact(settings: PlanSettings, trace: MemoryTrace) -> bool:
-    return settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
+def _can_be_compact(way: Way) -> bool:
+    settings = way.settings
+    return settings.states == "exact" and way.trace().precision == "bf16" and settings.has_compact_form
 
 
 # ---- what else the machine could do ----------------------------------------------------------------------------------
 
 
-def _alternatives(
-    settings: PlanSettings, machine: Machine, planner: Planner, asked: tuple[bool, float | None]
-) -> Iterator[Alternative]:
+def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Alternative]:
     """The step as asked; what leaves less beside params, until the step fits; then every other change beside that.
 
-    ``asked``: whether the step fits as it was asked for, and its tokens per second.
+    ``fits``, ``rate``: what is known of it as it was asked for.
     """
-    fits, rate = asked
     yield Alternative("as asked", "", fits, rate, "")
-    base, beside = settings, ""
-    for option, changed, result in _smaller(settings, machine.compute, fits=fits):
-        found = _tried(changed, planner)
+    base, beside = way, ""
+    for option, smaller, result in _smaller(way, fits=fits):
+        found = smaller.outcome()
         yield Alternative(option, "", *found, result)
         if found[0] and not fits:
-            fits, base, beside = True, changed, option
+            fits, base, beside = True, smaller, option
             break
-    for option, changed, result in _others(base, planner.step(settings, machine)):
+    for option, changes, result in _others(base):
         try:
-            yield Alternative(option, beside, *_tried(changed, planner), result)
+            yield Alternative(option, beside, *base.changed(**changes).outcome(), result)
         except (JobError, MissingFigure) as e:
             yield Alternative(option, beside, None, None, str(e).partition(" (")[0])
 
 
-def _tried(settings: PlanSettings, planner: Planner) -> tuple[bool, float | None]:
-    """Whether a step fits, and its tokens per second."""
-    machine = machine_of(settings)
-    made, _ = planner.plan(settings, machine, planner.step(settings, machine))
-    if made is None or machine.hardware is None:
-        return made is not None, None
-    return True, planner.play(settings, machine, made).tokens_per_second
-
-
-def _smaller(settings: PlanSettings, compute: Tier, *, fits: bool) -> Iterator[tuple[str, PlanSettings, str]]:
+def _smaller(way: Way, *, fits: bool) -> Iterator[tuple[str, Way, str]]:
     """Steps that leave less beside params, each less than the one before."""
-    if settings.trace is not None or compute is not Tier.GPU:
+    if way.settings.trace is not None or way.machine.compute is not Tier.GPU:
         return
     options = ""
-    if not settings.gradient_checkpointing:
-        settings, options = replace(settings, gradient_checkpointing=True), "--gradient-checkpointing"
-        yield options, settings, "same bits"
-    if settings.tile_tokens is None and settings.lora is None and not fits:
-        yield f"{options} --tile-tokens auto".lstrip(), replace(settings, tile_tokens="auto"), "rounding"
+    if not way.settings.gradient_checkpointing:
+        way, options = way.changed(gradient_checkpointing=True), "--gradient-checkpointing"
+        yield options, way, "same bits"
+    if way.settings.tile_tokens is None and way.settings.lora is None and not fits:
+        yield f"{options} --tile-tokens auto".lstrip(), way.changed(tile_tokens="auto"), "rounding"
 
 
-def _others(settings: PlanSettings, trace: MemoryTrace) -> Iterator[tuple[str, PlanSettings, str]]:
-    if _can_be_transient(settings, trace):
-        yield "--gradients transient", replace(settings, gradients="transient"), "no clipping"
-    if _can_be_compact(settings, trace):
-        yield "--states compact", replace(settings, states="compact"), "8-bit moments"
+def _others(way: Way) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Other options, their values, and what they do to what is computed."""
+    settings = way.settings
+    if _can_be_transient(way):
+        yield "--gradients transient", {"gradients": "transient"}, "no clipping"
+    if _can_be_compact(way):
+        yield "--states compact", {"states": "compact"}, "8-bit moments"
     if settings.trace is None and settings.lora is None:
-        yield f"--lora {LORA_RANK}", replace(settings, lora=LORA_RANK), "adapters only"
+        yield f"--lora {LORA_RANK}", {"lora": LORA_RANK}, "adapters only"
     if settings.trace is None and not settings.load_in_4bit:
         lora = settings.lora or LORA_RANK
         option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
-        yield option, replace(settings, lora=lora, load_in_4bit=True), "4-bit base"
-    gpus = 2 * settings.gpus
-    yield f"--gpus {gpus}", replace(settings, gpus=gpus), "rounding"
+        yield option, {"lora": lora, "load_in_4bit": True}, "4-bit base"
+    yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
 
+
+# ---- over a mesh -----------------------------------------------------------------------------------------------------
 
 RUNNERS_UP = 4
 """Meshes that ``--parallel auto`` shows beside the best one."""
@@ -277,27 +257,27 @@ class Candidate(NamedTuple):
     least: float
 
 
-def plan_over_mesh(settings: PlanSettings, machine: Machine, planner: Planner) -> Answer:
+def _plan_over_mesh(way: Way, status: Status) -> Answer:
     """The step over the mesh that was asked for, or over the best one."""
-    if machine.hardware is None:
+    if way.machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
-    planner.now("playing steps over meshes")
-    over = _OverMesh(settings, machine, machine.hardware, planner)
-    found, refusal = over.best() if settings.parallel else over.as_asked()
+    status.update("playing steps over meshes ...")
+    over = _OverMesh(way, way.machine.hardware)
+    found, refusal = over.best() if way.settings.parallel else over.as_asked()
     return over.answer(found, refusal)
 
 
 class _OverMesh:
     """What was asked, of which model."""
 
-    def __init__(self, settings: PlanSettings, machine: Machine, hardware: Hardware, planner: Planner):
+    def __init__(self, way: Way, hardware: Hardware):
         from gemini.jobs.models import find_config
 
+        settings = way.settings
         assert settings.config is not None
+        self._way = way
         self._settings = settings
-        self._machine = machine
         self._hardware = hardware
-        self._planner = planner
         config = find_config(settings.config, settings.layers).config
         self._config = config.get_text_config()
         self._in_two = bool(getattr(config, "is_encoder_decoder", False))
@@ -366,8 +346,8 @@ class _OverMesh:
         """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
         all GPUs would take without slices, parts and stages.
         """
-        gpus, machine = self._settings.gpus, self._machine
-        for tp in _powers(1 if self._whole_rule else min(gpus, machine.sharing)):
+        gpus, sharing = self._settings.gpus, self._way.machine.sharing
+        for tp in _powers(1 if self._whole_rule else min(gpus, sharing)):
             for cp in _powers(gpus // tp):
                 try:
                     trace = self._trace(tp, cp)
@@ -379,11 +359,11 @@ class _OverMesh:
                         continue
                     sizes = MeshSizes(pp, gpus // (tp * cp * pp), cp, tp)
                     micro_batches = self._settings.accumulate * pp * cp * tp
-                    least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=machine.sharing)
+                    least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
                     yield Candidate(sizes, micro_batches, least)
 
     def _trace(self, tp: int, cp: int) -> MemoryTrace:
-        return self._planner.step(self._settings, self._machine, tp=tp, cp=cp)
+        return self._way.trace(tp=tp, cp=cp)
 
     def _play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
         """``ends``: of stages, only the first and the last."""
@@ -398,7 +378,7 @@ class _OverMesh:
             }
             if order == "1f1b":  # some micro-batches wait at once, whose inputs no plan of one knows
                 more["offload_activations"] = None
-            return make_plan(settings, self._machine, trace, **more)
+            return self._way.plan_for(trace, **more)
 
         return play_mesh(
             self._trace(sizes.tp, sizes.cp),
@@ -407,7 +387,7 @@ class _OverMesh:
             make,
             micro_batches=micro_batches,
             width=self._config.hidden_size,
-            per_machine=self._machine.sharing,
+            per_machine=self._way.machine.sharing,
             schedule=settings.schedule,
             ends=ends,
         )
@@ -420,12 +400,12 @@ class _OverMesh:
         if not found:
             assert self._refused is not None
             trace = self._trace(self._refused.tp, self._refused.cp)
-            report = report_of(settings, self._machine, trace, None, refusal=refusal)
+            report = report_of(settings, self._way.machine, trace, None, refusal=refusal)
             mesh = MeshReport(str(self._refused), settings.gpus, whole, "", settings.accumulate)
             return Answer(replace(report, batch=_whole_batch(trace), mesh=mesh), None, None)
         best = found[0]
         slowest = best.slowest
-        report = report_of(settings, self._machine, slowest.plan.trace, slowest.plan, slowest.timeline)
+        report = report_of(settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline)
         mesh = MeshReport(
             str(best.sizes),
             best.sizes.ranks,
@@ -450,7 +430,7 @@ class _OverMesh:
 
     def _runner_up(self, outcome: MeshOutcome) -> RunnerUp:
         most = max(outcome.stages, key=lambda stage: stage.plan.bytes_per_tier.get(Tier.GPU, 0)).plan
-        used = most.bytes_per_tier.get(self._machine.compute, 0)
+        used = most.bytes_per_tier.get(self._way.machine.compute, 0)
         return RunnerUp(str(outcome.sizes), outcome.order, outcome.micro_batches, outcome.tokens_per_second, used)
 
 

@@ -8,8 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.status import Status
-
 import gemini
 from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
@@ -103,70 +101,68 @@ def machine_of(settings: PlanSettings) -> Machine:
     return Machine(budgets, origins, hardware, compute, settings.gpus, local, beyond)
 
 
-def make_plan(settings: PlanSettings, machine: Machine, trace: MemoryTrace, **more: Any) -> Plan:
-    """The plan of a step as it was asked for, but for ``more``.
+class Way:
+    """A way to run a step: as it was asked for, or with some options changed. Each trace is taken once for all."""
 
-    Raises:
-        BudgetExceeded: if it does not fit. ValueError: for a rule of updates that several ranks cannot share.
-    """
-    asked: dict[str, Any] = {
-        "gradients": settings.kept_gradients,
-        "optimizer": settings.rule_in(trace.precision),
-        "compute": machine.compute,
-        "offload_activations": None if settings.offload_activations == "no" else settings.offload_activations,
-        "accumulate": settings.accumulate,
-        "ranks": machine.ranks,
-        "local_ranks": machine.sharing,
-        "schedule": settings.schedule,
-    }
-    with stdout_closed_to_others():
-        return gemini.plan(trace, machine.hardware, machine.budgets, **{**asked, **more})
+    def __init__(self, settings: PlanSettings, traces: _Traces | None = None):
+        self.settings = settings
+        self.machine = machine_of(settings)
+        self._traces = traces or _Traces()
 
+    def changed(self, **options: Any) -> Way:
+        return Way(replace(self.settings, **options), self._traces)
 
-class Planner:
-    """Everything that is tried for one answer. A step is traced once, however often it is planned for.
-
-    ``status`` shows what is being done.
-    """
-
-    def __init__(self, status: Status):
-        self._status = status
-        self._take = cache(take_trace)
-        self._read = cache(_read_trace)
-
-    def now(self, words: str) -> None:
-        """Say what is done next."""
-        self._status.update(f"{words} ...")
-
-    def step(self, settings: PlanSettings, machine: Machine, **changes: Any) -> MemoryTrace:
+    def trace(self, **more: Any) -> MemoryTrace:
         """The step that is planned for: traced, or read and found to be of the model that was named.
 
         Raises:
             JobError, PlanMismatch: if there is no such model, or the file is no trace of it.
         """
+        settings = self.settings
         if settings.trace is not None:
-            return self._read(settings.trace, settings.config, settings.layers)
-        return self._take(replace(settings.traced(target=machine.target), **changes))
+            return self._traces.read(settings.trace, settings.config, settings.layers)
+        return self._traces.take(replace(settings.traced(target=self.machine.target), **more))
 
-    def plan(
-        self, settings: PlanSettings, machine: Machine, trace: MemoryTrace
-    ) -> tuple[Plan, None] | tuple[None, BudgetExceeded]:
-        """The plan, or why there is none."""
+    def plan(self) -> Plan:
+        """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
         try:
-            return make_plan(settings, machine, trace), None
-        except BudgetExceeded as e:
-            return None, e
+            return self.plan_for(self.trace())
         except ValueError as e:
-            raise JobError(f"--optimizer {settings.optimizer} with --gpus {settings.gpus}: {e}.") from e
+            asked = f"--optimizer {self.settings.optimizer} with --gpus {self.settings.gpus}"
+            raise JobError(f"{asked}: {e}.") from e
 
-    def play(self, settings: PlanSettings, machine: Machine, plan: Plan) -> Timeline:
+    def plan_for(self, trace: MemoryTrace, **more: Any) -> Plan:
+        """The plan of another step than the whole one, as it was asked for, but for ``more``."""
+        settings, machine = self.settings, self.machine
+        asked: dict[str, Any] = {
+            "gradients": settings.kept_gradients,
+            "optimizer": settings.rule_in(trace.precision),
+            "compute": machine.compute,
+            "offload_activations": None if settings.offload_activations == "no" else settings.offload_activations,
+            "accumulate": settings.accumulate,
+            "ranks": machine.ranks,
+            "local_ranks": machine.sharing,
+            "schedule": settings.schedule,
+        }
+        with stdout_closed_to_others():
+            return gemini.plan(trace, machine.hardware, machine.budgets, **{**asked, **more})
+
+    def play(self, plan: Plan) -> Timeline:
         """The step in time, on a machine whose speeds are known."""
-        assert machine.hardware is not None
-        return gemini.simulate(plan, machine.hardware, schedule=settings.schedule)
+        assert self.machine.hardware is not None
+        return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
 
-    def refusal(self, settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> BudgetExceeded | None:
+    def outcome(self) -> tuple[bool, float | None]:
+        """Whether the step fits, and its tokens per second where the speeds of the machine are known."""
+        try:
+            plan = self.plan()
+        except BudgetExceeded:
+            return False, None
+        return True, None if self.machine.hardware is None else self.play(plan).tokens_per_second
+
+    def refusal(self, trace: MemoryTrace) -> BudgetExceeded | None:
         """Why there is no placement at all, if so: quicker than looking for the best one."""
-        offload = settings.offload_activations
+        settings, offload = self.settings, self.settings.offload_activations
         places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
         found = None
         for step, where in product(filter(None, (trace, trace.tiled)), places):
@@ -174,12 +170,12 @@ class Planner:
                 fill_fastest(
                     pose_problem(
                         step,
-                        machine.budgets_of_rank,
+                        self.machine.budgets_of_rank,
                         precision=trace.precision,
                         gradients=settings.kept_gradients,
-                        compute=machine.compute,
+                        compute=self.machine.compute,
                         offload_activations=where,
-                        ranks=machine.ranks,
+                        ranks=self.machine.ranks,
                         rule=settings.rule_in(trace.precision),
                     )
                 )
@@ -188,8 +184,16 @@ class Planner:
                 found = found or e
         return found
 
-    def fits(self, settings: PlanSettings, machine: Machine) -> bool:
-        return self.refusal(settings, machine, self.step(settings, machine)) is None
+    def fits(self) -> bool:
+        return self.refusal(self.trace()) is None
+
+
+class _Traces:
+    """What was traced and read for one answer."""
+
+    def __init__(self) -> None:
+        self.take = cache(take_trace)
+        self.read = cache(_read_trace)
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:

@@ -482,9 +482,8 @@ class DoctorSettings(_Record):
 # Two conditions, as `contradictions` reads them, and what is said; the first pair that holds is the one that is said.
 
 _OF_THE_TRACE = (
-    "batch_size", "seq_len", "precision", "gradient_checkpointing", "tile_tokens", "lora", "load_in_4bit",
-    "attn_implementation", "micro_batch",
-)  # fmt: skip
+    "batch_size seq_len precision gradient_checkpointing tile_tokens lora load_in_4bit attn_implementation micro_batch"
+).split()
 
 _STEP_APART = {
     ("load_in_4bit", "!lora"): (

@@ -94,6 +94,8 @@ def _below(root: Path, globs: Sequence[str], without_folders: Collection[str]) -
     return [(path, name.as_posix()) for path, name in names.items() if not {*name.parent.parts} & {*without_folders}]
 
 
+# ---- which of them are no text ---------------------------------------------------------------------------------------
+
 _LOOKED_AT = 1 << 20
 """Bytes of a file's beginning."""
 _MOST_CONTROLS = 0.02
@@ -171,6 +173,8 @@ def _are_json_lines(data: bytes) -> bool:
     except ValueError:
         return False
 
+
+# ---- sequences of their ids ------------------------------------------------------------------------------------------
 
 BYTE_BOUNDARY = 256
 BYTE_VOCABULARY = 257

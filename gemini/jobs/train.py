@@ -73,9 +73,7 @@ class TrainRun:
             found = None
             if self.team.is_first:
                 store = settings.nvme_path if settings.durable_every else None
-                found = checkpoints.choose(
-                    settings.resume, settings.out, overwrite=settings.overwrite, store=store
-                )  # fmt: skip
+                found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite, store=store)
             self.data = self._open_data(source)
             self.device = _device(settings.device)
             draw_from(settings.seed)  # adapters
@@ -224,9 +222,14 @@ class TrainRun:
             callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
         with as_job_error(asked="The settings cannot be used together"):
             trainer = make_trainer(
-                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu",
-                parallelism=parallelism_of(settings, self.team.size), callbacks=callbacks,
-            )  # fmt: skip
+                settings,
+                self.model,
+                self.data,
+                self._tokenizer,
+                use_cpu=self.device.type == "cpu",
+                parallelism=parallelism_of(settings, self.team.size),
+                callbacks=callbacks,
+            )
         self._console.print(*trainer.told, sep="\n", end="\n" if trainer.told else "")
         self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
         trainer.position, trainer.measure = self._position, self._shown.measure
@@ -324,8 +327,13 @@ class TrainRun:
 
 _MORE = "more --steps or --epochs go on"
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
-_IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
-             "count": "number of sequences"}  # fmt: skip
+_IDENTITY = {
+    "files": "list of files",
+    "rows": "kind of rows",
+    "seq_len": "sequence length",
+    "seed": "seed",
+    "count": "number of sequences",
+}
 
 
 def _check_tracker(name: str) -> None:

@@ -162,9 +162,9 @@ def plan_command(settings: TrainSettings) -> str:
 
 
 _OF_THE_STEP = (
-    "layers", "batch_size", "accumulate", "precision", "optimizer", "states", "gradient_checkpointing", "tile_tokens",
-    "lora", "load_in_4bit", "offload_activations",
-)  # fmt: skip
+    "layers batch_size accumulate precision optimizer states gradient_checkpointing tile_tokens lora load_in_4bit "
+    "offload_activations"
+).split()
 """Options that ``gemini plan`` has too, with the same meaning and default."""
 
 
@@ -172,9 +172,9 @@ def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:
     return None if plan is None else plan.problem.budgets.get(tier)
 
 
-OF_A_STEP = (
-    "batch_size", "seq_len", "accumulate", "gradient_checkpointing", "tile_tokens", "precision", "optimizer", "states",
-)  # fmt: skip
+# ---- the step of a plan ----------------------------------------------------------------------------------------------
+
+OF_A_STEP = ("batch_size seq_len accumulate gradient_checkpointing tile_tokens precision optimizer states").split()
 
 
 def step_of(plan: Plan) -> dict[str, Any]:

@@ -246,6 +246,8 @@ def _row_trainer(
     return trainer
 
 
+# ---- what is done between steps --------------------------------------------------------------------------------------
+
 # fp16 skips steps while it looks for a loss scale, but then the loss itself is finite.
 _HOPELESS_STEPS = 10
 # On narrower terminals the numbers are worth more than the bar.
@@ -253,9 +255,9 @@ _WIDTH_WITH_BAR = 130
 _SAMPLE = 48
 """Tokens that a sample is made of."""
 _WRITTEN = (
-    "loss", "grad_norm", "learning_rate", "eval_loss", "eval_perplexity", "mean_token_accuracy", "epoch",
-    "tokens_per_second", "step_seconds", "seconds_left",
-)  # fmt: skip
+    "loss grad_norm learning_rate eval_loss eval_perplexity mean_token_accuracy epoch tokens_per_second "
+    "step_seconds seconds_left"
+).split()
 _WAITS, _BYTES = "waits_for_", "_bytes"
 
 
@@ -267,7 +269,9 @@ class Stop(TrainerCallback):
     """
 
     def __init__(self, wish: StopWish, team: Team, console: Console) -> None:
-        self._wish, self._team, self._console = wish, team, console
+        self._wish = wish
+        self._team = team
+        self._console = console
         self.heeded = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -290,11 +294,17 @@ class Shown(TrainerCallback):
     def __init__(
         self, console: Console, engine: Any, *, num_tokens: int, metrics: Path | None, sharing: int = 1
     ) -> None:
-        self._console, self._engine, self._metrics = console, engine, metrics
-        self._num_tokens, self._sharing = num_tokens, sharing
+        self._console = console
+        self._engine = engine
+        self._metrics = metrics
+        self._num_tokens = num_tokens
+        self._sharing = sharing
         self._bar: Progress | None = None
         self._task = TaskID(0)
-        self._since, self._at, self._seen, self._good = 0.0, 0, 0, 0
+        self._since = 0.0  # when the rows since the last line began, after which step, after how many tokens
+        self._at = 0
+        self._seen = 0
+        self._good = 0  # the last step whose loss was finite
 
     def rewind(self, step: int) -> None:
         """Drop the rows of steps that are made again: the run goes on after ``step``."""
@@ -306,7 +316,8 @@ class Shown(TrainerCallback):
         os.replace(new, self._metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._since, self._at, self._good = time.perf_counter(), state.global_step, state.global_step
+        self._since = time.perf_counter()
+        self._at = self._good = state.global_step
         self._seen = state.num_input_tokens_seen
         if self._console.is_terminal:
             columns: list[ProgressColumn] = [TextColumn("{task.completed}/{task.total}  {task.description}")]
@@ -339,7 +350,9 @@ class Shown(TrainerCallback):
         # Rows are counted as they come, without what fills them up; sequences are full.
         counted = (state.num_input_tokens_seen - self._seen) / self._sharing
         tokens = counted / max(1, state.global_step - self._at) or self._num_tokens
-        self._since, self._at, self._seen = now, state.global_step, state.num_input_tokens_seen
+        self._since = now
+        self._at = state.global_step
+        self._seen = state.num_input_tokens_seen
         store = self._engine.store  # memory_report() would wait for the updates that are in flight
         logs["tokens_per_second"] = tokens / max(seconds, 1e-9)
         logs["step_seconds"] = seconds
@@ -412,7 +425,10 @@ class Samples(TrainerCallback):
     """Shows what the model writes after a prompt; the likeliest words, so that no random number is drawn."""
 
     def __init__(self, console: Console, tokenizer: Any, prompt: str, every: int, *, chat: bool) -> None:
-        self._console, self._tokenizer, self._prompt, self._every = console, tokenizer, prompt, every
+        self._console = console
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._every = every
         self._chat = chat
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -441,12 +457,16 @@ class Samples(TrainerCallback):
         self._console.print(f"sample after step {state.global_step}: {self._prompt} -> {shown}")
 
 
+# ---- Ctrl-C, and a polite kill ---------------------------------------------------------------------------------------
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _STDERR = 2
 
 
 class StopWish:
-    """Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted`` and is answered on stderr (if there is an
+    """The wish to stop, at which the loop looks between steps, so that it stops at a whole step.
+
+    Within its ``with`` block the first SIGINT or SIGTERM sets ``wanted`` and is answered on stderr (if there is an
     ``answer``); the second one takes effect as ever.
     """
 

@@ -140,9 +140,15 @@ def _event(timeline: Timeline, span: Span, pid: int, tid: int) -> Event:
         if stop > start:
             args["speed"] = f"{span.num_bytes / (stop - start):.3g} GB/s"
     return {
-        "ph": "X", "name": span.name, "cat": activity_of(span), "pid": pid, "tid": tid, "ts": start / 1e3,
-        "dur": (stop - start) / 1e3, "args": args,
-    }  # fmt: skip
+        "ph": "X",
+        "name": span.name,
+        "cat": activity_of(span),
+        "pid": pid,
+        "tid": tid,
+        "ts": start / 1e3,
+        "dur": (stop - start) / 1e3,
+        "args": args,
+    }
 
 
 def _name(kind: str, pid: int, tid: int, **args: Any) -> Event:

@@ -58,8 +58,11 @@ def activity_of(span: Span) -> str:
         word = span.name.split(" ")[0]
         return word if word in ("forward", "recompute", "backward") else "other computing"
     for words, activity in (
-        ("activation", "activations"), ("fetch", "fetch weights"), ("gradient", "gradients"), ("update", "update"),
-    ):  # fmt: skip
+        ("activation", "activations"),
+        ("fetch", "fetch weights"),
+        ("gradient", "gradients"),
+        ("update", "update"),
+    ):
         if words in span.name:
             return activity
     fallback = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}

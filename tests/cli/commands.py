@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 
@@ -46,3 +49,36 @@ def refused(result: Any, *says: str, begun: bool = False) -> None:
     assert begun or not result.stdout, result.stdout
     for words in says:
         assert words in message, message
+
+
+def same_weights(one: Path, other: Path, name: str = "model.safetensors") -> bool:
+    """Whether two runs wrote the same bits."""
+    first, second = load_file(one / name), load_file(other / name)
+    return first.keys() == second.keys() and all(torch.equal(weight, second[key]) for key, weight in first.items())
+
+
+FOUR_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 1024,
+    "max_position_embeddings": 128,
+}
+
+
+def llama_config(path: Path, **changes: Any) -> Path:
+    """The file of a config, of two small blocks but for ``changes``."""
+    body = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": 4000,
+    }
+    path.write_text(json.dumps(body | changes))
+    return path

@@ -21,7 +21,7 @@ from gemini.planning.machines import load_hardware
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from gemini.testing.plans import check_plan
-from tests.cli.commands import Command, refused
+from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
 
@@ -168,13 +168,13 @@ def test_any_rule_is_planned_for(gemini_command: Command, traced: Path, options:
 
 
 def test_compact_states_need_less_and_are_named_where_they_help(gemini_command: Command, tmp_path: Path) -> None:
-    config = {"vocab_size": 512, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
-              "num_attention_heads": 4, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    gemini_command("trace", tmp_path / "config.json", "--seq-len", 16, "--target", "cpu", "--out", tmp_path / "trace")
+    config = llama_config(
+        tmp_path / "config.json", vocab_size=512, hidden_size=512, intermediate_size=1024, num_hidden_layers=3
+    )
+    gemini_command("trace", config, "--seq-len", 16, "--target", "cpu", "--out", tmp_path / "trace")
     options = ["plan", "--trace", tmp_path / "trace", "--cpu"]
     large = gemini_command.told(*options, "1GiB")["needs"]
-    small = gemini_command.told(*options, "1GiB", "--json", "--states", "compact")["needs"]
+    small = gemini_command.told(*options, "1GiB", "--states", "compact")["needs"]
     assert small["residual"] < 0.51 * large["residual"] and small["exp_avg_sq"] < 0.26 * large["exp_avg_sq"]
     assert small["exp_avg_scale"] < 0.02 * small["exp_avg"] and "exp_avg_scale" not in large
     assert sum(small.values()) < 0.55 * sum(large.values())  # 7 of 14, gradients among them
@@ -331,11 +331,7 @@ def test_a_step_is_drawn(gemini_command: Command, traced: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Command, tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(
-        '{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4000, "hidden_size": 32, '
-        '"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}'
-    )
+    config = llama_config(tmp_path / "config.json", hidden_size=32)
     asked = ("plan", config, "--seq-len", "2048", "--gradient-checkpointing", "--gpu", "1380MiB", "--cpu", "64MiB")
     without = gemini_command(*asked)
     assert without.exit_code == 2 and "--tile-tokens auto:" in without.stdout, without.output
@@ -345,18 +341,6 @@ def test_tiles_of_tokens_are_advised_and_with_auto_chosen(gemini_command: Comman
     sizes = ("--cpu", "1GiB", "--gpu", "4GiB")
     roomy = gemini_command.told(*asked[:-4], *sizes, "--tile-tokens", "auto")
     assert roomy["tile_tokens"] is None and roomy["activations"]["whole_peak_bytes"] is None
-    for wrong in ("1", "some", "-3"):
-        said = f"--tile-tokens must be auto or a number of tokens, 2 or more, got '{wrong}'"
-        refused(gemini_command(*asked, "--tile-tokens", wrong), said)
-
-
-def llama_config(path: Path, **changes: Any) -> Path:
-    body = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4000, **changes,
-    }  # fmt: skip
-    path.write_text(json.dumps(body))
-    return path
 
 
 def test_a_lora_trains_its_adapters_only(gemini_command: Command, tmp_path: Path) -> None:
@@ -483,15 +467,8 @@ def test_mfu_of_stages_is_of_the_whole_step(gemini_command: Command, tmp_path: P
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """A config of four blocks."""
-    body = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 1024,
-        "max_position_embeddings": 128,
-    }  # fmt: skip
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(body))
-    return path
+    """Four blocks."""
+    return llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
 
 
 MESH = ("--machine", "dgx-a100", "--gpus", "16")

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.commands import Command, refused
-from tests.cli.test_plan_command import llama_config
+from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 PRESET, PLAN = "train --data x --preset gpt2-small", "plan c.json --cpu 1GiB"
 MESH = "plan llama.json --machine dgx-a100 --gpus 16"
@@ -71,6 +70,9 @@ REQUESTS = {
     "plan absent.json": "absent.json: there is no such file or folder",
     f"{PLAN} --picture x.png": "needs the speeds of a machine: --machine",
     "plan --trace t.json --cpu 1GiB": "--trace t.json cannot be read: No such file",
+    f"{PLAN} --tile-tokens 1": "--tile-tokens must be auto or a number of tokens, 2 or more, got '1'",
+    f"{PLAN} --tile-tokens some": "--tile-tokens must be auto or a number of tokens, 2 or more, got 'some'",
+    f"{PLAN} --tile-tokens -3": "--tile-tokens must be auto or a number of tokens, 2 or more, got '-3'",
     f"{PLAN} --lora 0": "--lora must be at least 1",
     f"{PLAN} --load-in-4bit": "--load-in-4bit freezes the weights in 4 bits: give --lora as",
     "plan --trace t.json --cpu 1GiB --load-in-4bit": "--load-in-4bit describes a step that is to be",
@@ -120,10 +122,7 @@ def test_what_cannot_be_is_refused(
     for name, values in {"tiny": tiny_values, "odd": {**tiny_values, "n_head": 3}, "c": {"model_type": "gpt2"}}.items():
         Path(f"{name}.json").write_text(json.dumps(values))
     Path("text.txt").write_text("a text\n")
-    llama_config(
-        Path("llama.json"), hidden_size=256, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8,
-        max_position_embeddings=128,
-    )  # fmt: skip
+    llama_config(Path("llama.json"), **FOUR_BLOCKS)
     result = gemini_command(*shlex.split(request_))
     if "No such option" in REQUESTS[request_]:
         assert result.exit_code == 2 and REQUESTS[request_] in result.stderr
