@@ -17,15 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._report import table
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import machine
-from gemini.planning.outcome import timeline_of
+from gemini.planning.hardware import Hardware, machine
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.plan import Plan
-from gemini.planning.schedules import overlapped
+from gemini.planning.schedules import Work, overlapped
+from gemini.planning.simulate import timeline_of
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
-from gemini.planning.work import Work
 from gemini.planning.working import staging_bytes, tile_numel
 from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier

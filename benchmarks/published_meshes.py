@@ -16,8 +16,7 @@ from transformers import GPT2Config, LlamaConfig
 
 import gemini
 from gemini.errors import BudgetExceeded, human_bytes
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import machine
+from gemini.planning.hardware import Hardware, machine
 from gemini.planning.mesh import MeshSizes
 from gemini.planning.parallel import play_mesh
 from gemini.planning.plan import Plan

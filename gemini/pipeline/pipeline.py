@@ -24,7 +24,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.stages import Blocks, balanced
+from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of

@@ -17,7 +17,7 @@ import transformers
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch
-from gemini.planning.quantized import scale_bytes, with_4bit_base
+from gemini.planning.trace import scale_bytes, with_4bit_base
 from tests.docs.doc_blocks import ROOT, blocks_of
 from tests.train import helpers
 

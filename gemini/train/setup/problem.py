@@ -19,14 +19,13 @@ from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import store_bytes
 from gemini.memory.nvme import probe
 from gemini.memory.system import available_bytes
-from gemini.planning.attempts import with_staging, with_tiles
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, pose_problem
-from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.planning.working import MARGIN
+from gemini.planning.working import MARGIN, with_staging, with_tiles
 from gemini.ranks.group import Ranks, checksum_of
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
