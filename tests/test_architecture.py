@@ -23,9 +23,10 @@ FLOORS = [
         "gemini.replacing",
         "gemini.schema",
         "gemini.tiers",
+        "gemini.waiting",
         "gemini.memory.chunks.states",
         "gemini.version",
-    ),
+    ),  # fmt: skip
     ("gemini.planning",),
     (
         "gemini.config",
@@ -43,7 +44,6 @@ FLOORS = [
         "gemini.optim.matrices",
         "gemini.patches",
         "gemini.rules",
-        "gemini.waiting",
         "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),
