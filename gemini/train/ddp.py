@@ -416,11 +416,15 @@ def _engine(model: nn.Module) -> Engine:
 # ---- the class of a managed model ------------------------------------------------------------------------------------
 
 
-@cache
 def managed_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class that is both ``original`` and ``GeminiDDP``; one per original class, with its name: configs and reprs
     do not change.
     """
+    return _make_class(original)  # type: ignore[arg-type]
+
+
+@cache
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
     namespace: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
