@@ -29,7 +29,7 @@ from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import MADE, warn_of_fp16
+from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
 from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
 from gemini.train.params.handle import ParamHandle, handle_of
@@ -120,8 +120,7 @@ class GeminiDDP(nn.Module):
         share: far less memory, more communication, the same sums within rounding.
         """
         engine = _engine(self)
-        not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
-        with not_reducing, engine.state.accumulate():
+        with engine.shards.without_reducing(), engine.state.accumulate():
             yield
 
     @contextlib.contextmanager
@@ -136,7 +135,7 @@ class GeminiDDP(nn.Module):
             GeminiError: inside another ``step_scope``.
         """
         engine = _engine(self)
-        with contextlib.nullcontext() if engine.shards is not None else engine.store.manager.foresight.scope():
+        with contextlib.nullcontext() if engine.ranks.shares_params else engine.store.manager.foresight.scope():
             yield
 
     def clip_grad_norm_(
@@ -165,7 +164,7 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         ranks = _engine(self).ranks
-        if ranks is not None and ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
+        if ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
             raise GeminiError(
                 f"clip_grad_norm_ of a model that was sliced by hand (this rank has {ranks.slice_}): Gemini does not "
                 "know which params are slices and which are whole on every rank, so it cannot compute their norm. "
@@ -215,8 +214,7 @@ class GeminiDDP(nn.Module):
             GeminiError: without repeated blocks, or under context parallel.
             BudgetExceeded: from the next forward, without enough memory to gather a block.
         """
-        ranks = _engine(self).ranks
-        if ranks is not None and ranks.context is not None:
+        if _engine(self).ranks.context is not None:
             raise GeminiError(
                 "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
                 "compiled. Leave it out"
@@ -345,11 +343,10 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        if engine.ranks is not None:
-            engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
+        engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks, shards=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
+            company=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -357,10 +354,10 @@ class GeminiDDP(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         refuse_stock_loop()
         engine = _engine(self)
-        dtype = COMPUTE_DTYPES[engine.config.precision]
-        probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)
+        probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
+            move_buffers(self, fn, engine.params.in_fp32)
             return self
         raise GeminiError(
             f"this model is managed by Gemini: its params are {probe.dtype} on {probe.device} and cannot be moved to "

@@ -33,13 +33,14 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import StageParam
 from gemini.train.params.stepper import Stepper, optimizer_of
 from gemini.train.passes import hooks
+from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts, spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 Undo = Callable[[nn.Module], None]
 """Takes back one change of the model that it is given."""
 
-Fill = Callable[[ByName, Ranks | None], nn.Module]
+Fill = Callable[[ByName, Ranks], nn.Module]
 """Writes the values of params that hold none yet to their homes, and returns the model that has them."""
 
 
@@ -80,7 +81,7 @@ def manage(
     """
     changes, planned = Changes(), model
 
-    def note(homes: ByName, ranks: Ranks | None) -> None:
+    def note(homes: ByName, ranks: Ranks) -> None:
         nonlocal model
         assert fill is not None
         model = fill(homes, ranks)
@@ -100,7 +101,7 @@ def manage(
             structure, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note, cuts=cuts,
             of_stages=of_stages,
         )  # fmt: skip
-        ranks, tokens = engine.ranks, engine.decision.tile_tokens
+        tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))
             sliced.put_on(model)
@@ -114,14 +115,13 @@ def manage(
         moved.move()
         changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
         changes.append(_hook(structure, engine))
-        if ranks is not None:
-            if ranks.context is not None:
-                changes.append(_divide_sequences(model, engine))
-            if ranks.same_batch is not None:
-                model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
-            if spread is not None:
-                changes.append(_to_call(spread.take_away))
-                spread.put_on(model, ranks)
+        if engine.ranks.context is not None:
+            changes.append(_divide_sequences(model, engine))
+        if engine.ranks.same_batch is not None:
+            model.__dict__["_gemini_hooks"].append(compare_first_batch(model, engine.ranks.same_batch))
+        if spread is not None:
+            changes.append(_to_call(spread.take_away))
+            spread.put_on(model, engine.ranks)
         changes.append(_become(model, managed_class))
     except BaseException:
         changes.undo(model)
@@ -275,16 +275,14 @@ def _hook(structure: Structure, engine: Engine) -> Undo:
 
 def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
     """Ranks compute parts of sequences, and meet inside attention."""
-    ranks, shards = engine.ranks, engine.shards
-    assert ranks is not None and shards is not None, "ranks with parts of a sequence share params"
-    reference = weakref.ref(shards)  # what transformers knows of attention outlives the model
+    reference = weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
 
     def meet() -> None:
         found = reference()
-        assert found is not None, "a forward of a model that is gone"
+        assert isinstance(found, Shards), "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 
-    divided = divide_sequences(model, ranks, engine.config.context_attention, meet)
+    divided = divide_sequences(model, engine.ranks, engine.config.context_attention, meet)
     assert divided is not None
     return _to_call(divided.take_away)
 
