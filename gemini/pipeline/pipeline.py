@@ -32,7 +32,7 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
 from gemini.train.context.same_batch import compare_batches
-from gemini.train.ddp import Fill, manage
+from gemini.train.ddp import manage
 from gemini.train.gradients.tied import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
@@ -41,6 +41,7 @@ from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.params.codes import first_coded
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
+from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
 _EXAMPLE_TOKENS = 16

@@ -44,8 +44,8 @@ from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
 from gemini.train.modules.calls import iter_tensors
-from gemini.train.modules.compiled import compiled_part, mark_compiled
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
+from gemini.train.modules.reading import compiled_part, mark_compiled
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 from gemini.train.slices.slicing import imagine_slices

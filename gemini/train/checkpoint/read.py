@@ -345,7 +345,7 @@ class Rest:
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         self._path, self._model, self._by_names = path, model, by_names
-        self._scales = scales_in(model)
+        self._scales = scales_in(model.named_parameters())
         here = self._beside_params()
         saved_state = own_values(saved_buffers, params, here)
         self._model_state = check_model_state(path, model, here, saved_state, manifest.version)
