@@ -8,10 +8,10 @@ from torch import nn
 
 from gemini.ranks.agreement import Point
 from gemini.train.context.parallel import divide_sequences
-from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts
+from gemini.train.slices.together import compare_first_batch
 
 
 def join_others(model: nn.Module, company: Company, kind: str, spread: SpreadExperts | None) -> None:

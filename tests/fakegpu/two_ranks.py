@@ -21,7 +21,7 @@ from benchmarks._processes import serve
 from gemini.memory.devices.cuda_streams import CudaEvent
 from gemini.planning.placement import bytes_per_tier
 from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks.process_groups import make_subgroup
 from gemini.tiers import Tier
 from tests.fakegpu import computing
 from tests.fakegpu.test_counts import Blocks

@@ -26,7 +26,7 @@ import gemini
 from gemini.errors import RankMismatch
 from gemini.planning.placement import bytes_per_tier
 from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks.process_groups import make_subgroup
 from gemini.ranks.wire import Pending, Wire
 from gemini.tiers import Tier
 from gemini.train import engine

@@ -20,7 +20,7 @@ from gemini.errors import PlanMismatch
 from gemini.interrupts import WHOLE
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.planes import PlaneSpec, RuleSpec
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.convert import Form, Loss, check_rule, converted
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
 from gemini.train.checkpoint.parts import own_groups, own_values

@@ -27,7 +27,7 @@ from gemini.planning.planner import Planner, pose_problem
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
-from gemini.ranks.facts import checksum_of
+from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier

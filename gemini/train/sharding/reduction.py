@@ -11,7 +11,7 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -32,7 +32,6 @@ from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
-from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import Scripted
 from gemini.train.sharding.shards import Shards
@@ -41,6 +40,42 @@ from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
+
+
+class Completions:
+    """Of the backward that runs, and of the last one that ended."""
+
+    def __init__(self) -> None:
+        self._moments: dict[int, int] = {}
+        self._backward = 0
+        self._before: dict[int, int] = {}
+        self._partial: set[int] = set()
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the gradients of a chunk are complete in the backward that runs."""
+        return index in self._moments
+
+    def note(self, index: int, moment: int | None, backward: int) -> None:
+        """All gradients of a chunk have arrived in backward number ``backward``; in which moment, if that is known."""
+        if self._backward != backward:  # what broke off before it ended is none of this one
+            self._moments, self._backward = {}, backward
+        if moment is not None:
+            self._moments[index] = moment
+
+    def note_reduced(self, index: int, *, is_full: bool) -> None:
+        """The ranks have reduced a chunk one by one, and all know whether all had all of its gradients."""
+        (self._partial.discard if is_full else self._partial.add)(index)
+
+    def end_backward(self) -> None:
+        """What was noted is how the next one may be."""
+        if self._moments:
+            self._before, self._moments = self._moments, {}
+
+    def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
+        """Of ``chunks`` those whose gradients all ranks have, with their moments, in the order of the last backward."""
+        known = set(chunks) - self._partial
+        return {index: moment for index, moment in self._before.items() if index in known}
+
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
