@@ -138,9 +138,6 @@ class Ranks:
         context: among the ranks that have parts of the same sequences (``cp``), or None.
         experts: among the ranks that have the other experts of this one's layers (``ep``), or None. They are replicas
             in what is not cut.
-        collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
-        context_collective: the same of ``context``.
-        experts_collective: the same of ``experts``.
         writers: among the ranks that write one checkpoint: those with the same params, or all of the job where Gemini
             has cut the model.
         waiting: these wait for each other here.
@@ -160,9 +157,6 @@ class Ranks:
     parts: Wire | None = None
     context: Wire | None = None
     experts: Wire | None = None
-    collective: dist.ProcessGroup | None = None
-    context_collective: dist.ProcessGroup | None = None
-    experts_collective: dist.ProcessGroup | None = None
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -322,12 +316,12 @@ def join(
     if len(ranks) == 1:
         return alone()
     everyone = _wire(ranks, process_group)
+    everyone.library = _collective(ranks) if cuda else None
     return Ranks(
         wire=everyone,
         everyone=everyone,
         alike=everyone,
         job=everyone,
-        collective=_collective(ranks) if cuda else None,
         writers=everyone,
         waiting=WaitingGroup(everyone.global_ranks),
         local_size=_count_local(everyone, len(ranks)),
@@ -374,9 +368,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     parts = (same_batch or stages) if in_parts else None
     if in_parts and same_batch is not None and stages is not None:
         parts = along("pp", "tp")
-    collective, context_collective, experts_collective = (
-        _collective(group.global_ranks) if cuda and group is not None else None for group in (wire, context, experts)
-    )
+    for group in (wire, context, experts) if cuda else ():
+        if group is not None:
+            group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
@@ -393,9 +387,6 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         parts=parts,
         context=context,
         experts=experts,
-        collective=collective,
-        context_collective=context_collective,
-        experts_collective=experts_collective,
         writers=writers,
         waiting=WaitingGroup(writers.global_ranks),
         local_size=local_size,

@@ -19,11 +19,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.ranks import collectives
 from gemini.ranks.wire import Tag, Wire, add_up
 
 _WHAT = "an exchange of attention (context parallel)"
@@ -33,36 +31,23 @@ class Exchange:
     """Among the ranks of one context group.
 
     Args:
-        collective: the library's group for CUDA tensors; None on the CPU.
         meet: waits until every rank of the model stands at such an exchange, serving those that still need weights. So
             ranks may take different paths in between.
     """
 
-    def __init__(self, wire: Wire, collective: dist.ProcessGroup | None, meet: Callable[[], object]):
-        self._wire, self._collective, self._meet = wire, collective, meet
+    def __init__(self, wire: Wire, meet: Callable[[], object]):
+        self._wire, self._meet = wire, meet
         self.rank, self.size = wire.rank, wire.size
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
         """``parts[i]`` goes to rank i; ``[i]`` of the result is what rank i has sent."""
         self._meet()
-        parts = parts.contiguous()
-        received = torch.empty_like(parts)
-        if self._collective is not None and parts.is_cuda:
-            collectives.all_to_all(received, parts, self._collective, _WHAT)
-            return received
-        peers = self._wire.peers
-        pending = self._wire.start(Tag.CONTEXT, {p: parts[p] for p in peers}, {p: received[p] for p in peers}, _WHAT)
-        received[self.rank].copy_(parts[self.rank])
-        pending.wait()
-        return received
+        each = [1] * self.size
+        return self._wire.all_to_all(Tag.CONTEXT, parts, each, each, _WHAT)
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """``own`` of every rank, stacked."""
         self._meet()
-        if self._collective is not None and own.is_cuda:
-            stacked = own.new_empty((self.size, *own.shape))
-            collectives.all_gather(stacked.flatten(0, 1), own.contiguous(), self._collective, _WHAT)
-            return stacked
         return self._wire.swap(Tag.CONTEXT, own, _WHAT)
 
     def tell(self, numbers: torch.Tensor) -> list[list[int]]:

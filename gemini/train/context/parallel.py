@@ -212,7 +212,7 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     """
     if ranks.context is None:
         return None
-    exchange = Exchange(ranks.context, ranks.context_collective, meet)
+    exchange = Exchange(ranks.context, meet)
     slices = 1 if ranks.parts is None or ranks.same_batch is None else ranks.same_batch.size
     divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks, slices)
     divided.put()

@@ -17,12 +17,10 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.errors import RankMismatch
-from gemini.ranks import collectives
 from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_a, is_tuner_layer
@@ -53,13 +51,12 @@ class ExpertExchange:
     """Among the ranks that have the experts of the same layers.
 
     Args:
-        collective: the library's group for CUDA tensors; None on the CPU.
         names: of the modules that have experts.
         most: experts that one of them has over all ranks.
     """
 
-    def __init__(self, wire: Wire, collective: dist.ProcessGroup | None, names: Sequence[str], most: int):
-        self._wire, self._collective, self._names, self._most = wire, collective, names, most
+    def __init__(self, wire: Wire, names: Sequence[str], most: int):
+        self._wire, self._names, self._most = wire, names, most
         self.rank, self.size = wire.rank, wire.size
 
     def meet(self, point: Point, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,17 +92,7 @@ class ExpertExchange:
         Raises:
             RankLost: if another rank does not answer.
         """
-        rows = rows.contiguous()
-        into = rows.new_empty((sum(received), *rows.shape[1:]))
-        if self._collective is not None and rows.is_cuda:
-            collectives.all_to_all_rows(into, rows, received, sent, self._collective, _WHAT)
-            return into
-        outgoing, incoming = rows.split(sent), into.split(received)
-        peers = self._wire.peers
-        pending = self._wire.start(Tag.EXPERTS, {p: outgoing[p] for p in peers}, {p: incoming[p] for p in peers}, _WHAT)
-        incoming[self.rank].copy_(outgoing[self.rank])
-        pending.wait()
-        return into
+        return self._wire.all_to_all(Tag.EXPERTS, rows, sent, received, _WHAT)
 
 
 class _Way(NamedTuple):
@@ -194,7 +181,7 @@ class SpreadExperts(WholeParams):
         assert ranks.experts is not None
         here = {name: module for name, module in model.named_modules() if name in self._modules}
         most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]
-        exchange = ExpertExchange(ranks.experts, ranks.experts_collective, list(here), most)
+        exchange = ExpertExchange(ranks.experts, list(here), most)
         for number, module in enumerate(here.values()):
             module.num_experts = int(module.num_experts) // self._size  # type: ignore[arg-type, assignment]
             module.__dict__["_gemini_experts"] = exchange, number
