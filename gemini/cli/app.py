@@ -191,7 +191,7 @@ def plan(settings: PlanSettings) -> int:
 def machines() -> int:
     """List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source."""
     from gemini.errors import human_bytes
-    from gemini.planning.machines import machine, machine_names
+    from gemini.planning.hardware import machine, machine_names
     from gemini.tiers import Tier
 
     for name in machine_names():

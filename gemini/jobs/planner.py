@@ -15,8 +15,7 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import load_hardware
+from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.placement import fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem

@@ -16,10 +16,9 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.screen import answer, check_files, progress, row
 from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
 from gemini.planning import document
-from gemini.planning.machines import load_hardware, machine_names
+from gemini.planning.hardware import load_hardware, machine_names
 from gemini.planning.plan import Plan
-from gemini.planning.quantized import with_4bit_base
-from gemini.planning.trace import MemoryTrace, Phase
+from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
 
 _TOP = 8
 """Modules in the table."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemini.machines.measure import Sizes
-from gemini.planning.machines import load_hardware
+from gemini.planning.hardware import load_hardware
 from tests.cli.commands import Command
 
 

@@ -13,6 +13,7 @@ from gemini.errors import BudgetExceeded, PlanMismatch
 from gemini.jobs.plan_report import report_of, screen
 from gemini.jobs.planner import Machine
 from gemini.jobs.settings import PlanSettings
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
@@ -20,7 +21,6 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
-from gemini.planning.speeds import Speeds
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, by_name, gradient_traffic, update_tier, update_traffic
 from gemini.planning.working import (
@@ -31,7 +31,7 @@ from gemini.planning.working import (
     device_tile_numel,
     staging_bytes,
 )
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
