@@ -16,16 +16,7 @@ from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.plan_report import (
-    Alternative,
-    Answer,
-    MeshReport,
-    RunnerUp,
-    StageReport,
-    StepReport,
-    report_of,
-    screen,
-)
+from gemini.jobs.plan_report import Alternative, OverMesh, PlanReport, screen
 from gemini.jobs.planner import Way
 from gemini.jobs.screen import answer, check_files, progress
 from gemini.jobs.settings import PlanSettings
@@ -33,7 +24,7 @@ from gemini.jobs.trace import params_of
 from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import MeshSizes
-from gemini.planning.parallel import MeshOutcome, StageOutcome, least_seconds, play_mesh
+from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
@@ -55,19 +46,19 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        found = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
+        report = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
     answer(
         settings,
         console,
-        json=found.report.to_json(),
-        lines=screen(found.report),
-        value=None if found.plan is None else found.plan.to_json(),
-        timeline=found.timeline,
+        json=report.to_json(),
+        lines=screen(report),
+        value=None if report.plan is None else report.plan.to_json(),
+        timeline=report.timeline,
     )
-    return found.report.exit_code
+    return report.exit_code
 
 
-def _plan_whole(way: Way, status: Status) -> Answer:
+def _plan_whole(way: Way, status: Status) -> PlanReport:
     """Of a model that ranks share as params alone."""
     if way.settings.states == "compact" and way.trace().precision != "bf16":
         raise JobError(
@@ -89,14 +80,14 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         tokens_when_free = played_break_even(made, way.play, timeline, serial=way.settings.schedule == "serial")
     status.update("looking for what to change ...")
     checkpointed = _checkpointed(way)
-    report = report_of(
+    report = PlanReport(
         way.settings,
         way.machine,
         planned,
         made,
         timeline,
-        tokens_when_free=tokens_when_free,
-        refusal=refusal,
+        refusal,
+        tokens_when_free,
         checkpointed=checkpointed,
         whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
         changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
@@ -107,7 +98,7 @@ def _plan_whole(way: Way, status: Status) -> Answer:
             others.append(other)
             status.update(f"planning what else it could do, {len(others)} of about 8 ...")
         report = replace(report, alternatives=tuple(others))
-    return Answer(report, made, timeline)
+    return report
 
 
 def _with_micro_batch(way: Way) -> Way:
@@ -257,7 +248,7 @@ class Candidate(NamedTuple):
     least: float
 
 
-def _plan_over_mesh(way: Way, status: Status) -> Answer:
+def _plan_over_mesh(way: Way, status: Status) -> PlanReport:
     """The step over the mesh that was asked for, or over the best one."""
     if way.machine.hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
@@ -392,71 +383,22 @@ class _OverMesh:
             ends=ends,
         )
 
-    # ---- what is said ------------------------------------------------------------------------------------------------
-
-    def answer(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> Answer:
+    def answer(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> PlanReport:
         settings = self._settings
-        whole = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
+        sizes = found[0].sizes if found else self._refused
+        assert sizes is not None
+        trace = self._trace(sizes.tp, sizes.cp)
+        samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
+        mesh = OverMesh(
+            sizes,
+            params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
+            {"input_ids": (samples, length * trace.context_parallel)},
+            tuple(found[: RUNNERS_UP + 1]),
+        )
         if not found:
-            assert self._refused is not None
-            trace = self._trace(self._refused.tp, self._refused.cp)
-            report = report_of(settings, self._way.machine, trace, None, refusal=refusal)
-            mesh = MeshReport(str(self._refused), settings.gpus, whole, "", settings.accumulate)
-            return Answer(replace(report, batch=_whole_batch(trace), mesh=mesh), None, None)
-        best = found[0]
-        slowest = best.slowest
-        report = report_of(settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline)
-        mesh = MeshReport(
-            str(best.sizes),
-            best.sizes.ranks,
-            whole,
-            best.order,
-            best.micro_batches,
-            tuple(map(_stage, best.stages)) if best.sizes.pp > 1 else (),
-            best.bubble,
-            dict(best.sent),
-            tuple(self._runner_up(outcome) for outcome in found[1 : RUNNERS_UP + 1]),
-            chosen=bool(settings.parallel),
-        )
-        assert report.step is not None
-        report = replace(
-            report,
-            batch=_whole_batch(self._trace(best.sizes.tp, best.sizes.cp)),
-            tokens=best.tokens,
-            step=_over(report.step, best),
-            mesh=mesh,
-        )
-        return Answer(report, None, slowest.timeline)
-
-    def _runner_up(self, outcome: MeshOutcome) -> RunnerUp:
-        most = max(outcome.stages, key=lambda stage: stage.plan.bytes_per_tier.get(Tier.GPU, 0)).plan
-        used = most.bytes_per_tier.get(self._way.machine.compute, 0)
-        return RunnerUp(str(outcome.sizes), outcome.order, outcome.micro_batches, outcome.tokens_per_second, used)
-
-
-def _whole_batch(trace: MemoryTrace) -> dict[str, tuple[int, ...]]:
-    """A micro-batch, of which the ranks have parts."""
-    samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-    return {"input_ids": (samples, length * trace.context_parallel)}
-
-
-def _over(step: StepReport, outcome: MeshOutcome) -> StepReport:
-    """The step of the slowest stage as the step of the mesh, in which stages wait for each other."""
-    timeline = outcome.slowest.timeline
-    longer = outcome.step_seconds / timeline.step_seconds
-    return replace(
-        step,
-        seconds=outcome.step_seconds,
-        tokens_per_second=outcome.tokens_per_second,
-        flops_per_second=timeline.flops / outcome.step_seconds,
-        waited={**step.waited, **({"other stages": outcome.bubble} if outcome.bubble else {})},
-        mfu=None if step.mfu is None else step.mfu / longer,
-    )
-
-
-def _stage(stage: StageOutcome) -> StageReport:
-    held = {tier.value: num_bytes for tier, num_bytes in stage.plan.bytes_per_tier.items()}
-    return StageReport(*stage.blocks, stage.plan.trace.num_params, held, stage.timeline.step_seconds)
+            return PlanReport(settings, self._way.machine, trace, refusal=refusal, mesh=mesh)
+        slowest = found[0].slowest
+        return PlanReport(settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline, mesh=mesh)
 
 
 def _powers(most: int) -> Iterator[int]:
