@@ -34,6 +34,7 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.ranks.group import Ranks, alone
 from gemini.tiers import Tier
+from gemini.train.modules.reading import Structure
 from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
 from tests.hunts import program_state
@@ -67,7 +68,7 @@ class Where:
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
         device, ranks = make_device(self.device), ranks or alone()
-        decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
+        decision = decide(Structure(model), self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
         needed[device.tier] += self.slack * decision.problem.working_set
         local = ranks.local_size  # which divide the memory and the drive of their machine
