@@ -154,6 +154,10 @@ class Side:
         _cast_where_they_meet(model, DTYPES[self.precision])
         return model
 
+    def to_own_dtype(self) -> None:
+        """``model.to(dtype)``, of the compute dtype."""
+        self.model.to(self.dtype)
+
     def saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
         """The state of a run, for :meth:`restore`."""
         own = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
@@ -228,6 +232,13 @@ class PlainSide(Side):
             if getattr(module, "max_norm", None) is not None or hasattr(module, "_project_batch") and module.coft:
                 self._follow_max_norm(module)
         return model
+
+    def to_own_dtype(self) -> None:
+        params = list(self.model.parameters())
+        sums = [param.grad for param in params]  # in fp32, as Gemini has them, and torch would cast them too
+        super().to_own_dtype()
+        for param, total in zip(params, sums, strict=True):
+            param.grad = total
 
     def lay_out(self) -> None:
         """PEFT has left merged weights transposed: torch would choose other kernels for them."""
