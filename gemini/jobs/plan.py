@@ -26,6 +26,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import MeshSizes
 from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
 from gemini.planning.plan import Plan
+from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
 
@@ -68,12 +69,15 @@ def _plan_whole(way: Way, status: Status) -> PlanReport:
         way = _with_micro_batch(way)
     trace = way.trace()
     status.update("choosing homes and moves ...")
-    made, refusal, timeline, tokens_when_free = None, None, None, None
+    made: Plan | None = None
+    refusal: BudgetExceeded | None = None
     try:
         made = way.plan()
     except BudgetExceeded as e:
         refusal = e
     planned = trace.tiled or trace if made is None else made.trace
+    timeline: Timeline | None = None
+    tokens_when_free: int | None = None
     if made is not None and way.machine.hardware is not None:
         status.update("simulating the step ...")
         timeline = way.play(made)

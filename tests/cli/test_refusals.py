@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gemini.config import contradictions
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 PRESET, PLAN = "train --data x --preset gpt2-small", "plan c.json --cpu 1GiB"
@@ -128,3 +130,11 @@ def test_what_cannot_be_is_refused(
         assert result.exit_code == 2 and REQUESTS[request_] in result.stderr
     else:
         refused(result, REQUESTS[request_])
+
+
+def test_conditions_of_what_does_not_go_together() -> None:
+    asked = SimpleNamespace(a=None, b="x", c=3, d=SimpleNamespace(e=""))
+    for holds in ("!a", "b", "b=x", "b!=y", "c>2", "a|b", "!d.e"):
+        assert [*contradictions(asked, {("b", holds): "no", (holds, "a"): "yes"})] == [("b", holds)], holds
+    for fails in ("a", "!b", "b=y", "b!=x", "a!=x", "c>3", "absent", "!absent", "a|absent", "d.e"):
+        assert not [*contradictions(asked, {("b", fails): "no", (fails, "b"): "yes"})], fails
