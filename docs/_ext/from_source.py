@@ -1,14 +1,16 @@
-"""What the pages take from the source instead of repeating it: every error message, and the options of the commands.
+"""What the pages take from the source instead of repeating it: every error message, the options of the commands, and
+what each file holds.
 
 `messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
-The directives `error-messages` and `command-help` put them on a page. The tests of the pages use the same functions.
+`folders()` reads the docstrings that files open with. The directives `error-messages`, `command-help` and `file-tables`
+put them on a page. The tests of the pages use the same functions.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -62,7 +64,7 @@ def messages() -> tuple[Message, ...]:
                 text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
                 if any(character.isalpha() for character in text):
                     found.append(Message(kind, text, path, call.lineno))
-                elif not isinstance(words, (ast.JoinedStr, ast.Starred)):  # those only pass on what another said
+                elif not _passes_on(words):
                     raise ValueError(f"{path}:{call.lineno}: docs/_ext/from_source.py cannot read this message")
     return tuple(found)
 
@@ -82,6 +84,12 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
     if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
     return "", call.args[0]
+
+
+def _passes_on(words: ast.expr) -> bool:
+    """Whether a message is only what another one said: ``f"{e}"``, ``*e.args``, ``str(e)``."""
+    is_str = isinstance(words, ast.Call) and isinstance(words.func, ast.Name) and words.func.id == "str"
+    return is_str or isinstance(words, ast.JoinedStr | ast.Starred)
 
 
 def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
@@ -116,6 +124,47 @@ def commands() -> Iterator[tuple[str, Any]]:
     from gemini.cli import app
 
     yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+
+
+class Folder(NamedTuple):
+    """One folder of the package: what it is for, and its files with what they hold."""
+
+    name: str
+    words: str
+    files: list[tuple[str, str]]
+
+
+def folders() -> list[Folder]:
+    """The folders of `gemini/` and the bridges at the root, by name, each with its own files."""
+    paths = [path for top in ("gemini", "integrations") for path in [ROOT / top, *(ROOT / top).rglob("*/")]]
+    found = []
+    for folder in sorted(path for path in paths if any(path.glob("*.py"))):
+        files = [(path.name, first_sentence(path)) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+        door = folder / "__init__.py"
+        found.append(Folder(f"{folder.relative_to(ROOT)}", first_sentence(door) if door.exists() else "", files))
+    return found
+
+
+def first_sentence(path: Path) -> str:
+    """What a Python file says of itself first, with names between single backticks."""
+    words = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    words = re.sub(r":\w+:`[~!]?(?:[\w.]+\.)?(\w+)`", r"`\1`", words).replace("``", "`")
+    first = re.match(r".*?[\w`)\"']\.(?= [A-Z`]|$)", words)
+    return (first[0] if first else words).removesuffix(":")
+
+
+class FileTables(SphinxDirective):
+    """A section for each folder, with a table of its files."""
+
+    def run(self) -> list[nodes.Node]:
+        found: list[nodes.Node] = []
+        for folder in folders():
+            section = nodes.section("", nodes.title("", folder.name), ids=[nodes.make_id(folder.name)])
+            section += nodes.paragraph("", "", *_words(folder.words), support_smartquotes=False)
+            rows = [[nodes.literal("", name), *_words(words)] for name, words in folder.files]
+            section += [_table(rows, ("file", "what it holds"), (20, 80))] if rows else []
+            found.append(section)
+        return found
 
 
 class ErrorMessages(SphinxDirective):
@@ -171,9 +220,11 @@ def _words(text: str) -> list[nodes.Node]:
     return [nodes.inline("", "", *parts)]
 
 
-def _table(rows: list[list[nodes.Node]]) -> nodes.table:
-    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (28, 14, 58)), cols=3)
-    head = nodes.thead("", _line([nodes.Text(words) for words in ("option", "default", "")]))
+def _table(
+    rows: list[list[nodes.Node]], names: Sequence[str] = ("option", "default", ""), widths: Sequence[int] = (28, 14, 58)
+) -> nodes.table:
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
+    head = nodes.thead("", _line([nodes.Text(words) for words in names]))
     group += [head, nodes.tbody("", *(_line(row) for row in rows))]
     return nodes.table("", group, classes=["options"], support_smartquotes=False)
 
@@ -197,4 +248,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _without_stars, priority=100)  # before napoleon
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("file-tables", FileTables)
     return {"version": "1", "parallel_read_safe": True}
