@@ -235,7 +235,8 @@ class PlainSide(Side):
 
     def to_own_dtype(self) -> None:
         params = list(self.model.parameters())
-        sums = [param.grad for param in params]  # in fp32, as Gemini has them, and torch would cast them too
+        # In fp32, as Gemini has them: torch would cast them too.
+        sums = [None if param.grad is None else param.grad.clone() for param in params]
         super().to_own_dtype()
         for param, total in zip(params, sums, strict=True):
             param.grad = total
