@@ -25,7 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
+    ("gemini.errors", "gemini.waiting", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
     ("gemini.planning",),
     (
         "gemini.config",
@@ -43,7 +43,6 @@ FLOORS = [
         "gemini.optim.matrices",
         "gemini.patches",
         "gemini.rules",
-        "gemini.waiting",
         "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),
@@ -82,7 +81,7 @@ BIG_CONSTRUCTORS = {
     "Launch": (0, 1), "LaunchedStep": (10, 5), "Logits": (0, 1), "ManagedStage": (0, 1), "Manager": (8, 0),
     "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1),
     "Recovery": (9, 0), "Reduction": (11, 0), "Rest": (11, 0), "Room": (0, 2), "Scripted": (0, 1), "Shards": (8, 1),
-    "StandinDevice": (0, 1), "Stepping": (14, 0), "StoredModel": (0, 1), "StrayReads": (0, 1), "UpdateJob": (9, 3),
+    "StandinDevice": (0, 1), "Stepping": (14, 0), "StoredModel": (0, 1), "StrayReads": (0, 1), "UpdateJob": (10, 3),
     "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "WiredStep": (8, 5),
     "_Memory": (0, 1), "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
 }  # fmt: skip

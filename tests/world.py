@@ -181,12 +181,13 @@ class World:
     def num_evictions(self) -> int:
         return self.manager.num_evictions
 
-    def make_room(self, num_bytes: int, *, what: str) -> None:
-        self.manager.room.make(num_bytes, what=what)
+    def make_room(self, tier: Tier, num_bytes: int) -> bool:
+        """Have those who can give memory back do so, until so much is free."""
+        return self.ledger.make_room(tier, num_bytes)
 
-    @property
-    def give_back(self) -> Any:
-        return self.manager.room.give_back
+    def give_back(self) -> None:
+        """Give activations what windows have borrowed of their room."""
+        self.manager.room.give_back()
 
     # ---- gradients and updates ----
 
@@ -205,7 +206,7 @@ class World:
         return list(self.updates.pending.values())
 
     def wait_for_update(self, chunk: Any) -> None:
-        self.updates.wait(chunk)
+        chunk.settle()
 
     def forget_updates(self) -> None:
         self.updates.forget()

@@ -170,7 +170,7 @@ class BackwardPass:
                 self._begin_gradients()
             chunk = handle.chunk
             if self._updates.pending:
-                self._updates.wait(chunk)
+                chunk.settle()
             if self._reduction is not None:
                 self._reduction.take(handle, grad)
             elif self._in_backward.transient:

@@ -104,13 +104,12 @@ class Shards:
     Args:
         exchange: bytes of host memory for pieces on the wire.
         kinds: of planes, numbered alike on all ranks.
-        await_update: waits for the update of a chunk.
         follows: whether steps may follow a script.
     """
 
     def __init__(
         self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
-        kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None], follows: bool = False,
+        kinds: tuple[PlaneKind, ...], follows: bool = False,
     ):  # fmt: skip
         self.ranks, self.params = ranks, params
         across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
@@ -118,7 +117,7 @@ class Shards:
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device, self._mover = store.chunks, store.device, store.mover
-        self._kinds, self._await_update = kinds, await_update
+        self._kinds = kinds
         self._manager = store.manager
         self._reducing: Reducing | None = None
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
@@ -305,7 +304,7 @@ class Shards:
     def _throw_away(self, index: int) -> None:
         """Send this rank's shard of a chunk, and receive those of the others for nothing."""
         chunk, wire = self._chunks[index], self.ranks.wire
-        self._await_update(chunk)
+        chunk.settle()
         for start, stop in tiles(0, chunk.weights.numel, self.message):
             own = self._own_tile(chunk, start, stop)
             thrown = self.scratch[-4 * self.piece :].view(own.dtype)[: stop - start]
@@ -410,10 +409,10 @@ class Shards:
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
-            self._await_update(self.params.handles[number].chunk)
+            self.params.handles[number].chunk.settle()
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
-        self._await_update(self._chunks[index])
+        self._chunks[index].settle()
         if len(receivers) == self.ranks.size:
             self._all_gather(self._chunks[index])
         else:
