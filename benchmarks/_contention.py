@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from benchmarks._rounds import seconds_of
-from gemini import kernels
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import SpillFile
 from gemini.planning.working import TILE
+from gemini.rules import ADAM, Arrays, Segment
 
 
 class Busy(NamedTuple):
@@ -42,7 +42,7 @@ def together(a: tuple[float, float], b: tuple[float, float]) -> float:
     return other + max(0.0, 1 - other / beside) * alone
 
 
-_HYPER = kernels.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+_SCALARS = ADAM.scalars({**ADAM.defaults, "lr": 1e-4}, 1, 1.0)
 _STATES = (torch.int16, torch.float32, torch.float32)
 """Residual and states, which may be on the drive."""
 
@@ -75,7 +75,9 @@ class AdamLoop:
 
     def _update(self, start: int, stop: int, states: list[torch.Tensor]) -> None:
         residual, exp_avg, exp_avg_sq = states
-        kernels.adam_update(self._weights[start:stop], residual, exp_avg, exp_avg_sq, self._grad[start:stop], _HYPER)
+        of = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        arrays = Arrays(self._weights[start:stop], residual, of, self._grad[start:stop])
+        ADAM.run(arrays, [Segment(0, stop - start, _SCALARS)])
 
     def close(self) -> None:
         """Give everything back."""

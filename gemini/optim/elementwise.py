@@ -7,61 +7,15 @@ the same. Scalars are computed in double and rounded to fp32 once; their names a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gemini import kernels
-from gemini.kernels_reference import exact_sqrt, to_fp32
 from gemini.planning.planes import PlaneSpec, RuleSpec
-from gemini.rules import Arrays, Segment, UpdateRule, Where
-
-_LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True)
-class ElementwiseRule(UpdateRule):
-    """Runs by the native kernel that its scalars name, which csrc/rules.h must have; where native code cannot
-    take the tensors, in its torch lines. A rule that has no kernel is an :class:`~gemini.rules.UpdateRule`.
-    """
-
-    stops_on_device = True
-    positive: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that may not be 0. No number among them may be negative."""
-
-    def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        super().check_group(group, what)
-        for name, default in self.defaults.items():
-            value = group[name]
-            if isinstance(default, tuple):
-                if not isinstance(value, (tuple, list)) or len(value) != len(default):
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-                try:
-                    inside = all(0 <= float(beta) < 1 for beta in value)
-                except (TypeError, ValueError) as e:
-                    raise TypeError(f"{name} of {what} must be {len(default)} numbers, got {value!r}") from e
-                if not inside:
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-            elif isinstance(default, bool):
-                if not isinstance(value, bool):
-                    raise TypeError(f"{name} of {what} must be True or False, got {value!r}")
-            elif not 0 <= value <= _LARGEST or (value == 0 and name in self.positive):
-                wanted = "positive" if name in self.positive else "0 or more"
-                raise ValueError(f"{name} of {what} must be {wanted}, got {value!r}")
-
-    def run(
-        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
-    ) -> None:
-        weights, residual, states, grad = arrays
-        planes = {spec.kind: states[spec.kind] for spec in self.spec.planes}
-        own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        done = kernels.update_segments(weights, residual, planes, grad, own, grad_scale, stop)
-        if not done and (stop is None or int(stop) == 0):
-            super().run(arrays, segments, grad_scale=grad_scale)
-
+from gemini.rules import ElementwiseRule, Where, exact_sqrt, to_fp32
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from gemini import kernels
 from gemini.planning.factors import FactorSpec
 from gemini.planning.planes import PlaneSpec, RuleSpec
-from gemini.rules import UpdateRule, Where
+from gemini.rules import ADAM, AdamScalars, Arrays, Segment, UpdateRule, Where
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration of Muon's authors: chosen for a steep slope at 0, they take singular values near 1."""
@@ -74,21 +73,18 @@ class MuonRule(UpdateRule):
                     "its own with adamw=True (gemini.optim.muon_groups(model) makes both)"
                 )
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> MuonScalars | kernels.AdamHyper:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> MuonScalars | AdamScalars:
         if group["adamw"]:
-            beta1, beta2 = map(float, group["betas"])
-            return kernels.AdamHyper(
-                lr, beta1, beta2, float(group["eps"]), weight_decay, step, decoupled=True, grad_scale=grad_scale
-            )
+            return ADAM.scalars({**group, "decoupled": True}, step, grad_scale)
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         how = float(group["momentum"]), group["nesterov"], group["ns_steps"], float(group["ns_eps"]), group["adjust_lr"]
         return MuonScalars(lr, weight_decay, *how, grad_scale)
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
     ) -> None:
-        if isinstance(scalars, kernels.AdamHyper):
-            kernels.adam_update(master, None, states["exp_avg"], states["exp_avg_sq"], grad, scalars)
+        if isinstance(scalars, AdamScalars):
+            ADAM.run(Arrays(master, None, states, grad), [Segment(0, master.numel(), scalars)])
             return
         assert where is not None
         s, shape = scalars, where.shape

@@ -22,7 +22,7 @@ SMALLEST = 65536
 """Elements of a param from which on its states are compact."""
 
 CODES = 2
-"""How values become codes (:mod:`gemini.kernels_compact`), as a number in checkpoints and plans; 1 had smooth roots."""
+"""How values become codes (``gemini/kernels/reference.py``), as a number in files; 1 had smooth roots."""
 
 STATES = ("exact", "compact")
 """What ``GeminiConfig(states=)`` may be."""

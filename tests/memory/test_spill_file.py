@@ -18,8 +18,9 @@ import pytest
 import torch
 from memory_cases import PAGE, ROOT, run_python
 
-from gemini import kernels, kernels_io
+from gemini import kernels
 from gemini.errors import StorageError
+from gemini.kernels import io as kernels_io
 from gemini.memory import nvme
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile, probe

@@ -16,7 +16,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import PlanMismatch, warn
-from gemini.kernels_compact import decode, encode
+from gemini.kernels.reference import decode, encode
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 
