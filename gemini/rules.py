@@ -11,18 +11,18 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import without_grad
 from gemini.kernels.arrays import Arrays, Segment, Where, with_scale
-from gemini.planning import planes
+from gemini.planning.planes import ADAM as ADAM_SPEC
 from gemini.planning.planes import RuleSpec
 
 LARGEST = torch.finfo(torch.float32).max
@@ -44,19 +44,76 @@ def exact_sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
+_RANGES: dict[str, Callable[[Any], bool]] = {
+    "0 or more": lambda value: 0 <= value <= LARGEST,
+    "0 or less": lambda value: -LARGEST <= value <= 0,
+    "positive": lambda value: 0 < value <= LARGEST,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "a whole number from 1 to 99": lambda value: type(value) is int and 1 <= value <= 99,
+}
+
+
+class Hyper(NamedTuple):
+    """A hyperparameter of a rule: a number, some numbers, a bool or a word, as its default is."""
+
+    default: Any
+    words: str = ""
+    """What it is, for the documentation; nothing of one that programs do not give to an optimizer."""
+    within: str | tuple[str, ...] = ""
+    """Which numbers make sense ("0 or more" where nothing is said, several "in [0, 1)"), or the words there are."""
+
+    def check(self, value: Any, what: str) -> None:
+        """Refuse a value that makes no sense; ``what`` names it.
+
+        Raises:
+            ValueError, TypeError: saying what is wanted.
+        """
+        if isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise TypeError(f"{what} must be True or False, got {value!r}")
+        elif isinstance(self.within, tuple):
+            if value not in self.within:
+                raise ValueError(f"{what} must be one of {self.within}, got {value!r}")
+        elif isinstance(self.default, tuple):
+            self._check_numbers(value, what)
+        else:
+            within = self.within or "0 or more"
+            if not _RANGES[within](value):
+                raise ValueError(f"{what} must be {within}, got {value!r}")
+
+    def _check_numbers(self, value: Any, what: str) -> None:
+        within, count = str(self.within) or "in [0, 1)", f"{len(self.default)} numbers"
+        wanted = f"{count} {within if within.startswith('in') else f'of {within}'}"
+        if not isinstance(value, (tuple, list)) or len(value) != len(self.default):
+            raise ValueError(f"{what} must be {wanted}, got {value!r}")
+        try:
+            numbers = [float(one) for one in value]
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{what} must be {count}, got {value!r}") from e
+        if not all(map(_RANGES[within], numbers)):
+            raise ValueError(f"{what} must be {wanted}, got {value!r}")
+
+
 @dataclass(frozen=True)
 class UpdateRule(ABC):
-    """What is to be written for a rule: ``spec``, ``defaults``, :meth:`scalars` and :meth:`update`."""
+    """What is to be written for a rule: ``spec``, ``defaults`` or ``hypers``, :meth:`scalars` and :meth:`update`."""
 
     spec: ClassVar[RuleSpec]
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """The hyperparameters of a param group, with their defaults."""
+    """The hyperparameters of a param group, with their defaults: those of ``hypers``, where these are given."""
+    hypers: ClassVar[Mapping[str, Hyper]] = {}
+    """What they are, and which values of them make sense; all of a rule that others share."""
     has_kernel: ClassVar[bool] = False
     """Whether there is native code for it. Then :meth:`run` takes ``stop`` and ``grad_scale``, and nobody need look at
     gradients on a device before.
     """
     uniform: ClassVar[frozenset[str]] = frozenset()
     """Planes each item of which is the same number for a whole param: states show that number alone."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "hypers" in vars(cls):
+            cls.defaults = {name: hyper.default for name, hyper in cls.hypers.items()}
 
     @property
     def face(self) -> UpdateRule:
@@ -83,6 +140,12 @@ class UpdateRule(ABC):
                     raise TypeError(f"{name} of {what} must be a number, got {group[name]!r}") from e
                 if not finite:
                     raise ValueError(f"{name} of {what} must be finite, got {group[name]!r}")
+            if name in self.hypers:
+                self.hypers[name].check(group[name], f"{name} of {what}")
+
+    def grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Param groups of a model as this rule takes them: a rule may update some of the params in another way."""
+        return groups
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
@@ -144,28 +207,6 @@ class ElementwiseRule(UpdateRule):
     """
 
     has_kernel = True
-    positive: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that may not be 0. No number among them may be negative."""
-
-    def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        super().check_group(group, what)
-        for name, default in self.defaults.items():
-            value = group[name]
-            if isinstance(default, tuple):
-                if not isinstance(value, (tuple, list)) or len(value) != len(default):
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-                try:
-                    inside = all(0 <= float(beta) < 1 for beta in value)
-                except (TypeError, ValueError) as e:
-                    raise TypeError(f"{name} of {what} must be {len(default)} numbers, got {value!r}") from e
-                if not inside:
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-            elif isinstance(default, bool):
-                if not isinstance(value, bool):
-                    raise TypeError(f"{name} of {what} must be True or False, got {value!r}")
-            elif not 0 <= value <= LARGEST or (value == 0 and name in self.positive):
-                wanted = "positive" if name in self.positive else "0 or more"
-                raise ValueError(f"{name} of {what} must be {wanted}, got {value!r}")
 
     def run(
         self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
@@ -194,10 +235,14 @@ class AdamScalars(NamedTuple):
 class AdamRule(ElementwiseRule):
     """Adam and AdamW (Loshchilov and Hutter, 2019; Kingma and Ba, 2015): the rule where nobody says another."""
 
-    spec = planes.ADAM
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled": True,
-    }  # fmt: skip
+    spec = ADAM_SPEC
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate."),
+        "betas": Hyper((0.9, 0.999), "decay rates of the moments ``exp_avg`` and ``exp_avg_sq``."),
+        "eps": Hyper(1e-8, "added to the denominator."),
+        "weight_decay": Hyper(0.01, "the decoupled weight decay of AdamW, or the L2 coefficient of Adam."),
+        "decoupled": Hyper(True, "True for AdamW, False for Adam."),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdamScalars:
         (beta1, beta2), lr, weight_decay = map(float, group["betas"]), float(group["lr"]), float(group["weight_decay"])
