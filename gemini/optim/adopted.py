@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini.interrupts import without_grad
-from gemini.planning.factors import FORMS, FactorSpec, shapes_of
-from gemini.planning.planes import ALIGN, ITEMSIZES, PlaneSpec, RuleSpec
+from gemini.planning.planes import ALIGN, FORMS, ITEMSIZES, FactorSpec, PlaneSpec, RuleSpec, shapes_of
 from gemini.rules import UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.factors import make_factors

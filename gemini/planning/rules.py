@@ -10,8 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from gemini.planning.factors import FactorSpec
-from gemini.planning.planes import ADAM, PlaneKind, PlaneSpec, RuleSpec
+from gemini.planning.planes import ADAM, FactorSpec, PlaneKind, PlaneSpec, RuleSpec
 
 if TYPE_CHECKING:  # the names alone are there without torch
     from gemini.rules import UpdateRule

@@ -20,13 +20,15 @@ import gemini
 from benchmarks._processes import serve
 from gemini.memory.devices.cuda_streams import CudaEvent
 from gemini.planning.placement import bytes_per_tier
-from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks import group
+from gemini.ranks.process_groups import make_subgroup
+from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from tests.fakegpu import computing
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 from tests.ranks import context_cases
+from tests.world import world_of
 
 met: list[tuple[str, str, str]] = []
 """Of every collective, in their order: its name, the device of its buffers, and the thread that called it."""
@@ -38,19 +40,19 @@ def begin(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     dist.init_process_group("gloo")
     torch.cuda.set_device(dist.get_rank())
     group._collective = lambda ranks: make_subgroup(ranks, "gloo")
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
-        setattr(collectives, name, _noted(name, getattr(collectives, name)))
+    for method in ("all_gather_by_library", "reduce_scatter_by_library", "all_to_all"):
+        setattr(Wire, method, _noted(method.removesuffix("_by_library"), getattr(Wire, method)))
     return {"train": train, "context": context, "train_without_waits": train_without_waits}
 
 
-def _noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
-    def noted(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
-        devices = {into.device, own.device}
+def _noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(wire: Wire, tag: Any, *rest: Any) -> Any:
+        devices = {value.device for value in rest if isinstance(value, torch.Tensor)}
         assert len(devices) == 1
         thread = threading.current_thread().name
         met.append((name, str(devices.pop()), thread))
         streams.setdefault(thread, set()).add(torch.cuda.current_stream().cuda_stream)
-        call(into, own, *rest)
+        return call(wire, tag, *rest)
 
     return noted
 
@@ -73,8 +75,8 @@ def train(where: str | None, tight: bool = False) -> dict[str, Any]:
         optimizer.zero_grad()
         told.append(loss.item())
     weights = [model.full_param(name).double().sum().item() for name, _ in model.named_parameters()]
-    engine = model._gemini_engine
-    more = {"scripted": engine.shards.num_scripted, "gathers": engine.store.manager.num_gathers}
+    world = world_of(model)
+    more = {"scripted": world.shards.num_scripted, "gathers": world.num_gathers}
     return _answer(told + weights, str(model.device)) | more
 
 
@@ -86,7 +88,7 @@ def _wrap(where: str | None, tight: bool) -> Any:
         memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=Path(tempfile.mkdtemp()))
         config = gemini.GeminiConfig(memory=memory, placement=placement, max_chunk=5000)
         model: Any = gemini.GeminiDDP(Blocks(4), config)
-        decision = model._gemini_engine.decision
+        decision = world_of(model).decision
         gpu = gpu_cases.budget(bytes_per_tier(decision.problem, decision.placement)[Tier.GPU] + 4096)
     return model
 

@@ -32,11 +32,13 @@ from gemini.kernels import reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
+from gemini.ranks.group import Ranks, alone
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
 from tests.hunts import program_state
 from tests.hunts.race_recipes import AlwaysPays
+from tests.world import is_managed, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
@@ -57,18 +59,18 @@ class Where:
     speculates: bool = False
     durable: bool = False
 
-    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
+    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Ranks | None = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
             return self._config(precision, gemini.MemoryBudget(cpu="256MiB"), model)
         sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.durable}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
-        device = make_device(self.device)
+        device, ranks = make_device(self.device), ranks or alone()
         decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
         needed[device.tier] += self.slack * decision.problem.working_set
-        local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
+        local = ranks.local_size  # which divide the memory and the drive of their machine
         sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
         sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
         return self._config(precision, gemini.MemoryBudget(**sizes), model)
@@ -355,20 +357,20 @@ class ManagedSide(Side):
 
     managed = True
 
-    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
+    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Ranks | None = None):
         self._how_managed, self._stores = (where, ranks), itertools.count()
         super().__init__(model, precision, folder)
         self.model = model = self.another(model)
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
-            model._gemini_engine.updates.guesses = AlwaysPays()
+            world_of(model).guesses = AlwaysPays()
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
             self.scaler = torch.amp.GradScaler("cpu", enabled=False) if own is None else own(init_scale=INIT_SCALE)
             if own is None:
-                model._gemini_engine.backward.scaling.loss_scale.scale = INIT_SCALE
+                world_of(model).loss_scale.scale = INIT_SCALE
 
     def another(self, model: nn.Module) -> nn.Module:
         where, ranks = self._how_managed
@@ -414,12 +416,12 @@ class ManagedSide(Side):
     def end(self) -> None:
         super().end()
         if self._is_managed:
-            self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+            world_of(self.model).check()  # type: ignore[union-attr]
 
     @property
     def _is_managed(self) -> bool:
         """False once the program has made it an ordinary one: ``merge_and_unload()``."""
-        return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
+        return is_managed(self.model) and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         handles = [(name, getattr(param, "_gemini", None)) for name, param in self.model.named_parameters()]

@@ -25,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.errors import RankMismatch
 from gemini.planning.placement import bytes_per_tier
-from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks import group
+from gemini.ranks.process_groups import make_subgroup
 from gemini.ranks.wire import Pending, Wire
 from gemini.tiers import Tier
 from gemini.train import engine
 from gemini.train.params.by_name import read_range
+from tests.world import world_of
 
 NUM_BLOCKS = 5
 KINDS = (
@@ -164,7 +165,7 @@ def wrap(play: Play) -> Any:
         managed: Any = gemini.GeminiDDP(
             model, gemini.GeminiConfig(memory=gemini.MemoryBudget(**homes), **settings), mesh=mesh
         )
-        decision = managed._gemini_engine.decision
+        decision = world_of(managed).decision
         needed = bytes_per_tier(decision.problem, decision.placement)[Tier.CPU]
         homes["cpu"] = (needed + 4096) * world
     return managed
@@ -202,24 +203,27 @@ def library(seed: int) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     draws. What they were, in their order.
     """
     rng, met = random.Random(1000 * seed + 500 + dist.get_rank()), list[tuple[str, tuple[int, ...]]]()
-    before = engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter
+    before = engine.join, group._collective, Wire.all_gather_by_library, Wire.reduce_scatter_by_library
 
     def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def call_late(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
+        def call_late(wire: Wire, tag: Any, into: torch.Tensor, own: torch.Tensor, what: str) -> None:
             if seed >= 0 and rng.random() < 0.3:
                 time.sleep(rng.choice((0.0, 0.0003, 0.002, 0.006)))
             met.append((name, tuple(into.shape)))
-            call(into, own, *rest)
+            call(wire, tag, into, own, what)
 
         return call_late
 
     engine.join = partial(_join, before[0])
     group._collective = lambda ranks: make_subgroup(ranks, "gloo")
-    collectives.all_gather, collectives.reduce_scatter = noted("gather", before[2]), noted("reduce", before[3])
+    Wire.all_gather_by_library, Wire.reduce_scatter_by_library = (  # type: ignore[method-assign]
+        noted("gather", before[2]),
+        noted("reduce", before[3]),
+    )
     try:
         yield met
     finally:
-        engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter = before
+        engine.join, group._collective, Wire.all_gather_by_library, Wire.reduce_scatter_by_library = before  # type: ignore[method-assign]
 
 
 def _join(join: Callable[..., Any], *args: Any, cuda: bool, **kwargs: Any) -> Any:
@@ -253,7 +257,7 @@ def run(play: Play) -> Outcome:
 def _run(play: Play) -> Outcome:
     rank = dist.get_rank()
     managed = wrap(play)
-    shards = managed._gemini_engine.shards
+    shards = world_of(managed).shards
     optimizer = gemini.HybridAdam(managed.parameters(), lr=1e-2, eps=1e-3)
     out = Outcome([], [], 0, "", [], [])
     try:
@@ -266,7 +270,7 @@ def _run(play: Play) -> Outcome:
                 _step(managed, optimizer, play, event, step, out)
             out.scripted.append(shards.num_scripted > before[0])
             out.rounds.append(shards.num_rounds - before[1])
-        managed._gemini_engine.check_invariants()
+        world_of(managed).check()
         out = out._replace(behind=_num_behind(managed))
     except RankMismatch as e:
         return out._replace(error=type(e).__name__)
@@ -322,16 +326,16 @@ def _batch(play: Play, step: int, number: int) -> torch.Tensor:
 
 
 def _num_behind(managed: Any) -> int:
-    replicas = managed._gemini_engine.stepping._reduction._replicas
+    replicas = world_of(managed).replicas
     return 0 if replicas is None else replicas.num_behind
 
 
 def _bits(managed: Any) -> int:
-    engine, found = managed._gemini_engine, 0
-    engine.drain()
-    for handle in engine.params.handles:
+    world, found = world_of(managed), 0
+    world.settle()
+    for handle in world.handles:
         for kind, plane in handle.chunk.planes.items():
             if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
-                part = read_range(engine.store.mover, plane, handle)
+                part = read_range(world.mover, plane, handle)
                 found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found

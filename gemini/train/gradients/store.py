@@ -29,8 +29,7 @@ from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
-from gemini.tiers import Ledger, Tier
-from gemini.train.gradients.make_way import move_moments_down
+from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
 from gemini.train.params.handle import Leftover, ParamHandle
@@ -38,6 +37,9 @@ from gemini.train.params.handle import Leftover, ParamHandle
 HOLDER = "gradients in flight"
 
 _SUMS = PlaneSpec(GRAD, "float32")
+
+_LANDING = WELCOME | {Turn.LANDINGS}
+"""Asked for gradients that wait for their landing: windows that are fetched again anyway, and those before them."""
 
 
 def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
@@ -86,6 +88,7 @@ class GradientStore:
         staging = None if worker is None else mover.staging.take()
         self._worker = None if staging is None else worker
         self._worker_staging = staging
+        ledger.register(Turn.LANDINGS, self.relieve, device.tier)
         self.landing: list[Job] = []
         """Gradients on their way."""
         self.synchronous = False
@@ -151,23 +154,13 @@ class GradientStore:
     def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
         leaves = chunk.planes[GRAD].tier is not self._device.tier
-        return leaves and not self.synchronous and self._hold(flat.nbytes)
+        return (
+            leaves
+            and not self.synchronous
+            and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
+        )
 
-    def _hold(self, num_bytes: int) -> bool:
-        """Reserve a gradient that waits for its landing. Windows that the plan fetches again anyway make room, then the
-        gradients before it. False if nothing can.
-        """
-        may_spare = True
-        while True:
-            try:
-                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
-                return True
-            except BudgetExceeded:
-                spared, may_spare = may_spare and self._manager.room.spare(num_bytes), False
-                if not (spared or self.relieve()):
-                    return False
-
-    def relieve(self) -> bool:
+    def relieve(self, want: Want) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none."""
         waiting = next((job for job in self.landing if not job.is_complete()), None)
         if waiting is not None:
@@ -264,11 +257,8 @@ class GradientStore:
                 self._mover.store(plane, base + start, end, target)
         return sums
 
-    def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
+    def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
-
-        Args:
-            idle: no update is in flight, so that states may make way for what the sums need.
 
         Raises:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
@@ -278,11 +268,10 @@ class GradientStore:
         if not narrow:
             return
         self.drain()
-        while self._manager.room.relieve():  # what moves beside computing gives way
-            pass
+        self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
-            wide = self._make_wide(narrow, num_bytes if idle else None)
+            wide = self._make_wide(narrow)
         except (BudgetExceeded, StorageError) as e:
             raise type(e)(
                 "a second backward before optimizer.step() needs fp32 sums of the gradients, "
@@ -300,14 +289,11 @@ class GradientStore:
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
-    def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
-        """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
-
-        Staging goes last, else first, and at last some states make way for it: ``may_move`` is how many bytes the sums
-        may then need below, None for never.
+    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
+        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
 
         Raises:
-            BudgetExceeded: what the last way had no room for.
+            BudgetExceeded: if there is no room.
             StorageError: if the spill file cannot grow.
         """
         with WHOLE:
@@ -316,16 +302,8 @@ class GradientStore:
             except BudgetExceeded:
                 if self._mover.staging.is_reserved:
                     raise
-            try:
-                return self._try_wide(narrow, staging_first=True)
-            except BudgetExceeded:
-                if may_move is None or self._device.tier is not Tier.CPU:
-                    raise
-            chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
-            staging = self._mover.staging.num_bytes
-            move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
-            self._mover.staging.reserve()  # for good: the states need it from now on
-            return self._try_wide(narrow, staging_first=False)
+            # Sums that stay where they are may have taken the room of the staging that the others need.
+            return self._try_wide(narrow, staging_first=True)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
@@ -367,10 +345,9 @@ class GradientStore:
             if tier not in self._ledger.tiers:
                 continue
             try:
-                if tier is self._device.tier:  # gathered weights that nobody reads now can give way
+                if tier is self._device.tier:
                     self._leave_working_set(tier, num_bytes)
-                    self._manager.room.make(num_bytes, what="a sum of gradients")
-                self._ledger.reserve(tier, num_bytes, GRAD)
+                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
                 return tier
             except BudgetExceeded as e:
                 refusal = e

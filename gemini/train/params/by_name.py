@@ -18,22 +18,29 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.memory.chunks.chunk import Chunk, Plane
+from gemini.memory.chunks.chunk import Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
+from gemini.ranks.agree import Facts, value_facts
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Agree, value_facts
 from gemini.train.own_work import without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers
 
 
 class WholeValues(Protocol):
-    """Where a param is divided among ranks: who has all of it."""
+    """Those who share a model, be it one process: what they have of a param, and what they agree on."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+
+    def agree(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: BaseException | None = None) -> None:
+        """Every rank is about to write the same values, or none writes any."""
 
 
 class SliceValues(Protocol):
@@ -47,21 +54,20 @@ class ByName:
     """The params of one model, by any of their names.
 
     Args:
-        await_update: waits for the update of a chunk.
         observers: told of every write.
-        shards: None in one process.
-        agree: refuses what ranks would write differently.
+        company: who shares the model.
         slices: of a model in slices, else None.
         all_agree: whether those who agree have other slices among them (``ep``).
     """
 
     def __init__(
         self, handles: list[ParamHandle], store: ChunkStore, *,
-        await_update: Callable[[Chunk], None], observers: WriteObservers, shards: WholeValues | None, agree: Agree,
+        observers: WriteObservers, company: WholeValues,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._await_update, self._shards, self.agree, self._slices = await_update, shards, agree, slices
+        self._company, self._slices = company, slices
+        self.agree = company.agree
         self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
@@ -114,10 +120,10 @@ class ByName:
         self.write(handle, value if handle.cut is None else handle.cut.of(value))
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
-        if self._shards is not None:
+        if self._company.divides:
             weights = self._whole(handle, WEIGHTS)
             if exact:
                 weights = _joined(weights, self._whole(handle, RESIDUAL))
@@ -141,11 +147,8 @@ class ByName:
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
-        self._await_update(handle.chunk)
-        if self._shards is not None:
-            self._shards.read_into(handle, kind, out)
-        else:
-            read_range(self._mover, handle.chunk.planes[kind], handle, out)
+        handle.chunk.settle()
+        self._company.read_into(handle, kind, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
@@ -161,7 +164,7 @@ class ByName:
         if (value.dtype is torch.uint8) is not handle.chunk.spec.coded:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         if handle.restored == handle.num_steps and _same_bits(self.read(handle).to(value.dtype), value):
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
@@ -251,7 +254,7 @@ class ByName:
         self._on_all(handle, value, self._rewrite)
 
     def _rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         with WHOLE, self._observers.writing(handle.chunk):
             old = read_range(self._mover, handle.chunk.weights, handle)
             self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
@@ -263,9 +266,8 @@ class ByName:
         if self._deferred is not None:
             self._deferred.append((handle, value))
             return
-        if self._shards is not None:
-            name = handle.name
-            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
+        name = handle.name
+        self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         write(handle, value)
 
     @contextmanager
@@ -299,7 +301,7 @@ class ByName:
         shape = handle.own_shape if plane.block == 1 else (plane.items(handle.slot.numel),)
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
-from gemini.planning.factors import factor_bytes
-from gemini.planning.planes import RuleSpec, plane_specs, precision_of
+from gemini.planning.planes import RuleSpec, factor_bytes, plane_specs, precision_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
 from gemini.train.params.factors import make_factors
@@ -67,12 +64,9 @@ class TrainedParams:
             )
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
-        if store.device.tier in below:
-            with contextlib.suppress(BudgetExceeded):  # then the next tier
-                store.manager.room.make(num_bytes, what=chunk.name)
         if rule.in_memory:
             below = [tier for tier in below if tier is not Tier.NVME]
-        tier = next((t for t in below if store.ledger.free(t) >= num_bytes), None)
+        tier = next((t for t in below if store.ledger.make_room(t, num_bytes)), None)
         if tier is None:
             raise BudgetExceeded(
                 f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "

@@ -11,8 +11,8 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -25,22 +25,57 @@ from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks import collectives
-from gemini.ranks.agreement import Point, Request, word_for
+from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
+from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
-from gemini.train.sharding.alike import refuse_differing
-from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
-from gemini.train.sharding.scripted import Scripted
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
+from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
+
+
+class Completions:
+    """Of the backward that runs, and of the last one that ended."""
+
+    def __init__(self) -> None:
+        self._moments: dict[int, int] = {}
+        self._backward = 0
+        self._before: dict[int, int] = {}
+        self._partial: set[int] = set()
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the gradients of a chunk are complete in the backward that runs."""
+        return index in self._moments
+
+    def note(self, index: int, moment: int | None, backward: int) -> None:
+        """All gradients of a chunk have arrived in backward number ``backward``; in which moment, if that is known."""
+        if self._backward != backward:  # what broke off before it ended is none of this one
+            self._moments, self._backward = {}, backward
+        if moment is not None:
+            self._moments[index] = moment
+
+    def note_reduced(self, index: int, *, is_full: bool) -> None:
+        """The ranks have reduced a chunk one by one, and all know whether all had all of its gradients."""
+        (self._partial.discard if is_full else self._partial.add)(index)
+
+    def end_backward(self) -> None:
+        """What was noted is how the next one may be."""
+        if self._moments:
+            self._before, self._moments = self._moments, {}
+
+    def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
+        """Of ``chunks`` those whose gradients all ranks have, with their moments, in the order of the last backward."""
+        known = set(chunks) - self._partial
+        return {index: moment for index, moment in self._before.items() if index in known}
+
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
@@ -62,7 +97,7 @@ class _WholeGradient:
         self.is_reduced = False
 
 
-class Reduction:
+class Reduction(GradientSink):
     """The gradients of a model that is shared with other ranks.
 
     Args:
@@ -72,19 +107,20 @@ class Reduction:
         sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
     """
 
+    only_keeps, divides = False, True
+
     def __init__(
         self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
         gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
         staging: StagingSet | None, sums_each_backward: bool,
     ):  # fmt: skip
+        super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
-        self._shards = shards
+        self._shards, self._channel = shards, shards.channel
         self._ranks = shards.ranks
-        self._params, self._chunks, self._device = shards.params, store.chunks, store.device
-        self._mover, self._manager, self._state = store.mover, store.manager, state
-        self._gradients, self._scaling, self._updates = gradients, scaling, updates
-        self._in_backward = in_backward
+        self._params, self._device = shards.params, store.device
+        self._mover, self._manager = store.mover, store.manager
         self._dtype = dtype
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
@@ -101,11 +137,9 @@ class Reduction:
             None if across is None else ReplicaSums(shards, across, store, each_backward=sums_each_backward)
         )
         self._sync = StepSync(shards, self._replicas, state, scaling)
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether other ranks have the same shard."""
-        return self._ranks.replicas is not None
+        store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
+        store.ledger.register_claim(store.device.tier, self.missing)
+        self.has_replicas = across is not None
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
@@ -143,6 +177,10 @@ class Reduction:
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
+        self._reduce_rest()
+        super().end_backward()
+
+    def _reduce_rest(self) -> None:
         is_alike = self._shards.finish(at_end=True)
         self._completions.end_backward()
         if not self.reduces:
@@ -180,14 +218,14 @@ class Reduction:
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
         )
 
-    def _begin(self, step: Scripted, index: int) -> None:
+    def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
-        self._updates.wait(chunk)
+        chunk.settle()
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
@@ -196,11 +234,10 @@ class Reduction:
                 handle.norm_sums = []
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
-            with self._mover.working(working), self._reducing(index):
+            with self._mover.working(working), self._channel.reducing(chunk):
                 if self._replicas is not None:
                     self._replicas.begin_landing(chunk, adding=any(adding.values()))
-                scratch = self._shards.scratch_behind
-                for start, stop, total in self._sums(chunk, whole, senders, scratch, is_launched=True):
+                for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
                     try:
                         if failure is None:
                             self._land(chunk, handles, adding, start, stop, total)
@@ -215,10 +252,7 @@ class Reduction:
         ready = self._device.mark()
 
         def launch() -> Event:
-            with self._reducing(index):
-                return self._device.launch(
-                    lambda: self._reduce_natively(chunk, whole), "collectives", whole.flat, ready
-                )
+            return self._channel.launch_reduce(chunk, whole.flat, ready)
 
         self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
 
@@ -228,7 +262,7 @@ class Reduction:
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
         what = Track.REDUCE.value
-        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(word_for(Point.REDUCE)):
+        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(Point.REDUCE.words):
             job.wait_until_over()
         self.leave_script()
 
@@ -251,11 +285,6 @@ class Reduction:
             return 0
         return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
-    def _reducing(self, index: int) -> AbstractContextManager[None]:
-        """Around gradients on the wire."""
-        what = Track.REDUCE.value
-        return self._mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
-
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
         if not self._in_backward.transient:
@@ -267,13 +296,12 @@ class Reduction:
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = self._sync.facts_of_updates()
-            refuse_differing(self._shards, "the updates inside backward", facts)
+            self._shards.refuse_differing("the updates inside backward", self._sync.facts_of_updates())
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
-        self._updates.wait(chunk)  # a guess that was made of less
+        chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
@@ -284,7 +312,7 @@ class Reduction:
         if any(handle.has_grad for handle in present):
             self._gradients.promote([chunk])
         transient = self._in_backward.transient
-        if whole is None and (transient or self._ranks.collective is not None):
+        if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)
         if whole is not None:
             for handle in handles:
@@ -298,8 +326,8 @@ class Reduction:
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        with self._reducing(index):
-            for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch):
+        with self._channel.reducing(chunk):
+            for start, stop, total in self._channel.sums(chunk, None if whole is None else whole.flat, senders):
                 if transient:
                     assert whole is not None
                     at = self._ranks.rank * shard
@@ -331,32 +359,6 @@ class Reduction:
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
-
-    def _sums(
-        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype], scratch: torch.Tensor,
-        *, is_launched: bool = False,
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:  # fmt: skip
-        """``is_launched``: where the library reduces, it has been given this already."""
-        shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
-        if self._ranks.collective is None:
-            own = whole.flat if whole is not None and self._ranks.rank in senders else None
-            yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, scratch, what)
-            return
-        assert whole is not None
-        if not is_launched:
-            self._reduce_natively(chunk, whole)
-        yield 0, shard, self._own_section(chunk, whole)
-
-    def _own_section(self, chunk: Chunk, whole: _WholeGradient) -> torch.Tensor:
-        shard = chunk.weights.numel
-        return whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-
-    def _reduce_natively(self, chunk: Chunk, whole: _WholeGradient) -> None:
-        """The library's reduce-scatter: the sum stands in this rank's section of the whole gradient."""
-        group, section = self._ranks.collective, self._own_section(chunk, whole)
-        assert group is not None
-        collectives.reduce_scatter(section, whole.flat, group, f"the reduce-scatter of {chunk.name}")
-        self._shards.native["reduce_scatter"] += section.numel() * section.element_size() * (self._ranks.size - 1)
 
     def _land(
         self,
@@ -397,25 +399,29 @@ class Reduction:
         window = spare.pop() if spare else self._device.make_window(num_bytes)
         while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
             self._wait_for_first()
-        while True:
-            try:
-                self._manager.room.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
-                break
-            except BudgetExceeded as e:
-                if not self.reduces:
-                    spare.append(window)
-                    raise self.without_room(e) from e
-                if self._behind:
-                    self._wait_for_first()
-                elif self._whole:
-                    self._reduce(max(self._whole))
-                else:
-                    spare.append(window)
-                    raise
+        try:
+            self._manager.room.populate(
+                window, _HOLDER, what=f"the gradient of {chunk.name}", asking=NEEDED | {Turn.SUMS}
+            )
+        except BudgetExceeded as e:
+            spare.append(window)
+            if self.reduces:
+                raise
+            raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
         self._state.note_unreduced(+1)
         return whole
+
+    def _reduce_early(self, want: Want) -> bool:
+        """Reduce a gradient before it is complete, for the next one; False if none may be, or there is none."""
+        if not self.reduces or not (self._behind or self._whole):
+            return False
+        if self._behind:
+            self._wait_for_first()
+        else:
+            self._reduce(max(self._whole))
+        return True
 
     def explain(self, error: BudgetExceeded) -> BudgetExceeded:
         """What to say of missing room for weights."""
@@ -434,7 +440,7 @@ class Reduction:
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
-    def discard(self, handles: list[ParamHandle]) -> None:
+    def discard(self, handles: Sequence[ParamHandle]) -> None:
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
@@ -460,11 +466,11 @@ class Reduction:
         if self._replicas is not None:
             self._replicas.leave()
 
-    def note_clipping(self, call: str) -> None:
-        """``clip_grad_norm_`` was called, with a limit: ranks compare what they did."""
-        self._sync.note_clipping(call)
+    def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
+        """Ranks compare what they did."""
+        self._sync.note_clipping(max_norm, handles)
 
-    def sync_grads(self) -> None:
+    def settle(self) -> None:
         """Before the norm, once per step: see :meth:`StepSync.sync_grads`."""
         self._sync.sync_grads(self._whole)
 

@@ -6,23 +6,75 @@ agree_on_step  all ranks are about to update the same params with the same hyper
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence, Sized
 
 import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError
+from gemini.ranks.agree import Facts, plain
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.stepper import Stepper
-from gemini.train.sharding.alike import meet_with, refuse_differing
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.stepper import Stepper, optimizer_of
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
-from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
 from gemini.train.step import StepState
+
+
+def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
+    """Which params have a gradient."""
+    return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, _names(handles))
+
+
+def facts_of_step(
+    handles: Sequence[ParamHandle], optimizers: Sequence[Stepper], scaling: Scaling, state: StepState, *,
+    clippings: Sequence[str], num_backwards: int, num_dropped: int,
+) -> Facts:  # fmt: skip
+    """Everything that an update by these optimizers depends on, but the gradients themselves."""
+    values = {
+        "clip_grad_norm_": ", ".join(clippings) or "not called",
+        "the number of backwards since the last step": str(num_backwards),
+        "how often zero_grad() dropped gradients since the last step": str(num_dropped),
+    }
+    groups: dict[str, int] = {}
+    number = 0
+    for which, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
+            managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
+            for name in optimizer.defaults if managed else ():
+                values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
+            for handle in managed:
+                groups[handle.name] = number
+            number += 1
+    if scaling.loss_scale is not None:
+        values["the loss scale"] = repr(float(scaling.loss_scale.scale))
+    values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
+    values["the coefficient of clip_grad_norm_"] = repr(float(state.clip_coefficient))
+    return Facts(
+        {
+            **values,
+            "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
+            "requires_grad": array("b", [handle.trained for handle in handles]),
+            "what zero_grad(set_to_none=False) left": array("b", [h.takes_step and not h.has_grad for h in handles]),
+            "the number of updates": array("q", [handle.num_steps for handle in handles]),
+            "the clipping": array("d", [handle.clip for handle in handles]),
+        },
+        _names(handles),
+    )
+
+
+def _names(handles: Sequence[ParamHandle]) -> list[str]:
+    return [handle.name for handle in handles]
+
+
+def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:
+    """The optimizers of the params, in the order of the model."""
+    found = {id(o): o for handle in handles if (o := optimizer_of(handle.param)) is not None}
+    return list(found.values())
 
 
 class StepSync:
@@ -78,8 +130,8 @@ class StepSync:
         self._num_dropped += any(handle.has_grad for handle in handles)
         self._clippings.clear()
 
-    def note_clipping(self, call: str) -> None:
-        self._clippings.append(call)
+    def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
+        self._clippings.append(_called(max_norm, handles))
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
@@ -90,37 +142,31 @@ class StepSync:
 
     # ---- once per step ------------------------------------------------------------------------------------------
 
-    def sync_grads(self, whole: Sized, step: Facts | None = None) -> bool:
-        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update. True
-        if every rank is about to make the same step.
+    def sync_grads(self, whole: Sized) -> None:
+        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
 
         Args:
             whole: the gradients of this rank that were not reduced.
-            step: what this rank is about to update with them, if it is.
 
         Raises:
             GeminiError: if there are such gradients.
             RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
         """
         if self.is_done:
-            return False
+            return
         if whole:
             raise GeminiError(
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         gradients = facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
-        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
-            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
-        steps = {planned for row in said for _, planned in row}
-        if step is not None and 0 not in steps and len(steps) > 1:
-            refuse_differing(self._shards, "optimizer.step()", step)
+        said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum)
+        if any(len(set(row)) > 1 for row in said):  # replicas may have other gradients until here
+            self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", gradients)
         if self._replicas is not None:
             self._replicas.sum_all()
-        own = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
-        self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, own, "the gradient norm"))
-        return 0 not in steps
+        norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
+        self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 
     def _own_norms(self) -> list[float]:
         """Of every param, the sum of squares of this rank's part of its gradient; 0 where there is none."""
@@ -136,26 +182,12 @@ class StepSync:
     def agree_on_step(self, optimizer: Stepper, whole: Sized) -> None:
         """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
 
-        The checksum travels in the message with which ranks meet before the norm is added up. If they know that
-        already, from the end of a script or for ``clip_grad_norm_``, they meet here once more.
-
         Raises:
             RankMismatch: on every rank; no weight was changed.
         """
-        if not self.sync_grads(whole, self._facts_of_step([optimizer])):
-            self._confirm(self._facts_of_step([optimizer]))
-
-    def _confirm(self, step: Facts) -> None:
-        """Gradients are settled: every rank is about to update the same params with the same of them.
-
-        Raises:
-            RankMismatch: on every rank, if not.
-        """
-        gradients = facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.STEP, gradients, step)
-        for number, facts in enumerate((gradients, step)):
-            if len({rank[number] for row in said for rank in row}) > 1:
-                refuse_differing(self._shards, "optimizer.step()", facts)
+        self.sync_grads(whole)
+        facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])
+        self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
 
     def undo(self) -> None:
         """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
@@ -175,3 +207,12 @@ class StepSync:
             self._params.handles, optimizers, self._scaling, self._state, clippings=self._clippings,
             num_backwards=self._num_backwards, num_dropped=self._num_dropped,
         )  # fmt: skip
+
+
+def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:
+    """What the ranks compare, and the error says."""
+    if handles is None:
+        return f"max_norm {max_norm!r}"
+    names = sorted(handle.name for handle in handles)
+    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
+    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"
