@@ -28,7 +28,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
-from gemini import kernels_reference as reference
+from gemini.kernels import reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
