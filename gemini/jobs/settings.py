@@ -14,9 +14,9 @@ from gemini.config import contradictions
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.options import argument, check, one_of, opt, spelled
-from gemini.optim.names import RULES, rule_named
 from gemini.planning.compact import STATES, spec_for
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
+from gemini.planning.rules import RULES, rule_named
 from gemini.tiers import Tier
 
 MOST_POSITIONS = 4096
@@ -314,7 +314,9 @@ class TrainSettings(_Record):
     steps: int = opt(1000, "Optimizer steps, those before a resume included.", _HOW, least=1)
     epochs: float | None = opt(None, "Times over all data, instead of --steps.", _HOW)
     lr: float = opt(3e-4, "Learning rate after the warm-up.", _HOW)
-    optimizer: str = one_of("adamw", "The update rule", _HOW, ("adamw", "lion", "sgd", "adan"))
+    optimizer: str = one_of(
+        "adamw", "The update rule", _HOW, tuple(name for name, rule in RULES.items() if rule.unattended)
+    )
     weight_decay: float = opt(0.1, "Weight decay; biases and norms have none.", _HOW)
     warmup: int = opt(0, "Steps over which the learning rate rises.", _HOW, least=0)
     schedule: str = one_of("cosine", "The learning rate after that", _HOW, ("cosine", "linear", "constant"))

@@ -19,9 +19,9 @@ from gemini.jobs.models import ModelSource
 from gemini.jobs.options import spelled
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
-from gemini.optim.names import RULES, rule_named
 from gemini.planning import document
 from gemini.planning.plan import Plan
+from gemini.planning.rules import name_of, rule_named
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -71,7 +71,7 @@ def make_config(
             offload_activations=settings.offload_activations,
             trace=trace,
             tile_tokens=settings.tile_tokens,
-            optimizer=None if settings.optimizer == "adamw" else rule_named(settings.optimizer),
+            optimizer=rule_named(settings.optimizer),
         )
 
 
@@ -180,7 +180,6 @@ OF_A_STEP = ("batch_size seq_len accumulate gradient_checkpointing tile_tokens p
 def step_of(plan: Plan) -> dict[str, Any]:
     """The options that describe its step."""
     trace, rule = plan.trace, plan.problem.rule
-    kind = (rule.exact or rule).name
     sizes = trace.batch.get("input_ids", ())
     found: dict[str, Any] = dict(zip(("batch_size", "seq_len"), sizes, strict=True)) if len(sizes) == 2 else {}
     return found | {
@@ -188,7 +187,7 @@ def step_of(plan: Plan) -> dict[str, Any]:
         "gradient_checkpointing": trace.checkpointing,
         "tile_tokens": trace.tile_tokens,
         "precision": plan.problem.precision,
-        "optimizer": next((name for name in RULES if rule_named(name).spec.name == kind), kind),
+        "optimizer": name_of(rule),
         "states": "exact" if rule.exact is None else "compact",
     }
 

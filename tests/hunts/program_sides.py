@@ -28,7 +28,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
-from gemini import kernels_reference as reference
+from gemini.kernels import reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
@@ -235,7 +235,8 @@ class PlainSide(Side):
 
     def to_own_dtype(self) -> None:
         params = list(self.model.parameters())
-        sums = [param.grad for param in params]  # in fp32, as Gemini has them, and torch would cast them too
+        # In fp32, as Gemini has them: torch would cast them too.
+        sums = [None if param.grad is None else param.grad.clone() for param in params]
         super().to_own_dtype()
         for param, total in zip(params, sums, strict=True):
             param.grad = total
