@@ -305,7 +305,8 @@ class PlainSide(Side):
 
     def _note_written(self, params: Iterable[torch.Tensor]) -> None:
         """What was written is the whole master."""
-        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in params):
+        every = list(params)
+        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in every):
             if "residual" in state:
                 state["residual"].zero_()
             if "master" in state:
