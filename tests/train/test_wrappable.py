@@ -98,6 +98,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         lambda: with_param(lambda net: nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)),
         TypeError, "int8",
     ),
+    "frozen, of int64": (
+        lambda: with_param(lambda net: nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)),
+        TypeError, r"'a\.weight'.*int64",
+    ),
     "sparse": (lambda: with_param(lambda net: nn.Parameter(torch.eye(8).to_sparse())), TypeError, "sparse"),
     "of inference": (in_inference_mode, ValueError, r"param 'a\.weight' was made in torch\.inference_mode"),
     "computed": (lambda: with_param(lambda net: net.a.weight * 2), ValueError, "is the result of a computation"),
