@@ -19,7 +19,7 @@ from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.device import Event
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
-from tests.train.helpers import batch, llama, train
+from tests.train.helpers import batch, llama, manage, train
 from tests.world import world_of
 
 
@@ -60,10 +60,8 @@ class Arranged(StandinDevice):
 
 
 def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any) -> tuple[Any, gemini.HybridAdam]:
-    memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=path)
-    homes = gemini.StaticPlacement(weights_on_gpu=0.3, optimizer_on_gpu=0.2, weights_on_nvme=0.2, optimizer_on_nvme=0.2)
-    config = {"memory": memory, "device": device, "placement": homes, "max_chunk": 4096}
-    model: Any = gemini.GeminiDDP(llama(), gemini.GeminiConfig(**(config | settings)))
+    homes = {"weights_on_gpu": 0.3, "optimizer_on_gpu": 0.2, "weights_on_nvme": 0.2, "optimizer_on_nvme": 0.2}
+    model = manage(llama(), path, device, gpu=gpu, homes=homes, **{"max_chunk": 4096, **settings})
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 

@@ -1,8 +1,8 @@
 """What cannot be meant is refused with its remedy, before anything changes: tables of ``(do, error, words)``.
 
 The first table is of things done to a managed model, which must train on as if nothing had been asked (its fixture
-checks that after every case). Then come wraps, which leave the model the ordinary one it was, values, arguments that
-are meant otherwise, and folders and packages that are not what they should be.
+checks that after every case). Then come values, arguments that are meant otherwise, and folders and packages that are
+not what they should be. Wraps that are refused are in ``test_wrappable.py``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,10 @@ import gemini
 from benchmarks._progress import run
 from benchmarks.wrong_library_uses import USES, told
 from gemini import GeminiConfig, GeminiDDP, GeminiError, HybridAdam, MemoryBudget, ParamAccessError, StaticPlacement
-from gemini.memory.nvme import SpillFile, Transfer
 from gemini.train.params.stepper import optimizer_of
 from gemini.train.setup import arguments
 from tests.train import helpers
-from tests.train.helpers import Plain, adam, llama, make_config, noise, on_batch, same_bits, snapshot, train, wrap
+from tests.train.helpers import Plain, adam, llama, noise, on_batch, same_bits, snapshot, train, wrap
 from tests.world import is_managed, world_of
 
 Error = type[BaseException] | tuple[type[BaseException], ...]
@@ -41,6 +39,16 @@ Row = tuple[Callable[..., Any], Error, str]
 ROOT = Path(__file__).parents[2]
 NAN, INF = float("nan"), float("inf")
 Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+def on_nvme(path: Path, **how: Any) -> GeminiConfig:
+    """All weights on the drive, in chunks of one param."""
+    memory = MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path)
+    return GeminiConfig(memory=memory, placement=StaticPlacement(weights_on_nvme=1), max_chunk=64, **how)
+
+
+def cpu(**budget: Any) -> GeminiConfig:
+    return GeminiConfig(device="cpu", memory=MemoryBudget(**budget))
 
 
 # ---- on a managed model ----------------------------------------------------------------------------------------------
@@ -373,160 +381,6 @@ def test_the_class_makes_ordinary_models(model: Any, tmp_path: Path) -> None:
     assert type(loaded) is LlamaForCausalLM
     assert same_bits(loaded.get_parameter(Q).detach().bfloat16(), model.full_param(Q))
     assert type(made)(model.config).num_parameters() == model.num_parameters()
-
-
-# ---- wraps -----------------------------------------------------------------------------------------------------------
-
-
-def on_nvme(path: Path, **how: Any) -> GeminiConfig:
-    """All weights on the drive, in chunks of one param."""
-    memory = MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path)
-    return GeminiConfig(memory=memory, placement=StaticPlacement(weights_on_nvme=1), max_chunk=64, **how)
-
-
-def cpu(**budget: Any) -> GeminiConfig:
-    return GeminiConfig(device="cpu", memory=MemoryBudget(**budget))
-
-
-@contextmanager
-def refused_wrap(error: Error, words: str) -> Iterator[tuple[nn.Module, pytest.ExceptionInfo[BaseException]]]:
-    """A model that stays the ordinary one it was: class, params, hooks, values."""
-    model, like = llama(), llama()
-    with pytest.raises(error, match=words) as raised:
-        yield model, raised
-    assert type(model) is type(like) and not is_managed(model)
-    for (name, param), (_, expected) in zip(model.named_parameters(), like.named_parameters(), strict=True):
-        assert type(param) is nn.Parameter and same_bits(param.detach(), expected.detach()), name
-        assert getattr(param, "_gemini", None) is None, name
-    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
-
-
-SPILL_FOLDERS = ("missing", "file", "file/below", "/proc", "/proc/self", "/dev/full")
-CONFIGS: dict[str, tuple[Callable[[Path], Any], Error, str]] = {
-    "1 kB": (lambda path: cpu(cpu="1kB"), gemini.BudgetExceeded, "missing on cpu"),
-    "nothing": (lambda path: cpu(cpu=0), gemini.BudgetExceeded, "missing on cpu"),
-    "a small GPU": (
-        lambda path: GeminiConfig(device="standin", memory=MemoryBudget(gpu="10KiB", cpu="1GiB")),
-        gemini.BudgetExceeded,
-        r"missing on gpu.*raise the gpu budget",
-    ),
-    "a small disk": (
-        lambda path: cpu(cpu="800KiB", nvme="4KiB", nvme_path=path),
-        gemini.BudgetExceeded,
-        r"missing on nvme.*raise the nvme budget to",
-    ),
-    "no folder": (
-        lambda path: GeminiConfig(device="cpu", placement=StaticPlacement(weights_on_nvme=0.5)),
-        ValueError,
-        r"nvme.*nvme_path=",
-    ),
-    **{
-        f"on {device}": (lambda path, device=device: GeminiConfig(device=device), ValueError, "device")
-        for device in ("tpu", "cuda:99", "mps", "meta", 3.5, "cpu:", "standin0")
-    },
-    **{
-        f"in {folder}": (
-            lambda path, folder=folder: cpu(cpu="600KiB", nvme="4MiB", nvme_path=path / folder),
-            gemini.StorageError,
-            re.escape(folder),
-        )
-        for folder in SPILL_FOLDERS
-    },
-    **{
-        f"config {config!r}": (lambda path, config=config: config, TypeError, "GeminiConfig")
-        for config in ("bf16", {"precision": "bf16"}, MemoryBudget())
-    },
-}
-
-
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_config_that_cannot_be_met(what: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    config, error, words = CONFIGS[what]
-    with refused_wrap(error, words) as (model, _):
-        GeminiDDP(model, config(tmp_path))
-    assert (tmp_path / "file").read_text() == "x"
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_budget_too_small_names_the_gap_and_the_cheapest_change(precision: str, tmp_path: Path) -> None:
-    half = world_of(wrap(llama(), "ram", tmp_path, precision=precision)).used(gemini.Tier.CPU) // 2
-    how = {"device": "cpu", "precision": precision}
-    with refused_wrap(gemini.BudgetExceeded, r"does not fit: .*missing on cpu.*Cheapest change: ") as (model, error):
-        GeminiDDP(model, GeminiConfig(**how, memory=MemoryBudget(cpu=half)))
-    match = re.search(r"nvme=([\d.]+ [KM]iB)", str(error.value))
-    assert match is not None, error.value
-    remedy = MemoryBudget(cpu=half, nvme=match[1], nvme_path=tmp_path)  # what the error said is enough
-    wrapped = GeminiDDP(model, GeminiConfig(**how, memory=remedy))
-    train(wrapped, adam(wrapped), [0])
-
-
-def test_a_budget_below_the_working_set_names_one_that_is_enough(tmp_path: Path) -> None:
-    disk = {"nvme": "64MiB", "nvme_path": tmp_path}
-    with refused_wrap(gemini.BudgetExceeded, "missing on cpu") as (model, error):
-        GeminiDDP(model, cpu(cpu="100KiB", **disk))
-    match = re.search(r"raise the cpu budget to at least ([\d.]+ [KM]iB)", str(error.value))
-    assert match is not None, error.value
-    GeminiDDP(model, cpu(cpu=match[1], **disk))
-
-
-def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
-    """With just the bytes it asks for the model fits, with a page less it does not."""
-    used = world_of(wrap(llama(), "ram", tmp_path)).used(gemini.Tier.CPU)
-    with pytest.raises(gemini.BudgetExceeded):
-        GeminiDDP(llama(), cpu(cpu=used - 4096))
-    GeminiDDP(llama(), cpu(cpu=used))
-
-
-def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(fd: int, start: int, size: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with refused_wrap(gemini.StorageError, r"No space left.*nvme") as (model, _):
-        GeminiDDP(model, make_config(llama(), "disk", tmp_path))
-
-
-def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write, num_writes = SpillFile.begin_write, 0
-
-    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> Transfer:
-        nonlocal num_writes
-        num_writes += 1
-        if num_writes > 9:
-            raise gemini.StorageError("the disk is gone")
-        return write(self, source, offset)
-
-    monkeypatch.setattr(SpillFile, "begin_write", failing)
-    with refused_wrap(gemini.StorageError, "gone") as (model, _):
-        GeminiDDP(model, make_config(llama(), "disk", tmp_path))
-
-
-def test_a_warning_when_a_setting_has_no_effect() -> None:
-    with pytest.warns(UserWarning, match=r"gpu=.*no effect"):
-        GeminiDDP(llama(), cpu(gpu="1GiB", cpu="1GiB"))
-    with pytest.warns(UserWarning, match="no effect"):
-        GeminiDDP(llama(), GeminiConfig(device="cpu", placement=StaticPlacement(weights_on_gpu=1.0)))
-
-
-def test_a_param_shared_by_two_wrapped_models(tmp_path: Path) -> None:
-    first, second = llama(), llama()
-    second.lm_head.weight = first.lm_head.weight
-    wrapped = wrap(first, "disk", tmp_path)
-    before = snapshot(wrapped)
-    with pytest.raises(ValueError, match=r"lm_head\.weight.*another GeminiDDP model"):
-        GeminiDDP(second, cpu(cpu="1GiB"))
-    helpers.assert_same_snapshot(before, snapshot(wrapped))
-    assert all(type(p) is nn.Parameter for n, p in second.named_parameters() if n != "lm_head.weight")
-    assert type(second) is LlamaForCausalLM and second.model.norm.weight.dtype is torch.float32
-    train(wrapped, adam(wrapped), [0])
-
-
-def test_sparse_gradients(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
-    with pytest.raises(GeminiError, match="sparse=False"):
-        model = GeminiDDP(model, make_config(model, "ram", tmp_path))
-        model(torch.tensor([1, 2])).float().sum().backward()
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
