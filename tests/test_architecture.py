@@ -25,7 +25,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.waiting", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
+    (
+        "gemini.errors",
+        "gemini.replacing",
+        "gemini.schema",
+        "gemini.tiers",
+        "gemini.waiting",
+        "gemini.memory.chunks.states",
+        "gemini.version",
+    ),  # fmt: skip
     ("gemini.planning",),
     (
         "gemini.config",
@@ -62,7 +70,7 @@ FLOORS = [
 ROOMS = (
     "own_work", "step", "write_observers", "observers", "params", "modules", "slices", "context", "gradients",
     "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
-    "checkpoint", "unmanage", "adapters", "managed_class", "others", "ddp", "loading",
+    "checkpoint", "wrap", "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.

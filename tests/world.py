@@ -181,9 +181,9 @@ class World:
     def num_evictions(self) -> int:
         return self.manager.num_evictions
 
-    def make_room(self, tier: Tier, num_bytes: int) -> bool:
-        """Have those who can give memory back do so, until so much is free."""
-        return self.ledger.make_room(tier, num_bytes)
+    def make_room(self, num_bytes: int) -> bool:
+        """Let whoever can give memory of the computing tier back do so; whether there is that much now."""
+        return bool(self.ledger.make_room(self.device.tier, num_bytes))
 
     def give_back(self) -> None:
         """Give activations what windows have borrowed of their room."""
@@ -326,10 +326,15 @@ class World:
     # ---- ranks ----
 
     @property
+    def ranks(self) -> Any:
+        """Who trains the model: a group of one, or of many."""
+        return self._engine.ranks
+
+    @property
     def shards(self) -> Any:
-        """How chunks are divided among ranks, or None."""
+        """How chunks are divided among ranks, and what is asked of them together."""
         return self._engine.shards
 
     @property
     def replicas(self) -> Any:
-        return self._engine.stepping._reduction._replicas
+        return self.backward.sink._replicas

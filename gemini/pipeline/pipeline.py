@@ -24,7 +24,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.stages import Blocks, balanced
+from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.foreign import collectives_of
 from gemini.ranks.mesh import names_of, place_in, size_of
@@ -32,7 +32,7 @@ from gemini.ranks.wire import Tag, Wire
 from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
 from gemini.train.context.same_batch import compare_batches
-from gemini.train.ddp import Fill, manage
+from gemini.train.ddp import manage
 from gemini.train.gradients.tied import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
@@ -41,6 +41,7 @@ from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.params.codes import first_coded
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
+from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
 _EXAMPLE_TOKENS = 16
@@ -222,7 +223,7 @@ class Pipeline:
         self._backwards_left = len(parts) * len(self._stages)
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
         ranks = self.model._gemini_engine.ranks
-        if ranks is None or ranks.context is None:
+        if ranks.context is None:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
@@ -236,7 +237,7 @@ class Pipeline:
             refusal = e
         if self._size > 1:
             wire: Wire = self.model._gemini_engine.ranks.stages
-            compare_batches(wire, batch, "pp", values=self._runner is None, refusal=refusal)
+            compare_batches(wire, batch, values=self._runner is None, refusal=refusal)
         elif refusal is not None:
             raise refusal
         return parts

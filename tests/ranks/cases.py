@@ -178,7 +178,7 @@ def run(job: Job) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         inner.check()
-        out.sent.append(dict(inner.shards.sent_last_step) if inner.shards is not None else {})
+        out.sent.append(dict(inner.shards.sent_last_step))
     out.num_gathers = inner.num_gathers
     for handle in inner.handles:
         for kind in handle.chunk.planes:

@@ -102,7 +102,7 @@ def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]
     free = available_bytes()
     config = gemini.GeminiConfig(precision="fp32", device="cpu")
     measured = world_of(gemini.GeminiDDP(make(), config, mesh=given)).budget(Tier.CPU)
-    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": world.shards is not None}
+    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": world.ranks.shares_params}
 
 
 @pytest.mark.sweep(every=2)

@@ -293,7 +293,7 @@ def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) 
     tier = world.device.tier
     free = world.free(tier) + world.held(tier, IN_FLIGHT)
     assert free > world.free(tier)
-    assert world.make_room(tier, free)
+    assert world.make_room(free)
     assert world.free(tier) == free
     loss.backward()
     model.zero_grad()

@@ -17,10 +17,10 @@ from transformers import LlamaForCausalLM
 import gemini
 from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement
 from gemini.memory.nvme import SpillFile, Transfer
-from gemini.train import ddp
+from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
 from tests.train import helpers
-from tests.train.helpers import adam, llama, make_config, same_bits, snapshot, train, wrap
+from tests.train.helpers import adam, llama, make_config, same_bits, snapshot, train
 from tests.world import is_managed, world_of
 
 Error = type[BaseException] | tuple[type[BaseException], ...]
@@ -224,7 +224,7 @@ def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Pat
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("moment", ["first hook", "last hook", "class"])
+@pytest.mark.parametrize("moment", ["buffers are there", "first hook", "last hook", "hooks are there", "class"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_wrap_that_breaks_off_is_undone(
     precision: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,7 +239,7 @@ def test_a_wrap_that_breaks_off_is_undone(
     def breaks(*args: Any, **how: Any) -> Any:
         nonlocal num
         num += 1
-        if num == (1 if moment == "first hook" else 3):
+        if num == (3 if moment == "last hook" else 1):
             raise KeyboardInterrupt
         return real(*args, **how)
 
@@ -252,7 +252,11 @@ def test_a_wrap_that_breaks_off_is_undone(
                 raise KeyboardInterrupt
             return original
 
-        monkeypatch.setattr(ddp, "_class_for", no_class)
+        monkeypatch.setattr(ddp, "managed_class", no_class)
+    elif moment == "buffers are there":
+        monkeypatch.setattr(wrap, "prepare_layers", breaks)
+    elif moment == "hooks are there":
+        monkeypatch.setattr(wrap, "_become", breaks)
     else:
         monkeypatch.setattr(hooks, "hook_around", breaks)
     with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):
@@ -336,7 +340,7 @@ def test_a_config_that_cannot_be_met(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_budget_too_small_names_the_gap_and_the_cheapest_change(precision: str, tmp_path: Path) -> None:
-    half = world_of(wrap(llama(), "ram", tmp_path, precision=precision)).used(gemini.Tier.CPU) // 2
+    half = world_of(helpers.wrap(llama(), "ram", tmp_path, precision=precision)).used(gemini.Tier.CPU) // 2
     how = {"device": "cpu", "precision": precision}
     with refused_wrap(gemini.BudgetExceeded, r"does not fit: .*missing on cpu.*Cheapest change: ") as (model, error):
         GeminiDDP(model, GeminiConfig(**how, memory=MemoryBudget(cpu=half)))
@@ -358,7 +362,7 @@ def test_a_budget_below_the_working_set_names_one_that_is_enough(tmp_path: Path)
 
 def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
     """With just the bytes it asks for the model fits, with a page less it does not."""
-    used = world_of(wrap(llama(), "ram", tmp_path)).used(gemini.Tier.CPU)
+    used = world_of(helpers.wrap(llama(), "ram", tmp_path)).used(gemini.Tier.CPU)
     with pytest.raises(gemini.BudgetExceeded):
         GeminiDDP(llama(), cpu(cpu=used - 4096))
     GeminiDDP(llama(), cpu(cpu=used))
@@ -398,7 +402,7 @@ def test_a_warning_when_a_setting_has_no_effect() -> None:
 def test_a_param_shared_by_two_wrapped_models(tmp_path: Path) -> None:
     first, second = llama(), llama()
     second.lm_head.weight = first.lm_head.weight
-    wrapped = wrap(first, "disk", tmp_path)
+    wrapped = helpers.wrap(first, "disk", tmp_path)
     before = snapshot(wrapped)
     with pytest.raises(ValueError, match=r"lm_head\.weight.*another GeminiDDP model"):
         GeminiDDP(second, cpu(cpu="1GiB"))

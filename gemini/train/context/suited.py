@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.reading import compiled_part
 
 _ALONG_THE_SEQUENCE = re.compile(
     r"Mamba|SSM|RWKV|Rwkv|LinearAttention|DeltaNet|ShortConv|Recurrent|RetNet|XLSTM|Hyena|Lightning\w*Attention"

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded
@@ -36,6 +35,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
+from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
 from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
@@ -64,19 +64,19 @@ class Built:
 
 
 def build(
-    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks | None = None,
+    structure: Structure, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
 ) -> Built:  # fmt: skip
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
 
     ``cuts``: by the id of a param, which slice it is.
     """
-    named = collect_params(model)
+    named = collect_params(structure)
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
-    size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
-    spread = cuts if cuts and ranks is not None and ranks.experts is not None else ()
-    decision = decide(model, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
+    spread = cuts if cuts and ranks.experts is not None else ()
+    decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)
@@ -92,7 +92,7 @@ def build(
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
     device.reserve_host(needed.get(Tier.CPU, 0))
-    of_windows = _window_bytes(ledger, problem, placement, many=ranks is not None)
+    of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
@@ -132,7 +132,7 @@ def build(
     return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
 
 
-def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks | None) -> StoreFolder | None:
+def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
     """Two slots of every plane that outlives the process."""
     if not problem.durable:
         return None
@@ -142,7 +142,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks | None) -> 
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
-    if ranks is None or ranks.size == 1:
+    if ranks.size == 1:
         return StoreFolder(config.memory.nvme_path, sizes)
     return StoreFolder(
         config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest
