@@ -37,8 +37,7 @@ from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
-from gemini.train.context.batch import part_of
-from gemini.train.context.parallel import imagine_parts
+from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept

@@ -57,8 +57,7 @@ from gemini.train.setup.trained import TrainedParams
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.suited import refuse_unsuited
-from gemini.train.slices.together import OtherSlices
+from gemini.train.slices.together import OtherSlices, refuse_unsuited
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink, UsedAtOnce

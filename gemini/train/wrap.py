@@ -23,7 +23,6 @@ from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.context.parallel import divide_sequences
-from gemini.train.context.same_batch import compare_first_batch
 from gemini.train.engine import Engine
 from gemini.train.modules.coded_layers import prepare_layers
 from gemini.train.modules.reading import Structure, is_a
@@ -36,6 +35,7 @@ from gemini.train.passes import hooks
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts, spread_experts
 from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
+from gemini.train.slices.together import compare_first_batch
 
 Undo = Callable[[nn.Module], None]
 """Takes back one change of the model that it is given."""

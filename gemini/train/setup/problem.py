@@ -27,7 +27,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN, with_staging, with_tiles
-from gemini.ranks.facts import checksum_of
+from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
