@@ -155,7 +155,7 @@ def manage(
     homes: dict[str, float] | None = None, **how: Any,
 ) -> Any:  # fmt: skip
     """Wrap with budgets of a test's own; ``homes`` are the fractions of a placement, else it is automatic."""
-    memory = gemini.MemoryBudget(gpu=gpu, cpu=cpu, nvme=nvme, nvme_path=path)
+    memory = gemini.MemoryBudget(gpu=gpu, cpu=cpu, nvme=nvme, nvme_path=path if nvme is not None else None)
     if homes is not None:
         how["placement"] = gemini.StaticPlacement(**homes)
     return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=memory, device=device, **how))

@@ -167,8 +167,8 @@ def test_the_report_shows_what_the_allocator_and_the_driver_say(tmp_path: Path) 
 
 def test_room_that_was_declared_for_activations_is_not_managed_memory(tmp_path: Path) -> None:
     device = Arranged()
-    model, _ = wrap(device, tmp_path, memory=gemini.MemoryBudget(gpu="4MiB", cpu="64MiB"), activations="1MiB",
-                    placement="auto")  # fmt: skip
+    settings = {"gpu": "4MiB", "nvme": None, "activations": "1MiB", "max_chunk": 4096}
+    model = manage(llama(), tmp_path, device, **settings)
     device.figures = dict.fromkeys(("allocated", "allocated_peak", "reserved", "reserved_peak", "driver"), 3 * 2**20)
     report = model.memory_report()
     assert report["allocator"]["unmanaged"] == 3 * 2**20 - (report["gpu"]["used"] - 2**20)

@@ -117,7 +117,7 @@ def test_a_layout_comes_back(ends: str, monkeypatch: pytest.MonkeyPatch) -> None
     if ends == "released":
         gemini.release(gemini.GeminiDDP(model, config))
     else:
-        monkeypatch.setattr("gemini.train.ddp.prepare_layers", fail)
+        monkeypatch.setattr("gemini.train.wrap.prepare_layers", fail)
         with pytest.raises(RuntimeError, match="made to fail"):
             gemini.GeminiDDP(model, config)
     for name, param in model.named_parameters():

@@ -39,8 +39,9 @@ def wrap(
     folder: Path, device: Any = "standin", *, gpu: str | int = "2MiB", cpu: str | int = "64MiB", homes: Any = None,
     **how: Any,
 ) -> Any:  # fmt: skip
-    homes, how = {"updates_on_gpu": 1.0, **(homes or {})}, {"max_chunk": MAX_CHUNK, **how}
-    return manage(models.make_model("llama"), folder, device, gpu=gpu, cpu=cpu, homes=homes, **how)
+    placement = gemini.StaticPlacement(**{"updates_on_gpu": 1.0, **(homes or {})})
+    how = {"max_chunk": MAX_CHUNK, "placement": placement, **how}
+    return manage(models.make_model("llama"), folder, device, gpu=gpu, cpu=cpu, **how)
 
 
 def plain(**how: Any) -> Any:
