@@ -49,7 +49,7 @@ def batches(steps: range, micro: int) -> list[list[int]]:
     return [[step * micro + number for number in range(micro)] for step in steps]
 
 
-def train_micro(model: Any, optimizer: Any, steps: range, micro: int = 3) -> list[float]:
+def train(model: Any, optimizer: Any, steps: range, micro: int = 3) -> list[float]:
     losses = []
     for seeds in batches(steps, micro):
         for seed in seeds:
@@ -122,7 +122,7 @@ def test_sums_have_the_bits_of_the_plain_loop(
     plain = plain_loop(which, range(3))
     with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
         model, optimizer = wrapped(which, told, tmp_path)
-        assert train_micro(model, optimizer, range(3)) == plain["losses"]
+        assert train(model, optimizer, range(3)) == plain["losses"]
         assert_same(model, plain)
     numel = world_of(model).layout
     kept = sum(p.num_bytes for c in world_of(model).chunks for k, p in c.planes.items() if "grad" in k)

@@ -328,8 +328,9 @@ def test_what_torch_refuses_inside_of_hooks_is_refused(where: str, tmp_path: Pat
             x.add_(1)
             return y
 
+    model = wrap(Writes(), where, tmp_path, precision="fp32")  # kept alive: a graph does not
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        wrap(Writes(), where, tmp_path, precision="fp32")(noise(4, WIDTH, dtype=torch.float32)).sum().backward()
+        model(noise(4, WIDTH, dtype=torch.float32)).sum().backward()
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
