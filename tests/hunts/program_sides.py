@@ -378,7 +378,7 @@ class ManagedSide(Side):
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
-            world_of(model).guesses = AlwaysPays()
+            world_of(model).guess_by(AlwaysPays())
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
