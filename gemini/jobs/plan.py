@@ -244,7 +244,7 @@ MOST_PLAYED = 8
 """Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
 
 
-class Candidate(NamedTuple):
+class MeshCandidate(NamedTuple):
     """A mesh, the micro-batches of a step on it, and no more seconds than a step can take."""
 
     sizes: MeshSizes
@@ -263,7 +263,7 @@ def _plan_over_mesh(way: Way, status: Status) -> PlanReport:
 
 
 class _OverMesh:
-    """What was asked, of which model."""
+    """Play steps of a model over meshes: the one that was asked for, or those that may be the best."""
 
     def __init__(self, way: Way, hardware: Hardware):
         from gemini.jobs.models import find_config
@@ -337,7 +337,7 @@ class _OverMesh:
             found[0] = self._play(found[0].sizes, found[0].micro_batches)
         return found, None if found else refusal
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[MeshCandidate]:
         """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
         all GPUs would take without slices, parts and stages.
         """
@@ -355,7 +355,7 @@ class _OverMesh:
                     sizes = MeshSizes(pp, gpus // (tp * cp * pp), cp, tp)
                     micro_batches = self._settings.accumulate * pp * cp * tp
                     least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
-                    yield Candidate(sizes, micro_batches, least)
+                    yield MeshCandidate(sizes, micro_batches, least)
 
     def _trace(self, tp: int, cp: int) -> MemoryTrace:
         return self._way.trace(tp=tp, cp=cp)
@@ -388,6 +388,7 @@ class _OverMesh:
         )
 
     def answer(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> PlanReport:
+        """Report what was found, the best mesh first."""
         settings = self._settings
         sizes = found[0].sizes if found else self._refused
         assert sizes is not None

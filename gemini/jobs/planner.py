@@ -109,6 +109,7 @@ class Way:
         self._traces = traces or _Traces()
 
     def changed(self, **options: Any) -> Way:
+        """Take other options, and perhaps with them another machine."""
         return Way(replace(self.settings, **options), self._traces)
 
     def trace(self, **more: Any) -> MemoryTrace:
@@ -184,6 +185,7 @@ class Way:
         return found
 
     def fits(self) -> bool:
+        """Say whether there is a placement."""
         return self.refusal(self.trace()) is None
 
 

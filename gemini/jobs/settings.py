@@ -36,6 +36,8 @@ _RANKS, _LOOK = "Among several processes (torchrun)", "What is looked at on the 
 
 @dataclass(frozen=True, kw_only=True)
 class _Record:
+    """Options that can be checked for themselves."""
+
     def check(self) -> None:
         """Refuse what no files or hardware could make right.
 
