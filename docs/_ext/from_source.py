@@ -1,16 +1,16 @@
-"""What the pages take from the source instead of repeating it: every error message, the options of the commands, and
-what each file holds.
+"""What the pages take from the source instead of repeating it: error messages, options of the commands, update rules,
+and what each file holds.
 
 `messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
 `folders()` reads the docstrings that files open with. The directives `error-messages`, `command-help` and `file-tables`
-put them on a page. The tests of the pages use the same functions.
+put them on a page, and `update-rules` the registry of optimizers. The tests of the pages use the same functions.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -52,7 +52,7 @@ def messages() -> tuple[Message, ...]:
     """
     found: list[Message] = []
     for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
-        if path.name.startswith("kernels"):
+        if path.parent.name == "kernels":
             continue
         tree = ast.parse(path.read_text())
         named: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -162,7 +162,7 @@ class FileTables(SphinxDirective):
             section = nodes.section("", nodes.title("", folder.name), ids=[nodes.make_id(folder.name)])
             section += nodes.paragraph("", "", *_words(folder.words), support_smartquotes=False)
             rows = [[nodes.literal("", name), *_words(words)] for name, words in folder.files]
-            section += [_table(rows, ("file", "what it holds"), (20, 80))] if rows else []
+            section += [_table({"file": 20, "what it holds": 80}, rows)] if rows else []
             found.append(section)
         return found
 
@@ -196,8 +196,54 @@ class CommandHelp(SphinxDirective):
             groups.setdefault(getattr(option, "rich_help_panel", None) or title, []).append(option)
         hints = get_type_hints(command.callback)
         for title, options in groups.items():
-            found += [nodes.rubric("", title), _table([_row(option, hints[option.name]) for option in options])]
+            rows = [_row(option, hints[option.name]) for option in options]
+            found += [nodes.rubric("", title), _table({"option": 28, "default": 14, "": 58}, rows)]
         return found
+
+
+class UpdateRules(SphinxDirective):
+    """The registry of update rules: as a "table" of optimizers with states, bytes and defaults, or as "reference"."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.arguments[0] == "reference":
+            lines = [f".. autoclass:: gemini.optim.{name}\n   :members: {members}\n" for name, members in _classes()]
+            return self.parse_text_to_nodes("\n".join(("```{eval-rst}", *lines, "```")))  # the pages are Markdown
+        columns = {"optimizer": 12, "GeminiConfig(optimizer=...)": 18, "state": 24, "bytes per param": 10,
+                   "moved per step": 10, "defaults": 34}  # fmt: skip
+        return [_table(columns, list(_rules()))]
+
+
+def _classes() -> Iterator[tuple[str, str]]:
+    """The optimizers and rules of the registry, with what is to be documented of an optimizer beside its arguments."""
+    from gemini import optim
+    from gemini.planning.rules import RULES
+
+    for entry in RULES.values():
+        if entry.optimizer != "AdamW":  # which is HybridAdam
+            yield entry.optimizer, ", ".join(name for name in vars(getattr(optim, entry.optimizer)) if name[0] != "_")
+        yield entry.rule, ""
+
+
+def _rules() -> Iterator[list[nodes.Node]]:
+    """A row for each rule."""
+    from gemini.planning.planes import plane_specs
+    from gemini.planning.rules import RULES, rule_named
+
+    for name, entry in RULES.items():
+        planes = plane_specs("bf16", "transient", entry.spec, trainable=True)
+        states = [spec.kind for spec in entry.spec.planes] + [factor.name for factor in entry.spec.factors]
+        hypers = {hyper: about.default for hyper, about in rule_named(name).hypers.items() if about.words}
+        num_bytes = sum(spec.block_bytes for spec in planes.values())
+        yield [
+            nodes.literal("", entry.optimizer),
+            nodes.literal("", f"{entry.rule}()"),
+            *_words(", ".join(f"`{state}`" for state in states) or "none"),
+            nodes.Text(f"{num_bytes}"),
+            nodes.Text(f"{2 * num_bytes}"),
+            *_words(", ".join(f"{hyper} {default}" for hyper, default in hypers.items())),
+        ]
 
 
 def _row(option: Any, hint: Any) -> list[nodes.Node]:
@@ -220,11 +266,10 @@ def _words(text: str) -> list[nodes.Node]:
     return [nodes.inline("", "", *parts)]
 
 
-def _table(
-    rows: list[list[nodes.Node]], names: Sequence[str] = ("option", "default", ""), widths: Sequence[int] = (28, 14, 58)
-) -> nodes.table:
-    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in widths), cols=len(widths))
-    head = nodes.thead("", _line([nodes.Text(words) for words in names]))
+def _table(columns: dict[str, int], rows: list[list[nodes.Node]]) -> nodes.table:
+    """``columns``: their titles and widths."""
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in columns.values()), cols=len(columns))
+    head = nodes.thead("", _line([nodes.Text(words) for words in columns]))
     group += [head, nodes.tbody("", *(_line(row) for row in rows))]
     return nodes.table("", group, classes=["options"], support_smartquotes=False)
 
@@ -249,4 +294,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("file-tables", FileTables)
+    app.add_directive("update-rules", UpdateRules)
     return {"version": "1", "parallel_read_safe": True}

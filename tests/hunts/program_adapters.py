@@ -69,8 +69,7 @@ _HABITS: dict[str, Habit] = {
         "model.merge_adapter(safe_merge=True)\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()"
     ),
     "adapter_stays_merged": stepped("if step == {last}:\n    model.merge_adapter()"),
-    "adapter_merged_and_off": stepped(
-        """
+    "adapter_merged_and_off": stepped("""
         model.merge_adapter()
         side.lay_out()
         try:
@@ -83,10 +82,8 @@ _HABITS: dict[str, Habit] = {
         finally:
             model.unmerge_adapter()
             side.lay_out()
-        """
-    ),
-    "adapter_merged_off_caught": stepped(
-        """
+        """),
+    "adapter_merged_off_caught": stepped("""
         model.merge_adapter()
         side.lay_out()
         with torch.no_grad(), model.disable_adapter():
@@ -96,22 +93,19 @@ _HABITS: dict[str, Habit] = {
             side.lay_out()
             side.see("after", take(model, {call}(batch(side, 70 + step))))
         model.train()
-        """
-    ),
+        """),
     "adapter_layers_off": stepped(
         "model.base_model.disable_adapter_layers()\n<EVALUATE>\nmodel.base_model.enable_adapter_layers()\n<EVALUATE>"
     ),
     "adapter_other": before(
         'if "other" in model.peft_config:\n    model.set_adapter("other" if step % 2 else "default")'
     ),
-    "adapter_other_merged": stepped(
-        """
+    "adapter_other_merged": stepped("""
         if "other" in model.peft_config:
             model.base_model.merge_adapter(adapter_names=["other"])
             model.unmerge_adapter()
             side.lay_out()
-        """
-    ),
+        """),
     "adapter_added_late": stepped(
         'if step == 0:\n    model.add_adapter("late", copy.deepcopy(model.peft_config["default"]))'
     ),
@@ -120,15 +114,13 @@ _HABITS: dict[str, Habit] = {
         'if step == 0 and "other" in model.peft_config:\n'
         '    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mean", combination_type="linear")'
     ),
-    "adapter_state": stepped(
-        """
+    "adapter_state": stepped("""
         values = peft.get_peft_model_state_dict(model)
         for name, value in values.items():
             side.see(name, value)
         with side.writing([p for p in model.parameters() if p.requires_grad], whole=True):
             peft.set_peft_model_state_dict(model, {name: value * 0.9 for name, value in values.items()})
-        """
-    ),
+        """),
     "adapter_requires_grad": before(
         'if "other" in model.peft_config:\n    model.set_requires_grad("other", step % 2 == 0)'
     ),
@@ -137,8 +129,7 @@ _HABITS: dict[str, Habit] = {
         "side.see('layers', [str(s) for s in model.get_layer_status()])\n"
         "side.see('trainable', list(model.get_nb_trainable_parameters()))"
     ),
-    "adapter_saved": stepped(
-        """
+    "adapter_saved": stepped("""
         if step == 1:
             folder = side.folder("adapter")
             model.save_pretrained(folder)
@@ -147,40 +138,31 @@ _HABITS: dict[str, Habit] = {
                 opened = peft.PeftModel.from_pretrained(side.cast(Model()), folder, autocast_adapter_dtype=False)
             side.see("saved", sorted(peft.get_peft_model_state_dict(opened)))
             side.see("saved values", [v for _, v in sorted(peft.get_peft_model_state_dict(opened).items())])
-        """
-    ),
-    "adapter_loaded": stepped(
-        """
+        """),
+    "adapter_loaded": stepped("""
         if step == 0:
             folder = side.folder("adapter")
             model.save_pretrained(folder)
         if step == 1:
             with side.writing([p for p in model.parameters() if p.requires_grad], whole=True):
                 model.load_adapter(folder, "default", is_trainable=True, autocast_adapter_dtype=False)
-        """
-    ),
-    "adapter_scaled": stepped(
-        """
+        """),
+    "adapter_scaled": stepped("""
         for m in model.modules():
             if hasattr(m, "set_scale") and step == 0:
                 m.set_scale("default", 0.5)
-        """
-    ),
-    "adapter_unloaded": stepped(
-        """
+        """),
+    "adapter_unloaded": stepped("""
         if step == {last}:
             bare = model.unload()
             side.see("bare", sorted(bare.state_dict()))
             return
-        """
-    ),
-    "adapter_merged_and_unloaded": stepped(
-        """
+        """),
+    "adapter_merged_and_unloaded": stepped("""
         if step == {last}:
             merged = model.merge_and_unload()
             side.see("merged", [v for v in merged.state_dict().values() if torch.is_tensor(v)])
             return
-        """
-    ),
+        """),
 }
 ADAPTER_HABITS = {name: replace(habit, needs="adapter") for name, habit in _HABITS.items()}

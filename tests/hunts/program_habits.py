@@ -31,34 +31,28 @@ HABITS: dict[str, Habit] = {
     ),
     "freeze": before("{block}.requires_grad_(step % 2 == 1)"),
     "unfreeze_later": before("{block}.requires_grad_(step > 0)"),
-    "gathered_read": before(
-        """
+    "gathered_read": before("""
         with side.gathered():
             for name, p in model.named_parameters():
                 side.see(f"gathered {name}", p)
-        """
-    ),
-    "gathered_write": before(
-        """
+        """),
+    "gathered_write": before("""
         if step == 1:
             some = list({block}.parameters()) or list(model.parameters())
             with torch.no_grad(), side.gathered(some, write=True):
                 for p in some:
                     p.view(-1)[::2] *= 0.75
-        """
-    ),
+        """),
     "norms": before(
         'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())'
     ),
     "state_dict": before("for name, value in model.state_dict().items():\n    side.see(name, value)"),
-    "load_state_dict": before(
-        """
+    "load_state_dict": before("""
         if step == 0:
             saved = {name: value.clone() for name, value in model.state_dict().items()}
         if step == 2:
             side.load(saved)
-        """
-    ),
+        """),
     "optimizer_state": before("optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
     "metadata": before(
         'side.see("metadata", [str((n, p.shape, p.dtype, p.requires_grad, p.numel(), p.is_leaf)) '
@@ -82,8 +76,7 @@ HABITS: dict[str, Habit] = {
     "evaluate": stepped(EVALUATE),
     "evaluate_twice": stepped(EVALUATE + EVALUATE),
     "evaluate_part": stepped('with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'),
-    "evaluate_in_threads": stepped(
-        """
+    "evaluate_in_threads": stepped("""
         model.eval()
         with torch.no_grad():
             alone = [take(model, {call}(batch(side, 70 + k))) for k in range(3)]
@@ -91,8 +84,7 @@ HABITS: dict[str, Habit] = {
         side.see("alone", alone)
         side.see("in threads", found)
         model.train()
-        """
-    ),
+        """),
     "full_params": stepped(
         'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
     ),

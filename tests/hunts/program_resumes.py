@@ -44,8 +44,7 @@ def _back(order: str) -> Habit:
 RESUMES: dict[str, Habit] = {
     **{f"anew from {order}": _anew(order) for order in ORDERS},
     **{f"back to {order}": _back(order) for order in ORDERS},
-    "state_dict_hooks": before(
-        """
+    "state_dict_hooks": before("""
         if step == 0:
             seen = []
             model.register_state_dict_post_hook(lambda m, values, prefix, meta: seen.append(len(values)))
@@ -57,10 +56,8 @@ RESUMES: dict[str, Habit] = {
         saved = side.saved(model, optimizer, None, "model, optimizer")
         side.restore(saved, model, optimizer, None, "model, optimizer")
         side.see("hooks", sorted({str(value) for value in seen}))
-        """
-    ),
-    "strict_loading": before(
-        """
+        """),
+    "strict_loading": before("""
         if step == 1:
             values = {name: value.clone() for name, value in model.state_dict().items()}
             name = next(iter(values))
@@ -70,17 +67,14 @@ RESUMES: dict[str, Habit] = {
                     model.load_state_dict(wrong)
                 except RuntimeError:
                     side.see("strict", 1)
-        """
-    ),
+        """),
     "state_of_a_part": before(
         'for name, value in {block}.state_dict(prefix="part.").items():\n    side.see(name, value)'
     ),
-    "loading_a_part": before(
-        """
+    "loading_a_part": before("""
         if step == 0:
             part = {name: value.clone() for name, value in {block}.state_dict().items()}
         if step == 2:
             side.load(part, {block})
-        """
-    ),
+        """),
 }

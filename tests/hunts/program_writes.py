@@ -71,27 +71,22 @@ WRITES: dict[str, Habit] = {
         "torch.zeros_like(p), 0.1)"
     ),
     # Averages of weights.
-    "ema": stepped(
-        """
+    "ema": stepped("""
         if step == 0:
             average = {name: p.detach().clone().float() for name, p in model.named_parameters()}
         for name, p in model.named_parameters():
             average[name].lerp_(p.detach().float(), 0.1)
             side.see(f"average {name}", average[name])
-        """
-    ),
-    "ema_mul_add": stepped(
-        """
+        """),
+    "ema_mul_add": stepped("""
         if step == 0:
             average = [p.data.clone() for p in model.parameters()]
         with torch.no_grad():
             for a, p in zip(average, model.parameters()):
                 a.mul_(0.9).add_(p, alpha=0.1)
         side.see("average", average)
-        """
-    ),
-    "ema_foreach": stepped(
-        """
+        """),
+    "ema_foreach": stepped("""
         with torch.no_grad():
             if step == 0:
                 average = [p.clone() for p in model.parameters()]
@@ -99,20 +94,16 @@ WRITES: dict[str, Habit] = {
             torch._foreach_mul_(average, 0.99)
             torch._foreach_add_(average, [p.data for p in model.parameters()], alpha=0.01)
         side.see("average", average)
-        """
-    ),
-    "ema_of_state": stepped(
-        """
+        """),
+    "ema_of_state": stepped("""
         if step == 0:
             average = copy.deepcopy(model.state_dict())
         for name, value in model.state_dict().items():
             if torch.is_tensor(value) and value.is_floating_point() and value.shape == average[name].shape:
                 average[name].mul_(0.9).add_(value, alpha=0.1)
                 side.see(f"average {name}", average[name])
-        """
-    ),
-    "ema_swapped": stepped(
-        """
+        """),
+    "ema_swapped": stepped("""
         if step == 0:
             average = [p.detach().clone() for p in model.parameters()]
         for a, p in zip(average, model.parameters()):
@@ -125,46 +116,36 @@ WRITES: dict[str, Habit] = {
         with side.writing(list(model.parameters()), whole=True):
             for b, p in zip(backup, model.parameters()):
                 p.data.copy_(b.data)
-        """
-    ),
-    "ema_loaded": stepped(
-        """
+        """),
+    "ema_loaded": stepped("""
         now = {name: value.clone() for name, value in model.state_dict().items()
                if torch.is_tensor(value) and value.is_floating_point()}
         backup = copy.deepcopy(model.state_dict())
         side.load({**backup, **{name: value * 0.5 for name, value in now.items()}})
         <EVALUATE>
         side.load(backup)
-        """
-    ),
-    "averaged_model": stepped(
-        """
+        """),
+    "averaged_model": stepped("""
         if step == 0:
             average = torch.optim.swa_utils.AveragedModel(side.cast(make()))
         average.update_parameters(model)
         side.see("average", list(average.module.parameters()))
-        """
-    ),
-    "averaged_managed": stepped(
-        """
+        """),
+    "averaged_managed": stepped("""
         if step == 0:
             average = torch.optim.swa_utils.AveragedModel(model)
         average.update_parameters(model)
         side.see("average", list(average.module.parameters()))
-        """
-    ),
-    "target_network": stepped(
-        """
+        """),
+    "target_network": stepped("""
         if step == 0:
             target = side.cast(make()).requires_grad_(False)
         with torch.no_grad():
             for t, p in zip(target.parameters(), model.parameters()):
                 t.data.mul_(0.9).add_(0.1 * p.data)
         side.see("target", list(target.parameters()))
-        """
-    ),
-    "managed_target": stepped(
-        """
+        """),
+    "managed_target": stepped("""
         if step == 0:
             target = side.another(make().requires_grad_(False))
         with torch.no_grad(), side.writing(list(target.parameters()), whole=True):
@@ -172,21 +153,18 @@ WRITES: dict[str, Habit] = {
                 t.data.lerp_(p.data, 0.1)
         with torch.no_grad():
             side.see("target", take(target, target(batch(side, 70 + step))))
-        """
-    ),
-    "hard_target": stepped(
-        """
+        """),
+    "hard_target": stepped("""
         if step == 0:
             target = side.another(make().requires_grad_(False))
         target.load_state_dict(model.state_dict())
         with torch.no_grad():
             side.see("target", take(target, target(batch(side, 70 + step))))
-        """
-    ),
+        """),
     "deepcopied": stepped("frozen = copy.deepcopy(model)\nside.see('copy', list(frozen.parameters()))"),
     # What a module offers.
     "to_cpu": before('model.to("cpu")\nmodel.cpu()'),
-    "to_own_dtype": before("model.to(side.dtype)"),
+    "to_own_dtype": before("side.to_own_dtype()"),
     "to_double": before("if step == 1:\n    model.double()"),
     "type_of": before("if step == 1:\n    model.type(torch.float64)"),
     "shared": before("if step == 0:\n    model.share_memory()"),
@@ -198,38 +176,30 @@ WRITES: dict[str, Habit] = {
     ),
     "late_buffer_registered": before('if step == 1:\n    {block}.register_buffer("late", torch.ones(2))'),
     "late_module": before('if step == 1:\n    model.add_module("late", nn.Identity())'),
-    "replaced_param": before(
-        """
+    "replaced_param": before("""
         if step == 1:
             name, p = next(iter(model.named_parameters()))
             whose, _, last = name.rpartition(".")
             setattr(model.get_submodule(whose), last, nn.Parameter(p.detach().clone()))
-        """
-    ),
-    "parametrized_later": before(
-        """
+        """),
+    "parametrized_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if isinstance(m, nn.Linear):
                     nn.utils.parametrizations.weight_norm(m)
-        """
-    ),
-    "unparametrized_later": before(
-        """
+        """),
+    "unparametrized_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if nn.utils.parametrize.is_parametrized(m, "weight"):
                     nn.utils.parametrize.remove_parametrizations(m, "weight")
-        """
-    ),
-    "pruned_later": before(
-        """
+        """),
+    "pruned_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if isinstance(m, nn.Linear):
                     nn.utils.prune.l1_unstructured(m, "weight", amount=0.5)
-        """
-    ),
+        """),
     "vector_read": before('side.see("vector", nn.utils.parameters_to_vector(model.parameters()))'),
     "norms_read": before(
         'side.see("norms", nn.utils.get_total_norm([p.detach().float() for p in model.parameters()]))'
@@ -239,33 +209,27 @@ WRITES: dict[str, Habit] = {
     ),
     "clip_with_norm": after("nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(1.0))"),
     # What an optimizer offers.
-    "step_hooks": at_setup(
-        """
+    "step_hooks": at_setup("""
         optimizer.register_step_pre_hook(lambda o, args, kwargs: side.see("pre", len(o.param_groups)))
         optimizer.register_step_post_hook(
             lambda o, args, kwargs: side.see("post", [p.detach() for g in o.param_groups for p in g["params"]])
         )
-        """
-    ),
+        """),
     "closure": stepped('optimizer.zero_grad()\nside.see("closure", 1)'),
-    "read_states": stepped(
-        """
+    "read_states": stepped("""
         for number, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 if name in optimizer.state.get(p, {}):
                     side.see(f"{name} {number}", optimizer.state[p][name].float())
-        """
-    ),
+        """),
     "read_defaults": at_setup(
         'side.see("defaults", [[name, optimizer.defaults[name]] for name in ("lr", "betas", "eps", "weight_decay")])'
     ),
-    "new_group": before(
-        """
+    "new_group": before("""
         if step == 1:
             owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
             rest = [p for p in model.parameters() if id(p) not in owned]
             if rest:
                 optimizer.add_param_group({"params": rest, "lr": 0.01})
-        """
-    ),
+        """),
 }
