@@ -1,8 +1,9 @@
-"""What the pages take from the source instead of repeating it: error messages, options of the commands, update rules.
+"""What the pages take from the source instead of repeating it: error messages, options of the commands, update rules,
+and what each file holds.
 
 `messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
-The directives `error-messages` and `command-help` put them on a page, and `update-rules` the registry of optimizers.
-The tests of the pages use the same functions.
+`folders()` reads the docstrings that files open with. The directives `error-messages`, `command-help` and `file-tables`
+put them on a page, and `update-rules` the registry of optimizers. The tests of the pages use the same functions.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def messages() -> tuple[Message, ...]:
                 text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
                 if any(character.isalpha() for character in text):
                     found.append(Message(kind, text, path, call.lineno))
-                elif not isinstance(words, (ast.JoinedStr, ast.Starred)):  # those only pass on what another said
+                elif not _passes_on(words):
                     raise ValueError(f"{path}:{call.lineno}: docs/_ext/from_source.py cannot read this message")
     return tuple(found)
 
@@ -83,6 +84,12 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
     if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
     return "", call.args[0]
+
+
+def _passes_on(words: ast.expr) -> bool:
+    """Whether a message is only what another one said: ``f"{e}"``, ``*e.args``, ``str(e)``."""
+    is_str = isinstance(words, ast.Call) and isinstance(words.func, ast.Name) and words.func.id == "str"
+    return is_str or isinstance(words, ast.JoinedStr | ast.Starred)
 
 
 def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
@@ -117,6 +124,47 @@ def commands() -> Iterator[tuple[str, Any]]:
     from gemini.cli import app
 
     yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
+
+
+class Folder(NamedTuple):
+    """One folder of the package: what it is for, and its files with what they hold."""
+
+    name: str
+    words: str
+    files: list[tuple[str, str]]
+
+
+def folders() -> list[Folder]:
+    """The folders of `gemini/` and the bridges at the root, by name, each with its own files."""
+    paths = [path for top in ("gemini", "integrations") for path in [ROOT / top, *(ROOT / top).rglob("*/")]]
+    found = []
+    for folder in sorted(path for path in paths if any(path.glob("*.py"))):
+        files = [(path.name, first_sentence(path)) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+        door = folder / "__init__.py"
+        found.append(Folder(f"{folder.relative_to(ROOT)}", first_sentence(door) if door.exists() else "", files))
+    return found
+
+
+def first_sentence(path: Path) -> str:
+    """What a Python file says of itself first, with names between single backticks."""
+    words = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    words = re.sub(r":\w+:`[~!]?(?:[\w.]+\.)?(\w+)`", r"`\1`", words).replace("``", "`")
+    first = re.match(r".*?[\w`)\"']\.(?= [A-Z`]|$)", words)
+    return (first[0] if first else words).removesuffix(":")
+
+
+class FileTables(SphinxDirective):
+    """A section for each folder, with a table of its files."""
+
+    def run(self) -> list[nodes.Node]:
+        found: list[nodes.Node] = []
+        for folder in folders():
+            section = nodes.section("", nodes.title("", folder.name), ids=[nodes.make_id(folder.name)])
+            section += nodes.paragraph("", "", *_words(folder.words), support_smartquotes=False)
+            rows = [[nodes.literal("", name), *_words(words)] for name, words in folder.files]
+            section += [_table({"file": 20, "what it holds": 80}, rows)] if rows else []
+            found.append(section)
+        return found
 
 
 class ErrorMessages(SphinxDirective):
@@ -245,5 +293,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _without_stars, priority=100)  # before napoleon
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("file-tables", FileTables)
     app.add_directive("update-rules", UpdateRules)
     return {"version": "1", "parallel_read_safe": True}
