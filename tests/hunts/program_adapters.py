@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from tests.hunts.program_parts import Habit, before, stepped
@@ -55,6 +56,16 @@ def make(name: str) -> str:
     config = ADAPTERS[name]
     second = f'\n    model.add_adapter("other", {config})' if name in TWO else ""
     return f"    model = peft.get_peft_model(Model(), {config}){second}\n    return model"
+
+
+def _noting(source: str) -> str:
+    """What PEFT writes into trained base weights is noted, as every write of a program's own."""
+    return re.sub(
+        r"^( *)(model\S*merge_adapter\(.*\)|first = .*|take\(.*)$",
+        r"\1with side.writing(list(model.parameters())):\n\1    \2",
+        source,
+        flags=re.MULTILINE,
+    )
 
 
 _HABITS: dict[str, Habit] = {
@@ -165,4 +176,6 @@ _HABITS: dict[str, Habit] = {
             return
         """),
 }
-ADAPTER_HABITS = {name: replace(habit, needs="adapter") for name, habit in _HABITS.items()}
+ADAPTER_HABITS = {
+    name: replace(habit, source=_noting(habit.source), needs="adapter") for name, habit in _HABITS.items()
+}
