@@ -180,7 +180,7 @@ def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
 
 def read(paths: list[Path], root: Path) -> list[Source]:
     """The Python files among and below ``paths``, each with its room: the folder that it lies in."""
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
     return [Source(file, str(file.parent.relative_to(root))) for file in files]
 
 
