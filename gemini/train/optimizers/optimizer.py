@@ -23,7 +23,6 @@ from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
-from gemini.train.optimizers.adam_options import refuse_options
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import ParamHandle, handle_of
@@ -498,7 +497,7 @@ class HybridAdam(HybridOptimizer):
         speculate: bool | None = None,
         **unknown: Any,
     ):
-        refuse_options(unknown)
+        checks.refuse_options(unknown)
         super().__init__(
             params,
             rules.ADAM,
