@@ -102,7 +102,7 @@ def groups() -> dict[str, tuple[str, ...]]:
 
 _BRIDGES = "a framework's own loop: tests/integrations compares it with the stock one"
 _SHOW = "reads names, or prints; no values"
-_DEVICE = "another device or dtype for all of a model: refused or nothing, tests/train/test_refusals.py"
+_DEVICE = "another device or dtype for all of a model: refused or nothing, tests/train/test_wrong_uses.py"
 _SHAPE = "gives the tensor itself another shape, memory or type: tests/train/test_access.py"
 _NOT_PARAMS = "about data, devices, hubs or tokens; no params, optimizers or state"
 _LOADING = "loads or saves files of transformers: tests/train/test_loading.py, tests/integrations"

@@ -17,7 +17,7 @@ import torch
 import gemini
 from gemini.planning import compact
 from tests.ranks.pool import Pool
-from tests.train import test_bf16_sums, test_compact, test_optim
+from tests.train import test_compact, test_optim
 from tests.train import test_update_rules as rules
 from tests.world import world_of
 
@@ -151,7 +151,7 @@ def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], d
     config = test_compact.config_for("adam", gradients="accumulate_bf16", memory=memory, placement=placement)
     how = {"mesh": torch.distributed.init_device_mesh("cpu", mesh)} if mesh else {}
     model = gemini.GeminiDDP(rules.make_model(), config, **how)
-    losses = test_bf16_sums.train(model, test_compact.make_optimizer(model, "adam"), range(3))
+    losses = test_compact.train_summed(model, test_compact.make_optimizer(model, "adam"), range(3))
     return losses, {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
 
 
@@ -160,7 +160,7 @@ def test_two_ranks_sum_up_in_bf16_as_one_process(
     mesh: tuple[int, ...] | None, pool_of: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact, "SMALLEST", 600)
-    plain = test_bf16_sums.plain_loop("adam", range(3))
+    plain = test_compact.plain_loop("adam", range(3), test_compact.CLIP, micro=3)
     for losses, weights in pool_of(2).run(run_sums, tmp_path, mesh):
         assert losses == plain["losses"]
         for name, master in plain["masters"].items():

@@ -69,14 +69,27 @@ def rounded24(master: Tensor) -> Tensor:
     return master
 
 
-def plain_loop(which: str, seeds: range, clip: float | None = None) -> dict[str, Any]:
-    """The loop that defines the bits."""
+def upper(total: Tensor) -> Tensor:
+    hi, lo = torch.empty(total.numel(), dtype=torch.bfloat16), torch.empty(total.numel(), dtype=torch.int8)
+    with kernels.use_isa("reference"):
+        kernels.split_master(total, hi, lo)
+    return hi
+
+
+def micro_batches(steps: range, micro: int) -> list[list[int]]:
+    """Their seeds, step by step."""
+    return [[step * micro + number for number in range(micro)] for step in steps]
+
+
+def plain_loop(which: str, steps: range, clip: float | None = None, *, micro: int = 1) -> dict[str, Any]:
+    """The loop that defines the bits. Several micro-batches are summed up in fp32 numbers that are rounded to 24 bits
+    after every addition, of which updates read the upper 16.
+    """
     model, losses, exact, group = make_model(), [], EXACT[which], group_of(which)
-    coded = CompactRule(exact)
-    masters, states = {}, {}
+    coded, masters, states = CompactRule(exact), {}, {}
     for name, param in model.named_parameters():
         masters[name] = param.detach().float().reshape(-1).clone()
-        rule: UpdateRule = exact
+        rule: Any = exact
         if is_compact(param):
             rounded24(masters[name])
             rule = coded
@@ -84,22 +97,30 @@ def plain_loop(which: str, seeds: range, clip: float | None = None) -> dict[str,
             s.kind: torch.zeros(s.num_items(param.numel()), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes
         }
         param.data = models.rounded(masters[name], "bf16").view(param.shape)
-    for step, seed in enumerate(seeds, 1):
-        loss = loss_of(model, seed)
-        loss.backward()
-        losses.append(loss.item())
-        grads = {name: param.grad.reshape(-1) for name, param in model.named_parameters() if param.grad is not None}
+    for step, seeds in enumerate(micro_batches(steps, micro), 1):
+        grads: dict[str, Tensor] = {}
+        for seed in seeds:
+            (loss := loss_of(model, seed)).backward()
+            losses.append(loss.item())
+            for name, param in model.named_parameters():
+                assert param.grad is not None
+                grad, param.grad = param.grad.reshape(-1), None
+                if micro > 1:
+                    grad = rounded24(grads[name] + grad.float() if name in grads else grad.float())
+                grads[name] = grad
+        if micro > 1:
+            grads = {name: upper(total) for name, total in grads.items()}
         scale = 1.0
         if clip is not None:
-            sums = [reference.total(reference.sum_squares(grad)) for grad in grads.values()]
-            scale = min(1.0, clip / (math.sqrt(reference.total(sums)) + 1e-6))
+            squares = [reference.total(reference.sum_squares(grad)) for grad in grads.values()]
+            scale = min(1.0, clip / (math.sqrt(reference.total(squares)) + 1e-6))
         for name, param in model.named_parameters():
             rule = coded if is_compact(param) else exact
             with kernels.use_isa("reference"):
                 rule.update(masters[name], grads[name], states[name], rule.scalars(group, step, scale), Where(name, 0))
             if rule is coded:
                 rounded24(masters[name])
-            param.data, param.grad = models.rounded(masters[name], "bf16").view(param.shape), None
+            param.data = models.rounded(masters[name], "bf16").view(param.shape)
     return {"losses": losses, "masters": masters, "states": states}
 
 
@@ -418,3 +439,99 @@ def test_other_states_and_optimizers_are_refused() -> None:
     model = gemini.GeminiDDP(make_model(), config_for("lion"))
     with pytest.raises(GeminiError, match=r"rule is AdamRule\(\), and the model was wrapped for LionRule\(\)"):
         gemini.HybridAdam(model.parameters()).step()
+
+
+# ---- gradients summed up in bf16 -------------------------------------------------------------------------------------
+
+# 24 bits of the sum wherever it lives, of which updates read 16.
+
+CLIP = 0.1
+SUMMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "in memory": ("cpu", {}, {}),
+    "on nvme": ("cpu", {"weights_on_nvme": 1, "optimizer_on_nvme": 1}, {}),
+    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
+    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
+    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
+    "in turn": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"overlap": False}),
+}
+
+
+def train_summed(model: Any, optimizer: Any, steps: range, micro: int = 3) -> list[float]:
+    losses = []
+    for seeds in micro_batches(steps, micro):
+        for seed in seeds:
+            (loss := loss_of(model, seed)).backward()
+            losses.append(loss.item())
+        model.clip_grad_norm_(CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def wrapped(which: str, told: str, folder: Path, gradients: str = "accumulate_bf16") -> tuple[Any, Any]:
+    device, fractions, how = SUMMED[told]
+    gpu = {"gpu": "1GiB"} if device == "standin" else {}
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=folder, **gpu)
+    settings = {"gradients": gradients, "memory": memory, "placement": gemini.StaticPlacement(**fractions)}
+    model = gemini.GeminiDDP(make_model(), config_for(which, **settings, device=device, **how))
+    return model, make_optimizer(model, which)
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("told", SUMMED)
+@pytest.mark.parametrize("which", EXACT)
+def test_sums_have_the_bits_of_the_plain_loop(
+    which: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = plain_loop(which, range(3), CLIP, micro=3)
+    with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
+        model, optimizer = wrapped(which, told, tmp_path)
+        assert train_summed(model, optimizer, range(3)) == plain["losses"]
+        assert_same(model, plain)
+    numel = world_of(model).layout
+    kept = sum(p.num_bytes for c in world_of(model).chunks for k, p in c.planes.items() if "grad" in k)
+    assert kept == 3 * numel.numel, "two bytes, and one for what rounding loses"
+
+
+def test_a_clipped_sum_is_added_to_as_it_was_clipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch, what is there by then has been scaled; sums of sums are not far off those in fp32."""
+
+    def steps(told: str, gradients: str) -> dict[str, Tensor]:
+        with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
+            model, optimizer = wrapped("adam", told, tmp_path, gradients)
+            for seed in range(3):
+                loss_of(model, seed).backward()
+                model.clip_grad_norm_(CLIP)
+            grads = {name: model.full_grad(name) for name, _ in model.named_parameters()}
+            optimizer.step()
+            return grads
+
+    found, there = (steps(told, "accumulate_bf16") for told in ("in memory", "on nvme"))
+    exact = steps("in memory", "accumulate")
+    for name, grad in found.items():
+        assert torch.equal(bits(there[name]), bits(grad)), name
+        assert (grad.float() - exact[name].float()).norm() < 2**-8 * grad.float().norm(), name
+
+
+def test_gradients_begin_anew(tmp_path: Path) -> None:
+    """What a step before has lost in rounding is not added to the next one."""
+    model, optimizer = wrapped("adam", "in memory", tmp_path)
+    found = []
+    for _ in range(2):
+        for seed in range(3):
+            loss_of(model, seed).backward()
+        found.append({name: model.full_grad(name).clone() for name, _ in model.named_parameters()})
+        optimizer.zero_grad()
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def test_sums_in_bf16_go_with_compact_states() -> None:
+    with pytest.raises(ValueError, match='goes with states="compact"; beside exact states'):
+        gemini.GeminiConfig(gradients="accumulate_bf16")
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    trace = gemini.trace(make_model(), {"input_ids": ids, "labels": ids})
+    budget = gemini.MemoryBudget(cpu="1GiB")
+    with pytest.raises(ValueError, match='goes with states="compact"'):
+        gemini.plan(trace, None, budget, gradients="accumulate_bf16")
+    plan = gemini.plan(trace, None, budget, gradients="accumulate_bf16", states="compact", accumulate=4)
+    assert plan.problem.gradients == "accumulate_bf16"
