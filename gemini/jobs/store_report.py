@@ -18,9 +18,9 @@ from gemini.jobs.plan_screen import human_count
 from gemini.memory.durable import records
 from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.durable.records import Record
+from gemini.train.checkpoint.durable import Stored, open_store
 from gemini.train.checkpoint.format import as_damage
 from gemini.train.checkpoint.plain_data import Decoder
-from gemini.train.checkpoint.stored import Stored, open_store
 
 Section = tuple[str, Iterable[str]]
 PROBLEMS = "Problems"

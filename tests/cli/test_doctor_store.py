@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import gemini
-from gemini.train.checkpoint.stored import SlotReader
+from gemini.train.checkpoint.durable import SlotReader
 from tests.train.helpers import train
 from tests.train.test_durable import durable, end
 
@@ -91,7 +91,7 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
             gemini.save_checkpoint(tmp_path, model, optimizer)
         return [*told(reader)]
 
-    monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
+    monkeypatch.setattr("gemini.train.checkpoint.durable.SlotReader.damage", late)
     result = gemini_command("doctor", tmp_path)
     assert result.exit_code == 0, result.output
     assert "data: the run has overwritten it since" in result.stdout

@@ -23,8 +23,7 @@ from gemini.memory.durable import records
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint import saver
-from gemini.train.checkpoint.commit import Commit
-from gemini.train.checkpoint.stored import open_store
+from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log
 from tests.train.helpers import adam, assert_same_snapshot, batch, gpt2, make_config, snapshot, train
@@ -171,19 +170,19 @@ def test_a_missing_barrier_is_found(tmp_path: Path) -> None:
 
 
 def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
-    bring, commit = Commit._bring, StoreFolder.commit
+    flush, commit = StoreHome.flush, StoreFolder.commit
     given: list[Any] = []
 
-    def late(self: Commit, *args: Any) -> Any:  # all but the barrier; which comes behind the record
+    def late(self: StoreHome) -> None:  # all but the barrier; which comes behind the record
         with mock.patch.object(SlotFile, "sync", lambda self: given.append(self)):
-            return bring(self, *args)
+            flush(self)
 
     def early(self: StoreFolder, *args: Any) -> int:
         num_bytes = commit(self, *args)
         self.slots.sync()
         return num_bytes
 
-    with mock.patch.object(Commit, "_bring", late), mock.patch.object(StoreFolder, "commit", early):
+    with mock.patch.object(StoreHome, "flush", late), mock.patch.object(StoreFolder, "commit", early):
         assert images(tmp_path, 30)
     assert given
 

@@ -22,7 +22,7 @@ import pytest
 import gemini
 from gemini.memory.durable import records
 from gemini.memory.durable.slots import SlotFile
-from gemini.train.checkpoint.stored import committed_extra, open_store
+from gemini.train.checkpoint.durable import committed_extra, open_store
 from tests.crash_images import content
 from tests.train.helpers import adam, assert_same_snapshot, gpt2, make_config, snapshot, train
 from tests.train.test_durable import durable, end
@@ -203,7 +203,7 @@ def test_two_runs_at_once_are_refused(store: Path) -> None:
 import sys
 from pathlib import Path
 import gemini
-from gemini.train.checkpoint.stored import committed_extra
+from gemini.train.checkpoint.durable import committed_extra
 from tests.train.test_durable import durable
 for use in (lambda path: durable("half", path), committed_extra):
     try:
