@@ -9,7 +9,7 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.options import spelled
 from gemini.jobs.settings import TrainSettings
 from gemini.planning.plan import Plan
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 
 OF_A_STEP = (
     "batch_size", "seq_len", "accumulate", "gradient_checkpointing", "tile_tokens", "precision", "optimizer", "states",
@@ -68,7 +68,7 @@ def check_step(plan: Plan, settings: TrainSettings, *, ranks: int, computes: Tie
         )
     if settings.durable_every and not plan.problem.durable:
         raise JobError(f"{made} without a durable store: leave --durable-every out, or --plan.")
-    if Tier.NVME in plan.problem.budgets and settings.nvme_path is None:
+    if DRIVE in plan.problem.budgets and settings.nvme_path is None:
         raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
 
 
