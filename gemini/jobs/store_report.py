@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 
 from gemini.errors import StorageError, counted, human_bytes
 from gemini.jobs.plan_screen import human_count
-from gemini.memory.durable import records
-from gemini.memory.durable.folder import holder, is_store, last_commit, stores
-from gemini.memory.durable.records import Record
+from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
 from gemini.train.checkpoint.durable import Stored, open_store
 from gemini.train.checkpoint.format import as_damage
 from gemini.train.checkpoint.plain_data import Decoder
@@ -66,7 +64,7 @@ def _record_files(directory: Path) -> list[Path]:
 
 def _read(path: Path) -> _File:
     try:
-        return _File(path, records.read(path))
+        return _File(path, read_record(path))
     except StorageError as e:
         return _File(path, None, str(e))
 

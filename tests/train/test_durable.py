@@ -19,7 +19,7 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs.doctor import doctor
-from gemini.memory.durable import records
+from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint import saver
@@ -307,11 +307,11 @@ def test_a_store_of_the_format_before_is_resumed_and_gets_sums(tmp_path: Path) -
     expected = snapshot(model)
     end(model)
     path = next((tmp_path / "store-0001").glob("record-*"))
-    record = records.read(path)
+    record = folder.read_record(path)
     assert record is not None and record.version == 2
     record.text["runs"] = {name: [run[:2] for run in runs] for name, runs in record.text["runs"].items()}
-    with mock.patch.object(records, "VERSION", 1):
-        records.write(path, record)
+    with mock.patch.object(folder, "VERSION", 1):
+        folder.write_record(path, record)
     assert "format version 1" in said_of(tmp_path)
     model, optimizer = durable("half", tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == 0

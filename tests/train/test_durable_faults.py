@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 import gemini
-from gemini.memory.durable import records
+from gemini.memory.durable import folder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint.durable import committed_extra, open_store
 from tests.crash_images import content
@@ -136,8 +136,8 @@ def store(two_commits: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
 
 
 def newest_record(store: Path) -> Path:
-    found = {path: records.read(path) for path in (store / "store-0001").glob("record-*")}
-    return max(found, key=lambda path: found[path] or records.Record(0, None, b""))
+    found = {path: folder.read_record(path) for path in (store / "store-0001").glob("record-*")}
+    return max(found, key=lambda path: found[path] or folder.Record(0, None, b""))
 
 
 def test_a_record_that_is_cut_off_or_torn_anywhere_gives_the_commit_before(

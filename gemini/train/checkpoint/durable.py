@@ -21,6 +21,7 @@ from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import (
     Commit,
+    Record,
     StoreFolder,
     check_runs,
     last_commit,
@@ -28,7 +29,6 @@ from gemini.memory.durable.folder import (
     reading,
     slots_path,
 )
-from gemini.memory.durable.records import Record
 from gemini.memory.durable.slots import ZEROS, Runs, slot_name
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRADS
