@@ -37,15 +37,14 @@ from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
-from gemini.train.context.batch import part_of
-from gemini.train.context.parallel import imagine_parts
+from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
 from gemini.train.loading.from_config import without_drawing
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.modules import token_tiles
 from gemini.train.modules.calls import iter_tensors
-from gemini.train.modules.compiled import compiled_part, mark_compiled
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
+from gemini.train.modules.reading import compiled_part, mark_compiled
 from gemini.train.params.handle import handle_of
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 from gemini.train.slices.slicing import imagine_slices

@@ -32,7 +32,7 @@ from gemini.tracing.targets import Target
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls, iter_tensors
 from gemini.train.modules.compiled import hook_around
-from gemini.train.modules.reading import readers
+from gemini.train.modules.reading import Structure
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
 from gemini.train.setup.structure import distinct_params
@@ -181,9 +181,10 @@ class Observer:
     def attach(self) -> None:
         """Register the hooks on the same modules as the engine."""
         try:
-            for path, module, read in readers(self._model):
+            structure = Structure(self._model)
+            for path, module, read, *_ in structure.readers:
                 params = tuple(dict.fromkeys(self._index_of[id(p)] for p in read))
-                entrance = ENTRANCE.fullmatch(path) is not None and any(True for _ in module.parameters())
+                entrance = ENTRANCE.fullmatch(path) is not None and id(module) in structure.holders
                 if module is self._model or params or entrance:
                     self._attach_to(path, module, params)
             for index, param in enumerate(self._params):

@@ -32,7 +32,7 @@ from gemini.memory.durable.folder import (
 from gemini.memory.durable.slots import ZEROS, Runs, slot_name
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRADS
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, Malformed, TensorFile, TensorSpec, bytes_of, parse_spec

@@ -24,11 +24,11 @@ from torch import nn
 from gemini import kernels
 from gemini.errors import PlanMismatch, warn
 from gemini.interrupts import WHOLE
-from gemini.kernels_compact import decode, encode
+from gemini.kernels.reference import decode, encode
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
@@ -345,7 +345,7 @@ class Rest:
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         self._path, self._model, self._by_names = path, model, by_names
-        self._scales = scales_in(model)
+        self._scales = scales_in(model.named_parameters())
         here = self._beside_params()
         saved_state = own_values(saved_buffers, params, here)
         self._model_state = check_model_state(path, model, here, saved_state, manifest.version)

@@ -20,9 +20,8 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.ranks.agree import Attempt
+from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
-from gemini.ranks.handshake import Handshake
 from gemini.replacing import find, place_of
 from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.durable import StoreHome, open_store

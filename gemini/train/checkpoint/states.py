@@ -486,7 +486,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
         for h in handles
     }
     exact = [h.whole_name for h in handles if h.chunk.spec.exact]
-    buffers = {**scales_in(model), **beside_params(model, by_names)}
+    buffers = {**scales_in(model.named_parameters()), **beside_params(model, by_names)}
     return ModelPart(described, groups_of(optimizer), buffers, factors_of(handles), exact)
 
 

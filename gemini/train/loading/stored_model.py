@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,11 +25,11 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.ranks.group import Ranks
-from gemini.train.ddp import GeminiDDP
+from gemini.train.ddp import managed_class
 from gemini.train.loading import paging
 from gemini.train.loading.paging import PagedParameter, Pager
 from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
-from gemini.train.managed_class import managed_class
+from gemini.train.modules.reading import Structure
 from gemini.train.params.by_name import ByName, same_bits
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.tensor_slice import TensorSlice
@@ -209,7 +208,7 @@ class StoredModel(Skeleton):
                 "nn.Module), or nothing if it changed it in place"
             )
         untouched = away.end()
-        refuse_unwrappable(self.model, partial(managed_class, face=GeminiDDP))
+        refuse_unwrappable(Structure(self.model), managed_class)
         self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
 
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:

@@ -26,7 +26,7 @@ from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_bac
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.company import Company
-from gemini.train.sharding.step_facts import facts_of_step
+from gemini.train.sharding.step_sync import facts_of_step
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
