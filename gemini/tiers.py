@@ -18,10 +18,41 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.waiting import on_worker
+
+
+class Way(NamedTuple):
+    """One direction between a tier and the one through which it is reached.
+
+    Attributes:
+        track: of a timeline, by its name.
+        figure: the speed, as machines have it.
+    """
+
+    track: str
+    figure: str
+
+
+class TierSpec(NamedTuple):
+    """What plans, simulations and reports know of a tier: whoever adds one says it here, and in no other table.
+
+    Attributes:
+        title: its name for people.
+        through: the tier through which all others reach it; None for host memory itself.
+        in_files: whether its bytes are pages of files: they pass through staging, and nothing computes on them in
+            place.
+        ways: from that tier into this one, and back.
+        figures: a machine that has any of these has such a tier.
+    """
+
+    title: str
+    through: Tier | None = None
+    in_files: bool = False
+    ways: tuple[Way, ...] = ()
+    figures: tuple[str, ...] = ()
 
 
 class Tier(Enum):
@@ -31,7 +62,74 @@ class Tier(Enum):
     CPU = "cpu"
     NVME = "nvme"
 
+    @property
+    def spec(self) -> TierSpec:
+        """What is known of it."""
+        return _SPECS[self]
+
+    @property
+    def in_files(self) -> bool:
+        """Whether its bytes are pages of files."""
+        return _SPECS[self].in_files
+
+    @property
+    def through(self) -> Tier | None:
+        """The tier through which all others reach it; None for host memory."""
+        return _SPECS[self].through
+
     __hash__ = object.__hash__  # Enum's own is Python, and tiers are keys for every tile that moves
+
+
+_SPECS = {
+    Tier.GPU: TierSpec(
+        "GPU memory",
+        through=Tier.CPU,
+        ways=(Way("host to gpu", "h2d"), Way("gpu to host", "d2h")),
+        figures=("gpu_bytes", "gpu_flops_bf16", "gpu_flops_fp32", "gpu_bandwidth"),
+    ),
+    Tier.CPU: TierSpec("Host memory"),
+    Tier.NVME: TierSpec(
+        "NVMe",
+        through=Tier.CPU,
+        in_files=True,
+        ways=(Way("nvme write", "nvme_write"), Way("nvme read", "nvme_read")),
+        figures=("nvme_bytes", "nvme_read", "nvme_write"),
+    ),
+}
+"""Every tier has an entry: one without is an error as soon as this module is read (``_OUTER``)."""
+
+DRIVE = Tier.NVME
+"""The tier that a budget adds by naming a folder, and whose files may outlive the process."""
+
+
+class Boundary(NamedTuple):
+    """A way that bytes take, named as in ``memory_report()["moved"]``."""
+
+    source: Tier
+    target: Tier
+
+    @property
+    def outer(self) -> Tier:
+        """The tier that is reached through the other one."""
+        return _OUTER[self]
+
+    @property
+    def way(self) -> Way:
+        """How it shows in timelines, and which figure is its speed."""
+        return self.outer.spec.ways[0 if self.outer is self.target else 1]
+
+    def __str__(self) -> str:
+        return f"{self.source.value}->{self.target.value}"
+
+
+_OUTER = {
+    boundary: tier
+    for tier in Tier
+    if (through := tier.through) is not None
+    for boundary in (Boundary(through, tier), Boundary(tier, through))
+}
+BOUNDARIES = tuple(_OUTER)
+"""All there are."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from transformers.trainer_callback import ExportableState
 
 from gemini.config import GeminiConfig
 from gemini.memory.durable.folder import has_commit, is_store
+from gemini.train.checkpoint.durable import committed_extra
 from gemini.train.checkpoint.saving import save_checkpoint
-from gemini.train.checkpoint.stored import committed_extra
 
 _FOLDER = ".durable"
 _NAME = "store.json"

@@ -21,7 +21,7 @@ import torch
 
 from gemini.memory.durable.slots import SlotFile
 from gemini.memory.nvme import SpillFile
-from gemini.train.checkpoint.stored import open_store
+from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.tensor_file import bytes_of
 
 SECTOR = 512

@@ -30,15 +30,13 @@ from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.machines.measure import measure
-from gemini.memory.durable import records
-from gemini.memory.durable.folder import holder, is_store, last_commit, stores
-from gemini.memory.durable.records import Record
+from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
 from gemini.memory.system import memory_limit
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
+from gemini.train.checkpoint.durable import Stored, open_store
 from gemini.train.checkpoint.format import as_damage
 from gemini.train.checkpoint.plain_data import Decoder
-from gemini.train.checkpoint.stored import Stored, open_store
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
@@ -276,7 +274,7 @@ def _record_files(directory: Path) -> list[Path]:
 
 def _read(path: Path) -> _File:
     try:
-        return _File(path, records.read(path))
+        return _File(path, read_record(path))
     except StorageError as e:
         return _File(path, None, str(e))
 

@@ -21,7 +21,6 @@ INK, FAINT = "#101114", "#8a8d94"
 """Text, and thin lines."""
 
 _SPARE = ("#332288", "#117733", "#DDCC77", "#AA4499", "#44AA99", "#661100")
-_TIER_NAMES = {Tier.GPU: "GPU memory", Tier.CPU: "Host memory", Tier.NVME: "NVMe"}
 
 _WIDTH, _LEFT, _RIGHT = 7.6, 0.95, 0.6  # inches; the width is a column's
 _HEAD, _PANEL, _STRIP, _ROW, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
@@ -225,7 +224,7 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
     axes.grid(axis="y", color=FAINT, linewidth=0.4, alpha=0.4)
     axes.set_axisbelow(True)
-    caption = f"{_TIER_NAMES[tier]}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
+    caption = f"{tier.spec.title}: peak {human_bytes(timeline.peaks.get(tier, 0))}"
     if budget:
         share = timeline.peaks[tier] / budget
         caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gemini.planning.timeline import Sample, Span, Timeline, Track
+from gemini.planning.timeline import TRACKS, Sample, Span, Timeline, Track
 from gemini.tiers import Tier
 
 COLUMNS = 480
@@ -51,8 +51,8 @@ ACTIVITIES = {
 }
 """What tracks do, in the order of legends, with their colours. "waiting" is what is left of computing."""
 
-_INTO = {Track.H2D: Tier.GPU, Track.D2H: Tier.CPU, Track.NVME_READ: Tier.CPU, Track.NVME_WRITE: Tier.NVME}
-_FROM = {Track.H2D: Tier.CPU, Track.D2H: Tier.GPU, Track.NVME_READ: Tier.NVME, Track.NVME_WRITE: Tier.CPU}
+_INTO = {track: boundary.target for boundary, track in TRACKS.items()}
+_FROM = {track: boundary.source for boundary, track in TRACKS.items()}
 
 
 class Stretch(NamedTuple):

@@ -19,8 +19,7 @@ from gemini.planning.mesh import Group, sent_in_ring
 from gemini.planning.planes import ADAM, GRAD, PlaneKind, RuleSpec, touched_bytes
 from gemini.planning.products import Product, occupied
 from gemini.planning.trace import Moment
-from gemini.planning.traffic import Boundary
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Boundary, Tier
 
 GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE, NETWORK = RESOURCES = (
     "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire", "network",
@@ -222,28 +221,18 @@ class Costs:
             moment.num_ops * self._get(op_seconds, what) if moment.num_ops else 0.0,
         )
 
-    def h2d(self, num_bytes: float) -> Cost:
-        """From host memory to the GPU."""
-        return self._on_host(num_bytes / self._get("h2d", "bringing bytes to the GPU"), num_bytes, "a copy", h2d=1.0)
-
-    def d2h(self, num_bytes: float) -> Cost:
-        """From the GPU to host memory."""
-        return self._on_host(num_bytes / self._get("d2h", "taking bytes off the GPU"), num_bytes, "a copy", d2h=1.0)
-
-    def nvme_read(self, num_bytes: float) -> Cost:
-        """From the drives into host memory."""
-        return self._on_drive("nvme_read", "nvme_read", num_bytes, "reading from the NVMe tier")
-
-    def nvme_write(self, num_bytes: float) -> Cost:
-        """From host memory to the drives."""
-        return self._on_drive("nvme_write", self._hardware.nvme_write, num_bytes, "writing to the NVMe tier")
-
-    def _on_drive(self, direction: str, key: str, num_bytes: float, what: str) -> Cost:
-        """One direction alone goes at its own speed; of both at once the drives do ``nvme_mixed`` together."""
-        speed = self._get(key, what)
-        loads = {direction: 1.0}
-        if self._hardware.has("nvme_mixed"):
-            loads[NVME] = min(1.0, speed / self._get("nvme_mixed", what))
+    def move(self, boundary: Boundary, num_bytes: float) -> Cost:
+        """Bytes over a boundary. A drive does one direction alone at its own speed, and of both at once ``_mixed``."""
+        tier, key = boundary.outer, boundary.way.figure
+        inward = boundary.target is tier
+        if not tier.in_files:
+            what = "bringing bytes to the GPU" if inward else "taking bytes off the GPU"
+            return self._on_host(num_bytes / self._get(key, what), num_bytes, "a copy", **{key: 1.0})
+        what = f"{'writing to' if inward else 'reading from'} the {tier.spec.title} tier"
+        speed, mixed = self._get(self._hardware.sustained(key), what), f"{tier.value}_mixed"
+        loads = {key: 1.0}
+        if self._hardware.has(mixed):
+            loads[tier.value] = min(1.0, speed / self._get(mixed, what))
         return self._on_host(num_bytes / speed, num_bytes, what, **loads)
 
     def host_pass(self, num_bytes: float) -> Cost:
@@ -350,8 +339,8 @@ class Speeds:
         return cls(
             h2d=figure("h2d", Tier.GPU, usual.h2d),
             d2h=figure("d2h", Tier.GPU, usual.d2h),
-            nvme_read=figure("nvme_read", Tier.NVME, usual.nvme_read) / sharing,
-            nvme_write=figure(hardware.nvme_write, Tier.NVME, usual.nvme_write) / sharing,
+            nvme_read=figure("nvme_read", DRIVE, usual.nvme_read) / sharing,
+            nvme_write=figure(hardware.sustained("nvme_write"), DRIVE, usual.nvme_write) / sharing,
             update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
             update_gpu=update_gpu(),
             measured_update_gpu=measured,
@@ -370,9 +359,7 @@ class Speeds:
 
     def per_byte(self, boundary: Boundary) -> float:
         """Seconds per byte over a boundary."""
-        if Tier.NVME in boundary:
-            return 1 / (self.nvme_read if boundary.source is Tier.NVME else self.nvme_write)
-        return 1 / (self.h2d if boundary.target is Tier.GPU else self.d2h)
+        return 1 / float(getattr(self, boundary.way.figure))
 
     def cost(self, traffic: Mapping[Boundary, int]) -> float:
         """Seconds of all of it, one after the other."""

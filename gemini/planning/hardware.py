@@ -105,10 +105,9 @@ class Hardware(Document, kind="hardware"):
             )
         return self.figures[key].value
 
-    @property
-    def nvme_write(self) -> str:
-        """The figure of writing: a step writes again and again, which no cache of a drive holds."""
-        return "nvme_write_sustained" if self.has("nvme_write_sustained") else "nvme_write"
+    def sustained(self, key: str) -> str:
+        """The figure of a speed that holds for hours: a step writes again and again, which no drive's cache holds."""
+        return f"{key}_sustained" if self.has(f"{key}_sustained") else key
 
     def capacity(self, tier: Tier) -> int | None:
         """Bytes of a tier; None if the machine has none of it (or does not say)."""

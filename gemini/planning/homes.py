@@ -15,8 +15,8 @@ from typing import NamedTuple
 from gemini.planning.costs import Speeds
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
-from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
-from gemini.tiers import Tier
+from gemini.planning.traffic import Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
+from gemini.tiers import DRIVE, Boundary, Tier
 
 FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
@@ -102,9 +102,8 @@ def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, time
 
 
 def _track(boundary: Boundary) -> str:
-    if Tier.NVME in boundary:
-        return "nvme"  # one drive does both, and what it reads it does not write
-    return "h2d" if boundary.target is Tier.GPU else "d2h"
+    """What works on a move: of a drive both directions at once, as what it reads it does not write."""
+    return boundary.outer.value if boundary.outer.in_files else boundary.way.figure
 
 
 def _choices(
@@ -123,7 +122,7 @@ def _choices(
         change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
         num_bytes: dict[Tier, int] = {}
         for kind, tier in homes.items():
-            has_slots = tier is Tier.NVME and kind in problem.durable_bytes(index)  # wherever it lives
+            has_slots = tier is DRIVE and kind in problem.durable_bytes(index)  # wherever it lives
             num_bytes[tier] = num_bytes.get(tier, 0) + (0 if has_slots else sizes[kind])
             num_bytes[Tier.CPU] = num_bytes.get(Tier.CPU, 0) - sizes[kind]
         if stays:
@@ -148,14 +147,15 @@ def _choices(
                 add(homes, list(sizes), fetched, streamed=True)
                 if fetched == most and least < most:
                     add(homes, list(sizes), least, stays=True, streamed=True)
-    add({WEIGHTS: Tier.NVME}, weights, most)
-    if least < most:
-        add({WEIGHTS: Tier.NVME}, weights, least, stays=True)
     states = [kind for kind in problem.rule.states if kind in sizes and kind not in problem.rule.in_memory]
     groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
-    for group in (*groups, grads):
-        if all(kind in sizes for kind in group) and group:
-            add(dict.fromkeys(group, Tier.NVME), group, most)
+    for tier in (tier for tier in Tier if tier.in_files):
+        add({WEIGHTS: tier}, weights, most)
+        if least < most:
+            add({WEIGHTS: tier}, weights, least, stays=True)
+        for group in (*groups, grads):
+            if all(kind in sizes for kind in group) and group:
+                add(dict.fromkeys(group, tier), group, most)
     return found
 
 
@@ -170,7 +170,7 @@ def _all_on_cpu(
             seconds[track] = seconds.get(track, 0.0) + value
         used[Tier.CPU] += sum(problem.plane_bytes(index).values())
         if problem.durable:
-            used[Tier.NVME] += 2 * sum(problem.durable_bytes(index).values())
+            used[DRIVE] += 2 * sum(problem.durable_bytes(index).values())
     for tier, num_bytes in problem.spoken_for(streams=streaming).items():
         used[tier] = used.get(tier, 0) + num_bytes
     return seconds, used
@@ -212,7 +212,7 @@ def _solve(
     # Of equals the first chunks are the ones in faster tiers: their weights are needed first and updated last.
     nudge = 1e-9 / max(1, len(problem.layout.chunks))
     for column, choice in enumerate(choices):
-        slower = Tier.NVME in choice.homes.values()
+        slower = any(tier.in_files for tier in choice.homes.values())
         costs[column] += nudge * (len(problem.layout.chunks) - choice.chunk if slower else choice.chunk)
     if overlapped:
         costs.append(1.0)

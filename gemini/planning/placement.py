@@ -26,7 +26,7 @@ from gemini.planning.planes import (
     precision_of,
 )
 from gemini.planning.working import whole_numel
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 
 Homes = Mapping[PlaneKind, Tier]
 
@@ -63,6 +63,10 @@ class StaticPlacement:
             if gpu + nvme > 1:
                 raise ValueError(f"StaticPlacement: {what}_on_gpu={gpu} and {what}_on_nvme={nvme} make more than 1")
 
+    def share(self, what: str, tier: Tier) -> float:
+        """The fraction of "weights" or of "optimizer" that a tier is to have; host memory has what is left."""
+        return float(getattr(self, f"{what}_on_{tier.value}", 0.0))
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -93,7 +97,7 @@ class Placement:
 
 def can_stream(homes: Homes) -> bool:
     """Whether an update may be streamed: something comes from host memory, and nothing from further away."""
-    return Tier.CPU in homes.values() and Tier.NVME not in homes.values()
+    return Tier.CPU in homes.values() and not any(tier.in_files for tier in homes.values())
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ class Problem:
     def spare_slots(self, placement: Placement) -> int:
         """Bytes of NVMe for slots of durable planes beside those that they live in."""
         return sum(
-            (1 if homes[kind] is Tier.NVME else 2) * num_bytes
+            (1 if homes[kind] is DRIVE else 2) * num_bytes
             for i, homes in enumerate(placement.homes)
             for kind, num_bytes in self.durable_bytes(i).items()
         )
@@ -276,7 +280,7 @@ def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
     for i in indices:
         place(i, [WEIGHTS], tiers)
     below = [tier for tier in tiers if tier is not Tier.GPU] or tiers
-    in_memory = [tier for tier in below if tier is not Tier.NVME]
+    in_memory = [tier for tier in below if not tier.in_files]
     states = [*GRADS, *problem.rule.states]
     for i in indices:
         if Tier.GPU in tiers and room[Tier.GPU] >= sum(sizes[i].get(kind, 0) for kind in states):
@@ -295,34 +299,38 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
         BudgetExceeded: if it does not fit.
         ValueError: if a fraction asks for a tier that has no budget.
     """
-    for tier, fraction in (
-        (Tier.NVME, max(static.weights_on_nvme, static.optimizer_on_nvme)),
-        (Tier.GPU, max(static.weights_on_gpu, static.optimizer_on_gpu, static.updates_on_gpu)),
-    ):
+    for tier in reversed(Tier):
+        streamed = static.updates_on_gpu if tier is Tier.GPU else 0.0
+        fraction = max(static.share("weights", tier), static.share("optimizer", tier), streamed)
         if fraction and tier not in problem.budgets:
-            remedy = "nvme_path=" if tier is Tier.NVME else "a device with its own memory"
+            remedy = f"{tier.value}_path=" if tier.in_files else "a device with its own memory"
             raise ValueError(
                 f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}"
             )
     homes: list[dict[PlaneKind, Tier]] = []
     sizes = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
 
-    def assign(kinds: Sequence[PlaneKind], on_gpu: float, on_nvme: float) -> list[Tier]:
+    def assign(kinds: Sequence[PlaneKind], what: str) -> list[Tier]:
+        """The first chunks on the GPU, the last ones in files, the slowest of them last of all."""
         weight = [sum(planes.get(kind, 0) for kind in kinds) for planes in sizes]
         total = sum(weight) or 1
         tiers, before = [], 0
         for size in weight:
             middle = before + size / 2
-            gpu, nvme = middle < on_gpu * total, middle > (1 - on_nvme) * total
-            tiers.append(Tier.GPU if gpu else Tier.NVME if nvme else Tier.CPU)
+            home, end = Tier.GPU if middle < static.share(what, Tier.GPU) * total else Tier.CPU, 1.0
+            for tier in reversed(Tier):
+                end -= static.share(what, tier) if tier.in_files else 0.0
+                if home is Tier.CPU and tier.in_files and middle > end * total:
+                    home = tier
+            tiers.append(home)
             before += size
         return tiers
 
-    weights = assign([WEIGHTS], static.weights_on_gpu, static.weights_on_nvme)
-    states = assign([*problem.rule.states, *GRADS], static.optimizer_on_gpu, static.optimizer_on_nvme)
+    weights = assign([WEIGHTS], "weights")
+    states = assign([*problem.rule.states, *GRADS], "optimizer")
     for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
         homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
-        if states_home is Tier.NVME:
+        if states_home.in_files:
             homes[-1].update((kind, Tier.CPU) for kind in planes if kind in problem.rule.in_memory)
     placement = Placement(tuple(homes), _streamed(problem, homes, static.updates_on_gpu))
     check_fits(problem, placement)
@@ -354,7 +362,7 @@ def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
     for tier, num_bytes in problem.demands(placement).items():
         used[tier] = used.get(tier, 0) + num_bytes
     if problem.durable:
-        used[Tier.NVME] = used.get(Tier.NVME, 0) + problem.spare_slots(placement)
+        used[DRIVE] = used.get(DRIVE, 0) + problem.spare_slots(placement)
     return used
 
 
@@ -368,9 +376,12 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     """
     _check_streamed(problem, placement)
     for homes in placement.homes:
-        filed = [kind for kind in homes if homes[kind] is Tier.NVME and kind in problem.rule.in_memory]
+        filed = [kind for kind in homes if homes[kind].in_files and kind in problem.rule.in_memory]
         if filed:
-            raise ValueError(f"{filed[0]} has less than a byte per param and stays in memory: put it on cpu, not nvme")
+            raise ValueError(
+                f"{filed[0]} has less than a byte per param and stays in memory: put it on cpu, not "
+                f"{homes[filed[0]].value}"
+            )
     used = bytes_per_tier(problem, placement)
     missing = {t: n - problem.budgets.get(t, 0) for t, n in used.items() if n > problem.budgets.get(t, 0)}
     if not missing:
@@ -414,17 +425,17 @@ def _cheapest_change(problem: Problem, missing: Mapping[Tier, int]) -> str:
     budgets, compute = problem.budgets, problem.compute
     floor = problem.spoken_for()[compute]
     if budgets.get(compute, 0) < floor:
-        roomy = replace(problem, budgets={**budgets, compute: floor, Tier.NVME: 2**62})
-        on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(Tier.NVME, 0)
-        disk = "" if on_disk <= budgets.get(Tier.NVME, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
+        roomy = replace(problem, budgets={**budgets, compute: floor, DRIVE: 2**62})
+        on_disk = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for())).get(DRIVE, 0)
+        disk = "" if on_disk <= budgets.get(DRIVE, 0) else f", with nvme_path= and nvme={_at_least(on_disk)}"
         largest = max(problem.window_bytes(i) for i in range(len(problem.layout.chunks)))
         context = f" beside the {human_bytes(problem.beside)} of a CUDA context" if problem.beside else ""
         return (
             f"raise the {compute.value} budget to at least {_at_least(floor)}{disk}: the gathered weights of one "
             f"module (largest chunk {human_bytes(largest)}), staging and activations must fit at once{context}"
         )
-    below = [tier for tier in (Tier.CPU, Tier.NVME) if tier in budgets]
-    for tier in dict.fromkeys([Tier.NVME, *reversed(below)]):
+    below = [tier for tier in Tier if tier in budgets and tier is not Tier.GPU]
+    for tier in dict.fromkeys([DRIVE, *reversed(below)]):
         roomy = replace(problem, budgets={**budgets, tier: 2**62})
         needed = bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))
         if all(needed[other] <= budget for other, budget in budgets.items() if other is not tier):

@@ -21,7 +21,7 @@ from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM, GRADS, WEIGHTS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 
 
 class Moves(NamedTuple):
@@ -93,7 +93,7 @@ class Plan(Document, kind="plan"):
         for tier, taken in problem.demands_by_name(self.placement).items():
             held[tier] |= {what: num_bytes for what, num_bytes in taken.items() if num_bytes}
         if problem.durable:
-            held[Tier.NVME]["spare slots"] = problem.spare_slots(self.placement)
+            held[DRIVE]["spare slots"] = problem.spare_slots(self.placement)
         return held
 
     @property
@@ -111,7 +111,7 @@ class Plan(Document, kind="plan"):
             num_bytes
             for index, homes in enumerate(self.placement.homes)
             for kind, num_bytes in self.problem.durable_bytes(index).items()
-            if homes[kind] is not Tier.NVME and self.layout.chunks[index].trainable
+            if homes[kind] is not DRIVE and self.layout.chunks[index].trainable
         )
 
     def update_tier(self, index: int) -> Tier:

@@ -429,7 +429,7 @@ class Planner:
         """Seconds of a step beside its computing: of all moves and updates, or of the busiest track."""
         tracks: defaultdict[str, float] = defaultdict(float)
         for boundary, num_bytes in plan.traffic.items():
-            track = "nvme" if Tier.NVME in boundary else str(boundary)
+            track = boundary.outer.value if boundary.outer.in_files else str(boundary)
             tracks[track] += self.speeds.seconds(boundary, num_bytes)
         for index, chunk in enumerate(plan.layout.chunks):
             if chunk.trainable:

@@ -22,10 +22,10 @@ from gemini.planning.fluid import Fluid
 from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Plan, standing, window_rooms
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS
-from gemini.planning.timeline import Track
-from gemini.planning.traffic import Boundary, fetch_traffic, gradient_traffic, path, update_tier, update_traffic
+from gemini.planning.timeline import TRACKS, Track
+from gemini.planning.traffic import fetch_traffic, gradient_traffic, path, update_tier, update_traffic
 from gemini.planning.working import TILE, device_tile_numel
-from gemini.tiers import Tier
+from gemini.tiers import BOUNDARIES, Boundary, Tier
 
 COMPUTING = "computing"
 LANDING = "gradient landing"
@@ -35,13 +35,6 @@ GATHERING = "all-gather"
 REDUCING = "reduce-scatter"
 SLICES = "slices of layers"
 PARTS = "parts of sequences"
-
-_TRACKS = {
-    Boundary(Tier.CPU, Tier.GPU): Track.H2D,
-    Boundary(Tier.GPU, Tier.CPU): Track.D2H,
-    Boundary(Tier.NVME, Tier.CPU): Track.NVME_READ,
-    Boundary(Tier.CPU, Tier.NVME): Track.NVME_WRITE,
-}
 
 
 class Hop(NamedTuple):
@@ -114,11 +107,7 @@ class Work:
         self._updates: dict[int, Update] = {}
 
     def _move(self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1) -> Hop:
-        track = _TRACKS[boundary]
-        cost = {
-            Track.H2D: self._costs.h2d, Track.D2H: self._costs.d2h,
-            Track.NVME_READ: self._costs.nvme_read, Track.NVME_WRITE: self._costs.nvme_write,
-        }[track](num_bytes)  # fmt: skip
+        track, cost = TRACKS[boundary], self._costs.move(boundary, num_bytes)
         return Hop(track, track.value, cost, name, cause, chunk, boundary, num_bytes)
 
     def _share(self, track: Track, num_bytes: int, name: str, cause: str, index: int) -> Hop:
@@ -218,16 +207,16 @@ class Work:
         hops: list[Hop] = []
         if self.ranks > 1:
             hops.append(self._share(Track.REDUCE, numel * narrow, f"reduce-scatter chunk {index}", REDUCING, index))
-        off, up, down = Boundary(Tier.GPU, Tier.CPU), Boundary(Tier.NVME, Tier.CPU), Boundary(Tier.CPU, Tier.NVME)
-        hops += [self._move(way, moved[way], name, LANDING, index) for way in (off, up) if moved.get(way)]
+        to_host = [boundary for boundary in BOUNDARIES if boundary.target is Tier.CPU]
+        to_files = [boundary for boundary in BOUNDARIES if boundary.target.in_files]
+        hops += [self._move(way, moved[way], name, LANDING, index) for way in to_host if moved.get(way)]
         home = homes.get(GRAD)
         if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
             wide = sum(spec.block_bytes for kind, spec in problem.plane_specs(index).items() if kind in GRADS)
             on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
             cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
             hops.append(Hop(Track.UPDATE, "copy" if on_gpu else "host", cost, name, LANDING, index))
-        if moved.get(down):
-            hops.append(self._move(down, moved[down], name, LANDING, index))
+        hops += [self._move(way, moved[way], name, LANDING, index) for way in to_files if moved.get(way)]
         return hops
 
     def update(self, index: int) -> Update:
@@ -248,7 +237,7 @@ class Work:
         )
         update = Hop(Track.UPDATE, "update on gpu" if where is Tier.GPU else "update", cost, name, UPDATE, index)
         moved = update_traffic(problem, homes, index, streamed=streamed)
-        hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in _TRACKS if moved[way]}
+        hops = {way: self._move(way, moved[way], name, UPDATE, index) for way in BOUNDARIES if moved[way]}
         reads = tuple(hop for way, hop in hops.items() if way.target is where)
         writes = tuple(hop for way, hop in hops.items() if way.source is where)
         return Update(reads, update, writes)

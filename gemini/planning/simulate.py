@@ -27,7 +27,7 @@ from gemini.planning.planes import WEIGHTS
 from gemini.planning.schedules import COMPUTING, STEPS, Change, Graph, Work, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 
 SHARING = "sharing with moves and updates"
 """The cause of a stall in which computing went on, only slower: others used what it uses."""
@@ -163,7 +163,7 @@ def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     host["exchange"] = problem.exchange
     host["factors"] = problem.factors
     if problem.durable:
-        held[Tier.NVME]["spare slots"] = problem.spare_slots(plan.placement)
+        held[DRIVE]["spare slots"] = problem.spare_slots(plan.placement)
     for at in (held[problem.compute], host):
         at["temporaries"] = problem.temporaries
     if plan.placement.streamed:
@@ -292,13 +292,6 @@ def _ranks_of_one_machine(plan: Plan, hardware: Hardware, ranks: int) -> int:
     return min(ranks, int(hardware.get("num_gpus", needed_for=f"dividing a machine among {ranks} ranks")))
 
 
-_FIGURES_OF = {
-    Tier.GPU: ("gpu_bytes", "gpu_flops_bf16", "gpu_flops_fp32", "gpu_bandwidth"),
-    Tier.CPU: (),
-    Tier.NVME: ("nvme_bytes", "nvme_read", "nvme_write"),
-}
-
-
 def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
     """Refuse what cannot be played."""
     moments = plan.trace.moments
@@ -314,7 +307,7 @@ def _check(plan: Plan, hardware: Hardware, local_ranks: int) -> None:
     for tier, num_bytes in plan.bytes_per_tier.items():
         if not num_bytes:
             continue
-        figures = _FIGURES_OF[tier]
+        figures = tier.spec.figures
         if figures and not any(hardware.has(figure) for figure in figures):
             raise PlanMismatch(
                 f"the plan uses {human_bytes(num_bytes)} of {tier.value}, and hardware {hardware.name!r} has none: "

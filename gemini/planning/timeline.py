@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gemini.errors import human_bytes
 from gemini.planning.document import Document
-from gemini.tiers import Tier
+from gemini.tiers import BOUNDARIES, Tier
 
 
 class Track(Enum):
@@ -33,6 +33,10 @@ class Track(Enum):
     @classmethod
     def _missing_(cls, value: object) -> Track | None:
         return cls.UPDATE if value == "adam" else None  # in older files
+
+
+TRACKS = {boundary: Track(boundary.way.track) for boundary in BOUNDARIES}
+"""Where a move over a boundary shows."""
 
 
 class Span(NamedTuple):

@@ -9,34 +9,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from functools import cache
 
 from gemini.planning.layout import page_up
 from gemini.planning.placement import Homes, Placement, Problem
 from gemini.planning.planes import ALIGN, GRAD, GRAD_ERROR, GRADS, PAGE, WEIGHTS
-from gemini.tiers import Tier
-
-
-class Boundary(NamedTuple):
-    """A way that bytes take, named as in ``memory_report()["moved"]``."""
-
-    source: Tier
-    target: Tier
-
-    def __str__(self) -> str:
-        return f"{self.source.value}->{self.target.value}"
-
+from gemini.tiers import Boundary, Tier
 
 Traffic = Counter[Boundary]
 
 
+@cache
 def path(source: Tier, target: Tier) -> tuple[Boundary, ...]:
     """The boundaries between two tiers: GPU and NVMe reach each other through host memory."""
     if source is target:
         return ()
-    if {source, target} == {Tier.GPU, Tier.NVME}:
-        return (Boundary(source, Tier.CPU), Boundary(Tier.CPU, target))
-    return (Boundary(source, target),)
+    if source.through is target or target.through is source:
+        return (Boundary(source, target),)
+    between = source.through or target.through
+    assert between is not None, (source, target)
+    return (*path(source, between), *path(between, target))
 
 
 def _move(source: Tier, target: Tier, num_bytes: int) -> Traffic:
@@ -76,10 +68,10 @@ def gradient_traffic(
         numel = slot.numel // problem.layout.ranks
         if problem.compute is Tier.GPU and home is not Tier.GPU:
             moved[Boundary(Tier.GPU, Tier.CPU)] += numel * itemsize
-        if home is Tier.NVME:
+        if home.in_files:
             in_pages = sum(spec.block_bytes * page_up(numel, max(ALIGN, PAGE // spec.block_bytes)) for spec in planes)
-            moved[Boundary(Tier.CPU, Tier.NVME)] += in_pages
-            moved[Boundary(Tier.NVME, Tier.CPU)] += in_pages if adding else 0
+            moved.update(_move(Tier.CPU, home, in_pages))
+            moved.update(_move(home, Tier.CPU, in_pages if adding else 0))
     return moved
 
 
@@ -105,7 +97,7 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
     """
     chunk, wide = problem.layout.chunks[index], problem.plane_bytes(index)[WEIGHTS]
     return (
-        problem.gradients == "transient" and homes[WEIGHTS] is Tier.NVME and where is Tier.CPU
+        problem.gradients == "transient" and homes[WEIGHTS].in_files and where is Tier.CPU
         and problem.layout.ranks == 1 and wide == chunk.numel * chunk.itemsize(problem.precision)
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch
 import gemini
 from gemini.machines.measure import Sizes
 from gemini.planning.hardware import load_hardware
-from gemini.train.checkpoint.stored import SlotReader
+from gemini.train.checkpoint.durable import SlotReader
 from tests.cli.commands import Command
 from tests.train.helpers import train
 from tests.train.test_durable import durable, end
@@ -161,7 +161,7 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
             gemini.save_checkpoint(tmp_path, model, optimizer)
         return [*told(reader)]
 
-    monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
+    monkeypatch.setattr("gemini.train.checkpoint.durable.SlotReader.damage", late)
     result = gemini_command.ok("doctor", tmp_path)
     assert "data: the run has overwritten it since" in result.stdout
     end(model)

@@ -15,10 +15,9 @@ from gemini.planning.placement import Problem, StaticPlacement, bytes_per_tier, 
 from gemini.planning.plan import Plan, window_room
 from gemini.planning.planner import Planner, budgets_of, plan, pose_problem
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.planning.traffic import Boundary
 from gemini.planning.working import activation_bytes
 from gemini.testing.policies import check_plan
-from gemini.tiers import MemoryBudget, Tier
+from gemini.tiers import Boundary, MemoryBudget, Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
 SMALL = decoder_trace(hidden=64, layers=12, tokens=64)

@@ -22,7 +22,7 @@ from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Track
-from gemini.planning.traffic import Boundary, by_name, gradient_traffic, update_tier, update_traffic
+from gemini.planning.traffic import by_name, gradient_traffic, update_tier, update_traffic
 from gemini.planning.working import (
     DEVICE_SLOTS,
     DEVICE_TILE,
@@ -32,7 +32,7 @@ from gemini.planning.working import (
     staging_bytes,
 )
 from gemini.testing.policies import check_plan
-from gemini.tiers import Tier
+from gemini.tiers import Boundary, Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
 N = 4096

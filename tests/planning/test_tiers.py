@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini import schema
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
-from gemini.tiers import NEEDED, WELCOME, Ledger, MemoryBudget, Tier, Turn, Want
+from gemini.planning.hardware import FIGURES
+from gemini.planning.timeline import TRACKS
+from gemini.planning.traffic import path
+from gemini.tiers import BOUNDARIES, NEEDED, WELCOME, Ledger, MemoryBudget, Tier, Turn, Want
 from gemini.waiting import begin_work
 
 
@@ -274,3 +278,28 @@ def test_where_windows_have_memory_of_their_own_they_are_not_asked_for_anything_
     with pytest.raises(BudgetExceeded, match="a sum: UNKEPT has all"):
         ledger.reserve(Tier.CPU, 1, "sums", what="a sum")
     assert not asked
+
+
+# ---- what is known of a tier -----------------------------------------------------------------------------------------
+
+
+def test_every_tier_is_described_where_others_look_it_up() -> None:
+    for tier in Tier:
+        assert tier.spec.title and set(tier.spec.figures) <= set(FIGURES)
+        assert (tier.through is None) == (tier is Tier.CPU) == (not tier.spec.ways)
+        assert {way.figure for way in tier.spec.ways} <= set(FIGURES)
+    assert set(TRACKS) == set(BOUNDARIES) and len(set(TRACKS.values())) == len(BOUNDARIES)
+
+
+def test_bytes_go_through_host_memory() -> None:
+    down, up = path(Tier.GPU, Tier.NVME), path(Tier.NVME, Tier.GPU)
+    assert [str(boundary) for boundary in (*down, *up)] == ["gpu->cpu", "cpu->nvme", "nvme->cpu", "cpu->gpu"]
+    assert [boundary.way.figure for boundary in (*down, *up)] == ["d2h", "nvme_write", "nvme_read", "h2d"]
+    assert not path(Tier.CPU, Tier.CPU) and {boundary.outer for boundary in down} == {Tier.GPU, Tier.NVME}
+
+
+def test_a_tier_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(schema.Misfit, match="'remote'"):
+        schema.read({"cpu": 1, "remote": 2}, dict[Tier, int], "budgets")
+    with pytest.raises(TypeError, match="remote"):
+        MemoryBudget(remote="1GiB")  # type: ignore[call-arg]

@@ -23,12 +23,11 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs.doctor import doctor
-from gemini.memory.durable import records
+from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.checkpoint import saver
-from gemini.train.checkpoint.commit import Commit
-from gemini.train.checkpoint.stored import committed_extra, open_store
+from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log, content
 from tests.train.helpers import adam, assert_same_snapshot, batch, gpt2, make_config, snapshot, train
@@ -175,19 +174,19 @@ def test_a_missing_barrier_is_found(tmp_path: Path) -> None:
 
 
 def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
-    bring, commit = Commit._bring, StoreFolder.commit
+    flush, commit = StoreHome.flush, StoreFolder.commit
     given: list[Any] = []
 
-    def late(self: Commit, *args: Any) -> Any:  # all but the barrier; which comes behind the record
+    def late(self: StoreHome) -> None:  # all but the barrier; which comes behind the record
         with mock.patch.object(SlotFile, "sync", lambda self: given.append(self)):
-            return bring(self, *args)
+            flush(self)
 
     def early(self: StoreFolder, *args: Any) -> int:
         num_bytes = commit(self, *args)
         self.slots.sync()
         return num_bytes
 
-    with mock.patch.object(Commit, "_bring", late), mock.patch.object(StoreFolder, "commit", early):
+    with mock.patch.object(StoreHome, "flush", late), mock.patch.object(StoreFolder, "commit", early):
         assert images(tmp_path, 30)
     assert given
 
@@ -312,11 +311,11 @@ def test_a_store_of_the_format_before_is_resumed_and_gets_sums(tmp_path: Path) -
     expected = snapshot(model)
     end(model)
     path = next((tmp_path / "store-0001").glob("record-*"))
-    record = records.read(path)
+    record = folder.read_record(path)
     assert record is not None and record.version == 2
     record.text["runs"] = {name: [run[:2] for run in runs] for name, runs in record.text["runs"].items()}
-    with mock.patch.object(records, "VERSION", 1):
-        records.write(path, record)
+    with mock.patch.object(folder, "VERSION", 1):
+        folder.write_record(path, record)
     assert "format version 1" in said_of(tmp_path)
     model, optimizer = durable("half", tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == 0
@@ -467,8 +466,8 @@ def store(two_commits: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
 
 
 def newest_record(store: Path) -> Path:
-    found = {path: records.read(path) for path in (store / "store-0001").glob("record-*")}
-    return max(found, key=lambda path: found[path] or records.Record(0, None, b""))
+    found = {path: folder.read_record(path) for path in (store / "store-0001").glob("record-*")}
+    return max(found, key=lambda path: found[path] or folder.Record(0, None, b""))
 
 
 def test_a_record_that_is_cut_off_or_torn_anywhere_gives_the_commit_before(
@@ -534,7 +533,7 @@ def test_two_runs_at_once_are_refused(store: Path) -> None:
 import sys
 from pathlib import Path
 import gemini
-from gemini.train.checkpoint.stored import committed_extra
+from gemini.train.checkpoint.durable import committed_extra
 from tests.train.test_durable import durable
 for use in (lambda path: durable("half", path), committed_extra):
     try:

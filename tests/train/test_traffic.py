@@ -18,8 +18,8 @@ from gemini.planning import compact
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.trace import TracedParam
-from gemini.planning.traffic import Boundary, by_name, path, step_traffic, update_traffic
-from gemini.tiers import Tier
+from gemini.planning.traffic import by_name, path, step_traffic, update_traffic
+from gemini.tiers import Boundary, Tier
 from tests import models
 from tests.planning.stacks import stack_trace
 from tests.train.helpers import manage

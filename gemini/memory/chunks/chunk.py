@@ -176,9 +176,9 @@ def make_plane(
 ) -> Plane:
     """A zeroed plane in its home; whoever calls has reserved it. ``pair``: its slots, where it is durable."""
     dtype = getattr(torch, spec.dtype)
-    if tier is Tier.NVME and pair is not None:
+    if tier.in_files and pair is not None:
         return DurablePlane(pair, numel, dtype)
-    if tier is Tier.NVME:
+    if tier.in_files:
         assert spill is not None and spec.block == 1, spec
         return FilePlane(spill, numel, dtype)
     make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer

@@ -9,6 +9,23 @@
 
 A store that is begun beside an older one takes its place with its first commit; until then the older one is what a
 resumed run loads.
+
+A *record* is the one place that says which slots of a store hold a whole step. A rank writes the one of its two files
+that does not hold its last commit, after everything that the record names has reached the drive. A record is good if it
+is whole, which its checksum tells; one that was torn by a power cut is none, and the other one is there.
+``docs/reference/durable-format.md`` has the same as a table of bytes.
+
+    offset  bytes  what
+    0       8      b"GEMINI\\x00C"
+    8       4      version of the format, little-endian as all numbers
+    12      4      CRC-32 of all that follows
+    16      8      sequence number of the commit
+    24      8      J, bytes of the text
+    32      8      T, bytes of the tensors
+    40      J      text: JSON, compressed by zlib
+    40 + J  T      tensors, one after the other; the text has their dtypes and shapes
+
+What follows a record in its file is what a longer one before it has left.
 """
 
 from __future__ import annotations
@@ -20,15 +37,15 @@ import os
 import re
 import shutil
 import socket
+import struct
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gemini import replacing
 from gemini.errors import StorageError
-from gemini.memory.durable import records
-from gemini.memory.durable.records import Record
-from gemini.memory.durable.slots import Runs, SlotFile
+from gemini.memory.durable.slots import Runs, SlotFile, barrier
 
 _STORE = re.compile(r"store-(\d{4,9})")
 Smallest = Callable[[list[int]], list[int]]
@@ -220,7 +237,7 @@ class StoreFolder:
 
     def _take(self, record: Record) -> None:
         for place in (0, 1):
-            found = records.read(record_path(self.folder, self.rank, place))
+            found = read_record(record_path(self.folder, self.rank, place))
             if found is not None and found.sequence == record.sequence:
                 self._place = 1 - place
         checked = {name: check_runs(record.text["runs"].get(name), pair.num_bytes, self.folder)
@@ -236,10 +253,8 @@ class StoreFolder:
         path = layout_path(self.folder, self.rank, checksum)
         if not path.exists() or path.read_bytes() != data:
             try:
-                with open(path, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+                path.write_bytes(data)
+                replacing.sync(path)
             except OSError as e:
                 raise StorageError(f"could not write {path}: {e.strerror}") from e
         return checksum
@@ -252,7 +267,7 @@ class StoreFolder:
             StorageError: nothing can be written any more, so that this commit and the one before both stay whole.
         """
         try:
-            num_bytes = records.write(record_path(self.folder, self.rank, self._place), record)
+            num_bytes = write_record(record_path(self.folder, self.rank, self._place), record)
             sync_folder(self.folder)
         except StorageError as e:
             self.slots.refuse_writes(e)
@@ -321,11 +336,7 @@ def sync_folder(folder: Path) -> None:
         StorageError: if they are not.
     """
     try:
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        replacing.sync(folder)
     except OSError as e:
         raise StorageError(f"could not write {folder}: {e.strerror}") from e
 
@@ -377,7 +388,7 @@ def _name_in(lock: int) -> str:
 
 
 def _records_of(store: Path, rank: int) -> list[Record]:
-    found = [records.read(record_path(store, rank, place)) for place in (0, 1)]
+    found = [read_record(record_path(store, rank, place)) for place in (0, 1)]
     return [record for record in found if record is not None]
 
 
@@ -398,3 +409,83 @@ def _number(store: Path) -> int:
     matched = _STORE.fullmatch(store.name)
     assert matched is not None
     return int(matched[1])
+
+
+MAGIC, VERSION = b"GEMINI\x00C", 2
+_HEAD = struct.Struct("<8sIIQQQ")
+_SUMMED = 16
+"""Where that begins of which there is a checksum."""
+_MAX_TEXT = 2**31
+"""Bytes of a text, uncompressed: what is said to be more is no record."""
+
+
+class Record(NamedTuple):
+    """One commit of one rank."""
+
+    sequence: int
+    text: Any
+    """What JSON has."""
+    tensors: bytes
+    version: int = VERSION
+    """Of the format that it was read in."""
+
+
+def _bytes_of(record: Record) -> bytes:
+    """The bytes of a record."""
+    text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
+    rest = struct.pack("<QQQ", record.sequence, len(text), len(record.tensors)) + text + record.tensors
+    return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
+
+
+def write_record(path: Path, record: Record) -> int:
+    """Put a record into its file; it is on the drive when this returns, and its bytes are counted.
+
+    Raises:
+        StorageError: if it cannot be written. It may be there nevertheless.
+    """
+    data = _bytes_of(record)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            done = 0
+            while done < len(data):
+                done += os.pwrite(fd, data[done:], done)
+            barrier(fd)
+        finally:
+            os.close(fd)
+    except OSError as e:
+        raise StorageError(f"could not write the commit record {path}: {e.strerror}") from e
+    return len(data)
+
+
+def read_record(path: Path) -> Record | None:
+    """The record in a file; None if there is none that is whole.
+
+    Raises:
+        StorageError: if the file cannot be read, or was written in a newer format.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise StorageError(f"the commit record {path} cannot be read: {e.strerror}") from e
+    if len(data) < _HEAD.size:
+        return None
+    magic, version, checksum, sequence, text, tensors = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        return None
+    if version > VERSION:
+        raise StorageError(
+            f"{path} has version {version} of the format, this Gemini reads version {VERSION}: load the store with the "
+            "Gemini that wrote it"
+        )
+    end = _HEAD.size + text + tensors
+    if len(data) < end or zlib.crc32(memoryview(data)[_SUMMED:end]) != checksum:
+        return None
+    begin = _HEAD.size + text
+    try:
+        unpacked = zlib.decompressobj().decompress(data[_HEAD.size : begin], _MAX_TEXT)
+        return Record(sequence, json.loads(unpacked), data[begin:end], version)
+    except (ValueError, RecursionError, zlib.error):
+        return None

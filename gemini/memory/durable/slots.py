@@ -2,7 +2,7 @@
 
 Page by page a plane has a *committed* slot, which nothing overwrites, and one where its content is *now*. A write goes
 to the slot that is not committed, wherever its content was before; once a commit record that says where everything is
-now has reached the drive (:mod:`gemini.memory.durable.records`), that is what is committed, and the other slot is free.
+now has reached the drive (:mod:`gemini.memory.durable.folder`), that is what is committed, and the other slot is free.
 So the bytes that training writes anyway are a checkpoint, and no page of it is ever half of one step and half of
 another. A page that nobody has written reads as zeros.
 

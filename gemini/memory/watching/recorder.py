@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.memory.devices.device import Event
-from gemini.planning.timeline import Sample, Span, Timeline, Track
-from gemini.tiers import Tier
+from gemini.planning.timeline import TRACKS, Sample, Span, Timeline, Track
+from gemini.tiers import Boundary, Tier
 
 graph_task = torch._C._current_graph_task_id
 """Which backward this thread is in; -1: none."""
@@ -40,13 +40,7 @@ def trains_here(trainer: int) -> bool:
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
 
-TRACKS = {
-    (Tier.NVME, Tier.CPU): Track.NVME_READ,
-    (Tier.CPU, Tier.NVME): Track.NVME_WRITE,
-    (Tier.CPU, Tier.GPU): Track.H2D,
-    (Tier.GPU, Tier.CPU): Track.D2H,
-}
-_BOUNDARIES = {track: f"{source.value}->{target.value}" for (source, target), track in TRACKS.items()}
+_BOUNDARIES = {track: str(boundary) for boundary, track in TRACKS.items()}
 
 Held = Mapping[Tier, Mapping[str, int]]
 
@@ -214,7 +208,7 @@ class Recorder:
 
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """A copy between two neighbouring tiers, or within one: that keeps no track busy."""
-        track = TRACKS.get((source, target))
+        track = TRACKS.get(Boundary(source, target))
         return NOTHING if track is None else self.span(track, num_bytes=num_bytes)
 
     def add(self, track: Track, start: float, stop: float, name: str, chunk: int = -1, num_bytes: int = 0) -> None:

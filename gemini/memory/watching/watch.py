@@ -18,10 +18,10 @@ from functools import cache
 from threading import get_ident
 
 from gemini.memory.devices.device import Event
-from gemini.memory.watching.recorder import NOTHING, TRACKS, RecordedEvent, Recorder, graph_task
-from gemini.planning.timeline import Track
+from gemini.memory.watching.recorder import NOTHING, RecordedEvent, Recorder, graph_task
+from gemini.planning.timeline import TRACKS, Track
 from gemini.planning.traffic import path
-from gemini.tiers import Tier
+from gemini.tiers import Boundary, Tier
 
 
 @cache
@@ -122,7 +122,7 @@ class Watch:
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
     ) -> Event:
         """What ``begin`` begins; who records is told of it when its end is noticed."""
-        recorder, track = self.recorder, TRACKS.get((source, target))
+        recorder, track = self.recorder, TRACKS.get(Boundary(source, target))
         if recorder is None or track is None:
             return begin()
         start = recorder.clock()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,12 +25,10 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.ranks.agree import Handshake
 from gemini.tiers import Ledger, Tier
-from gemini.train.checkpoint.commit import Commit, PlanePiece
-from gemini.train.checkpoint.write import Buffer, Piece, Writer
+from gemini.train.checkpoint.write import Buffer, CheckpointHome, Piece, write
 from gemini.train.write_observers import WriteObserver, WriteObservers
 from gemini.waiting import PROGRESS, Latch, await_latch
 
-P = TypeVar("P", Piece, PlanePiece)
 _HOLDER = "checkpoint"
 
 
@@ -41,9 +38,9 @@ class Saver(WriteObserver):
     A thread must not keep a model alive: what would is given to :meth:`run` and :meth:`start` and not kept.
     """
 
-    def __init__(self, writer: Writer | Commit, group: ProcessGroup | None, device: Device):
-        self._final = writer.final
-        self._parts: tuple[Writer | Commit, ProcessGroup | None, Device] | None = (writer, group, device)
+    def __init__(self, home: CheckpointHome, group: ProcessGroup | None, device: Device):
+        self._final = home.place
+        self._parts: tuple[CheckpointHome, ProcessGroup | None, Device] | None = (home, group, device)
         """What it works with; let go of when the writing has begun, as a handle of it may be kept for long."""
         self._unsaved: dict[int, Latch] = {}
         """Of each chunk that may not change yet, what is set when it may."""
@@ -68,8 +65,8 @@ class Saver(WriteObserver):
     def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
         assert self._parts is not None
-        (writer, _, device), refused = self._parts, ""
-        num_bytes = 0 if writer.in_place else mover.tile * 4
+        (home, _, device), refused = self._parts, ""
+        num_bytes = 0 if home.in_place else mover.tile * 4
         with WHOLE:  # from the first reserved byte until the thread gives it back
             try:
                 _reserve(
@@ -79,22 +76,22 @@ class Saver(WriteObserver):
             except BudgetExceeded as e:
                 refused = str(e)
             else:
-                self._begin(writer, device, manager.room.ledger, observers, num_bytes)
+                self._begin(home, device, manager.room.ledger, observers, num_bytes)
         if refused:
             warn(f"the checkpoint is written while the training waits: {refused}")
             self.run(mover)
 
     def _begin(
-        self, writer: Writer | Commit, device: Device, ledger: Ledger, observers: WriteObservers, num_bytes: int
+        self, home: CheckpointHome, device: Device, ledger: Ledger, observers: WriteObservers, num_bytes: int
     ) -> None:
         """Write it on a thread, which gives the ``num_bytes`` back that were reserved."""
         try:
-            writer.draft.tensors[:] = [tensor.clone() for tensor in writer.draft.tensors]
+            home.draft.tensors[:] = [tensor.clone() for tensor in home.draft.tensors]
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
-            self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in writer.pieces} | writer.held}
-            self._held, self._pending = writer.held, writer.pending
+            self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in home.pieces} | home.held}
+            self._held, self._pending = home.held, home.pending
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
@@ -183,17 +180,17 @@ class Saver(WriteObserver):
 
     def _write(self, buffer: Buffer) -> None:
         assert self._parts is not None
-        (writer, group, device), self._parts = self._parts, None
+        (home, group, device), self._parts = self._parts, None
         ranks = Handshake(group, f"saving the checkpoint {self._final}")
         del group  # not held beyond the end of the program (ranks/process_groups.py)
-        writer.write(ranks, device, buffer, self._in_order)
+        write(home, ranks, device, buffer, self._in_order)
 
-    def _in_order(self, pieces: list[P]) -> Iterator[P]:
+    def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
         if self._thread is None:
             yield from pieces
             return
-        waiting: dict[int, deque[P]] = {}
+        waiting: dict[int, deque[Piece]] = {}
         for piece in pieces:
             waiting.setdefault(piece.chunk_index, deque()).append(piece)
         while waiting:

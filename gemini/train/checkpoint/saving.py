@@ -24,7 +24,7 @@ from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
 from gemini.replacing import find, place_of
 from gemini.train.checkpoint import format as checkpoint_format
-from gemini.train.checkpoint.commit import Commit
+from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
 from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
@@ -36,9 +36,8 @@ from gemini.train.checkpoint.states import (
     rng_states,
     scheduler_kind,
 )
-from gemini.train.checkpoint.stored import open_store
 from gemini.train.checkpoint.tensor_file import TensorFile
-from gemini.train.checkpoint.write import Draft, Writer, sources_of
+from gemini.train.checkpoint.write import CheckpointHome, Draft, FolderHome, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
@@ -123,7 +122,7 @@ def save_checkpoint(
     ranks = engine.ranks
     ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
     engine.shards.agree_on_folder(Point.SAVE_CHECKPOINT, "save_checkpoint", directory, attempt.refusal)
-    writer: Writer | Commit
+    home: CheckpointHome
     handles, tile = engine.params.handles, engine.store.mover.tile
     if engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
@@ -138,10 +137,10 @@ def save_checkpoint(
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
         in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
-        writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
+        home = StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
-        writer = Writer(final, draft, sources, tile)
-    saver = Saver(writer, ranks.waiting.group, engine.store.device)
+        home = FolderHome(final, draft, sources, tile)
+    saver = Saver(home, ranks.waiting.group, engine.store.device)
     if wait:
         saver.run(engine.store.mover)
     else:

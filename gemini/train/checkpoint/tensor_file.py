@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from gemini.errors import StorageError
+from gemini.replacing import sync
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -101,9 +102,8 @@ class TensorFileWriter:
         try:
             if self._file is None:
                 self._open()
-            assert self._file is not None
-            with self._file as file:
-                os.fsync(file.fileno())
+            sync(self.path)
+            self.abandon()
         except OSError as e:
             raise StorageError(f"could not write {self.path}: {e.strerror}") from e
         self._closed = True

@@ -2,12 +2,13 @@
 
 A *source* is one param's part of one plane on this rank. Its key (``exp_avg/model.norm.weight``) and its place in the
 whole param are all a checkpoint knows: chunks, shards, tiers and the number of ranks are of the run, not of the model.
-The ranks exchange little: the first one hears the RNG states of all, tells them the folder, hears the checksums when
-all have written, and ends the checkpoint (:meth:`Writer._finish`): values, manifest, and the folder gets its name.
+Pieces of sources are put into a :class:`CheckpointHome`, which is a folder here (:class:`FolderHome`), or the durable
+store of the model (:mod:`gemini.train.checkpoint.durable`), by one loop (:func:`write`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from gemini import replacing
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import WEIGHTS, PlaneKind
 from gemini.ranks.agree import Handshake
@@ -57,21 +59,6 @@ class PlanePart(NamedTuple):
         """The element of the plane at which item ``start`` of the part stands."""
         return self.handle.part.start + start * self.plane.block
 
-    def read(self, start: int, stop: int, device: Device, buffer: Buffer) -> torch.Tensor:
-        """Items ``[start, stop)`` of the part (``start`` on a page) as a host tensor, in place or in the buffer."""
-        first, last = self.place(start), self.place(stop)
-        in_place = self.plane.host_view(first, last)
-        if in_place is not None:
-            return in_place
-        padded = self.plane.page_up(last - first)
-        staged = buffer(self.plane.items(padded) * self.plane.dtype.itemsize).view(self.plane.dtype)
-        on_device = self.plane.device_view(first, last)
-        if on_device is not None:  # on a stream of its own: the saver is not the only one who copies
-            device.copy(staged[: stop - start], on_device, "checkpoint").wait()
-        else:
-            self.plane.load(first, first + padded, staged)
-        return staged[: stop - start]
-
 
 def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
     """Every source of this rank, chunk after chunk."""
@@ -91,16 +78,44 @@ def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
 
 
 class Piece(NamedTuple):
-    """Items ``[start, stop)`` of a source: what is read, written and has a checksum of its own at a time."""
+    """Elements ``[start, stop)`` of a plane (``start`` on a page): what is read and put into a home at a time."""
 
-    source: PlanePart
+    of: str
+    """What they are called there: a source, or slots."""
+    chunk_index: int
+    plane: Plane
     start: int
     stop: int
 
     @property
-    def chunk_index(self) -> int:
-        """Of the chunk."""
-        return self.source.handle.chunk.spec.index
+    def num_bytes(self) -> int:
+        """Bytes of their items."""
+        plane = self.plane
+        return (plane.items(self.stop) - self.start // plane.block) * plane.dtype.itemsize
+
+    def read(self, device: Device, buffer: Buffer) -> torch.Tensor:
+        """Their items as a host tensor, in place where the host can read them, else in the buffer."""
+        in_place = self.plane.host_view(self.start, self.stop)
+        if in_place is not None:
+            return in_place
+        return self.staged(device, buffer)[: self.num_bytes].view(self.plane.dtype)
+
+    def staged(self, device: Device, buffer: Buffer) -> torch.Tensor:
+        """Their items in the buffer, as bytes, with zeros up to the end of a page."""
+        plane, size = self.plane, self.plane.dtype.itemsize
+        first = self.start // plane.block * size
+        end = min(plane.num_bytes, -(-(first + self.num_bytes) // PAGE) * PAGE)
+        staged = buffer(end - first)
+        items = staged[: self.num_bytes].view(plane.dtype)
+        here, there = plane.host_view(self.start, self.stop), plane.device_view(self.start, self.stop)
+        if here is not None:
+            items.copy_(here)
+        elif there is not None:  # on a stream of its own: the saver is not the only one who copies
+            device.copy(items, there, "checkpoint").wait()
+        else:
+            plane.load(self.start, self.start + (end - first) // size, staged.view(plane.dtype))
+        staged[self.num_bytes :].zero_()
+        return staged
 
 
 class Draft(NamedTuple):
@@ -111,87 +126,163 @@ class Draft(NamedTuple):
     rng: Any
     """Of this rank; None where one that has another slice of the same params says it."""
 
+    def take_rng(self, rng: list[Any]) -> None:
+        """On the first rank: note the RNG states of all."""
+        self.manifest["rng"] = encode([one for one in rng if one is not None], self.tensors, "rng")
 
-class Writer:
-    """One checkpoint on its way into the folder ``final``.
+
+class CheckpointHome(ABC):
+    """Where a checkpoint is kept. Every rank puts its own pieces; then all of them commit it, or none.
+
+    Attributes:
+        place: its name.
+        draft: everything but masters and states.
+        pieces: what this rank puts, in any order.
+        held: chunks that may change only when all is committed.
+        pending: updates that were in flight, by chunk: what is put is what they make.
+        in_place: whether no staging is needed.
+    """
+
+    place: Path
+    draft: Draft
+    pieces: list[Piece]
+    held: set[int]
+    pending: dict[int, Event]
+    in_place: bool
+
+    @abstractmethod
+    def begin(self, ranks: Handshake) -> None:
+        """Agree on what is about to be written; the first rank hears the RNG states of all."""
+
+    @abstractmethod
+    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        """Read a piece and write it; its chunk may change afterwards, if it is not held."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring what this rank has put to the drive."""
+
+    @abstractmethod
+    def commit(self, ranks: Handshake) -> None:
+        """Make it the newest checkpoint, of what all ranks have put and flushed."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Leave nothing of a checkpoint that was not committed. Comes in any case, last."""
+
+
+def write(
+    home: CheckpointHome,
+    ranks: Handshake,
+    device: Device,
+    buffer: Buffer,
+    order: Callable[[list[Piece]], Iterable[Piece]] = iter,
+) -> None:
+    """Write a checkpoint, on all ranks or on none.
+
+    Args:
+        order: in which pieces are put; the next is asked for when one is written.
+
+    Raises:
+        GeminiError: on every rank, naming the one that failed. What was there before is whole.
+    """
+
+    def put_all() -> None:
+        for piece in order(home.pieces):
+            if piece.chunk_index in home.pending:
+                home.pending[piece.chunk_index].wait()
+            home.put(piece, device, buffer)
+        for update in home.pending.values():
+            update.wait()
+        home.flush()  # last of all: nobody who waits for a piece waits for the disk itself
+
+    try:
+        home.begin(ranks)
+        ranks.step(put_all, lambda _: None)
+        home.commit(ranks)
+    except OSError as e:
+        raise StorageError(f"could not save the checkpoint {home.place}: {e.strerror or e}") from e
+    finally:
+        home.end()
+
+
+class FolderHome(CheckpointHome):
+    """The folder ``place``, in which each rank has files of its own. The first one makes it under another name, which
+    it tells the others, and ends it: values, manifest, and the folder gets its name.
 
     Args:
         sources: what this rank writes; none if another replica of the model writes the same.
         piece: items of a piece.
     """
 
-    def __init__(self, final: Path, draft: Draft, sources: list[PlanePart], piece: int):
-        self.final, self.draft = final, draft
-        self._sources = [source for source in sources if source.numel]
-        self.pieces = [Piece(s, *span) for s in self._sources for span in tiles(0, s.numel, piece)]
-        self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources)
-        """Whether no staging is needed."""
-        self.held, self.pending = set[int](), dict[int, Event]()  # as of a commit: here a written chunk is free
+    def __init__(self, place: Path, draft: Draft, sources: list[PlanePart], piece: int):
+        self.place, self.draft = place, draft
+        self._sources = {source.key: source for source in sources if source.numel}
+        self.pieces = [
+            Piece(source.key, source.handle.chunk.spec.index, source.plane, source.place(start), source.place(stop))
+            for source in self._sources.values()
+            for start, stop in tiles(0, source.numel, piece)
+        ]
+        self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
+        self.held, self.pending = set(), {}
+        self._files: dict[str, TensorFileWriter] = {}
+        """By source."""
+        self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
         self._made: Path | None = None
 
-    def write(
-        self,
-        ranks: Handshake,
-        device: Device,
-        buffer: Buffer,
-        order: Callable[[list[Piece]], Iterable[Piece]] = iter,
-    ) -> None:
-        """Write it, on all ranks or on none; nothing but the checkpoint stays behind.
+    def begin(self, ranks: Handshake) -> None:
+        name = ranks.step(lambda: self.draft.rng, self._make)
+        self._work, self._rank = self.place.parent / name, ranks.rank
 
-        Args:
-            order: in which pieces are written; the next is asked for when one is written.
-
-        Raises:
-            GeminiError: on every rank, naming the one that failed.
-        """
-
-        def write_own() -> dict[str, Any]:
-            work = self.final.parent / folder
-            if self.pieces and not work.is_dir():
-                raise StorageError(
-                    f"{work}, which the first rank has made, is not there: ranks on several machines need a directory "
-                    "that all of them share"
-                )
-            return self._write_own(work, ranks.rank, order(self.pieces), device, buffer)
-
-        try:
-            folder = ranks.step(lambda: self.draft.rng, self._begin)
-            ranks.step(write_own, self._finish)
-        except OSError as e:
-            raise StorageError(f"could not save the checkpoint {self.final}: {e.strerror or e}") from e
-        finally:
-            if self._made is not None:
-                replacing.end(self._made)
-
-    def _begin(self, rng: list[Any]) -> str:
-        """On the first rank: the folder that all write into, beside the final one, with the RNG states of all."""
-        self._made = replacing.begin(self.final)
+    def _make(self, rng: list[Any]) -> str:
+        """On the first rank: the folder that all write into, beside the final one."""
+        self._made = replacing.begin(self.place)
         self._made.mkdir()
-        self.draft.manifest["rng"] = encode([one for one in rng if one is not None], self.draft.tensors, "rng")
+        self.draft.take_rng(rng)
         return self._made.name
 
-    def _write_own(
-        self, work: Path, rank: int, pieces: Iterable[Piece], device: Device, buffer: Buffer
-    ) -> dict[str, Any]:
-        """Stream the pieces of this rank into its files, which are on the disk afterwards; what the manifest says of
-        them.
-        """
-        files = _open_writers(work, rank, self._sources)
-        sums: dict[str, list[int]] = {key: [] for key in files}
-        try:
-            for source, start, stop in pieces:
-                data = source.read(start, stop, device, buffer)
-                sums[source.key].append(files[source.key].write(source.spec.name, start, data))
-            for file in files.values():  # last of all: nobody who waits for a piece waits for the disk itself
-                file.close()
-        finally:
-            for file in files.values():
-                file.abandon()
+    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        if not self._files:
+            self._open()
+        source = self._sources[piece.of]
+        start = (piece.start - source.place(0)) // piece.plane.block
+        self._sums[piece.of].append(self._files[piece.of].write(source.spec.name, start, piece.read(device, buffer)))
+
+    def _open(self) -> None:
+        """Make the files, of about ``FILE_BYTES`` each."""
+        if not self._work.is_dir():
+            raise StorageError(
+                f"{self._work}, which the first rank has made, is not there: ranks on several machines need a "
+                "directory that all of them share"
+            )
+        groups: list[list[PlanePart]] = [[]]
+        filled = 0
+        for source in self._sources.values():
+            if filled and filled + source.spec.num_bytes > FILE_BYTES:
+                groups.append([])
+                filled = 0
+            groups[-1].append(source)
+            filled += source.spec.num_bytes
+        for number, group in enumerate(groups):
+            path = self._work / f"params-{self._rank:05d}-{number:05d}.safetensors"
+            file = TensorFileWriter(path, [source.spec for source in group])
+            self._files |= {source.key: file for source in group}
+
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def commit(self, ranks: Handshake) -> None:
+        ranks.step(self._listed, self._finish)
+
+    def _listed(self) -> dict[str, Any]:
+        """What the manifest says of the files of this rank."""
         listed: dict[str, Any] = {}
-        for source in self._sources:
-            key, file = source.key, files[source.key]
+        for key, source in self._sources.items():
+            file = self._files[key]
             in_file = listed.setdefault(file.path.name, {"header": file.header_checksum, "tensors": {}})
-            entry = in_file["tensors"][source.spec.name] = {"of": key, "start": source.offset, "sums": sums[key]}
+            entry = {"of": key, "start": source.offset, "sums": self._sums[key]}
+            in_file["tensors"][source.spec.name] = entry
             if source.handle.cut is not None:
                 entry["slice"] = source.handle.cut.rank
         return listed
@@ -203,26 +294,14 @@ class Writer:
         for of_rank in listed:
             files.update(of_rank)
         write_manifest(self._made, self.draft.manifest)
-        check_target(self.final, self.final)  # again: the writing may have taken long
-        replacing.swap(self._made, self.final)
+        check_target(self.place, self.place)  # again: the writing may have taken long
+        replacing.swap(self._made, self.place)
 
-
-def _open_writers(work: Path, rank: int, sources: list[PlanePart]) -> dict[str, TensorFileWriter]:
-    """By key, the file it goes into; about ``FILE_BYTES`` each."""
-    groups: list[list[PlanePart]] = [[]]
-    filled = 0
-    for source in sources:
-        if filled and filled + source.spec.num_bytes > FILE_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(source)
-        filled += source.spec.num_bytes
-    writers = {}
-    for number, group in enumerate(groups):
-        path = work / f"params-{rank:05d}-{number:05d}.safetensors"
-        writer = TensorFileWriter(path, [source.spec for source in group])
-        writers.update({source.key: writer for source in group})
-    return writers
+    def end(self) -> None:
+        for file in self._files.values():
+            file.abandon()
+        if self._made is not None:
+            replacing.end(self._made)
 
 
 def _write_values(path: Path, tensors: list[torch.Tensor]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from gemini.train.loading import paging
 from gemini.train.loading.paging import PagedParameter, Pager
 from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
 from gemini.train.modules.reading import Structure
-from gemini.train.params.by_name import ByName
+from gemini.train.params.by_name import ByName, same_bits
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.setup.wrappable import refuse_unwrappable
@@ -367,7 +367,9 @@ class _ReadAtTouch:
             del self._inside[key]
             value = self._read(self._names[key])
             self._inside_bytes -= value.nbytes
-            if _same_bits(param.data, value):
+            now = param.data
+            alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
+            if alike and same_bits(now, value):
                 param.data = paging.stand_in(param.shape, param.dtype)
                 self._put_away(param)
 
@@ -375,12 +377,6 @@ class _ReadAtTouch:
 def _is_shared(param: nn.Parameter) -> bool:
     """Whether another tensor, or an array, has the memory of ``param`` too."""
     return torch._C._storage_Use_Count(param.untyped_storage()._cdata) > 2  # type: ignore[attr-defined]  # it, and we
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
-        return False
-    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def internal_step(owner: Any, name: str) -> Any:

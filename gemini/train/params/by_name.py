@@ -165,7 +165,7 @@ class ByName:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         handle.chunk.settle()
-        if handle.restored == handle.num_steps and _same_bits(self.read(handle).to(value.dtype), value):
+        if handle.restored == handle.num_steps and same_bits(self.read(handle).to(value.dtype), value):
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
@@ -209,7 +209,7 @@ class ByName:
     def complete_rounded(self, handle: ParamHandle, master: torch.Tensor) -> None:
         """The same of a param that :meth:`rounds`: ``master`` knows itself which weights it belongs to."""
         handle.waiting = WaitingResidual(master, None, handle.num_steps)
-        if _same_bits(self.read(handle), master.to(handle.chunk.flat.dtype)):
+        if same_bits(self.read(handle), master.to(handle.chunk.flat.dtype)):
             self.write_plane(handle, WEIGHTS, master)
             handle.waiting.met = True
 
@@ -226,7 +226,7 @@ class ByName:
             return None
         if self.rounds(handle):
             weights = waiting.residual.to(handle.chunk.flat.dtype)
-            fits = _same_bits(weights.to(value.dtype).reshape(-1), value.reshape(-1))
+            fits = same_bits(weights.to(value.dtype).reshape(-1), value.reshape(-1))
             waiting.met |= fits
             return waiting.residual if fits else None
         total, whole = 0, True
@@ -352,7 +352,8 @@ class ByName:
             store_range(self._mover, plane, handle.part.start + offset, source)
 
 
-def _same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
+def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors, on any devices, have the same bits in the same order."""
     bits = (of.detach().to("cpu").contiguous().view(-1).view(torch.uint8) for of in (here, value))
     return torch.equal(*bits)
 

@@ -34,7 +34,7 @@ from gemini.planning.planner import moves_for
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import DRIVE, Ledger, Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
 from gemini.train.params.factors import make_factors
@@ -97,7 +97,7 @@ def build(
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
     device.reserve_buffers(_buffers(problem, placement))
-    on_disk = needed.get(Tier.NVME, 0)
+    on_disk = needed.get(DRIVE, 0)
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
     spill = SpillFile(config.memory.nvme_path, on_disk - in_store) if config.memory.nvme_path is not None else None
@@ -201,7 +201,7 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
         ledger.reserve(tier, problem.temporaries, "temporaries")
     if problem.durable:
-        ledger.reserve(Tier.NVME, problem.spare_slots(placement), "spare slots")
+        ledger.reserve(DRIVE, problem.spare_slots(placement), "spare slots")
     demands = problem.demands(placement)
     still = problem.compute is not Tier.GPU and not problem.durable  # nothing has to be staged
     if not still or demands != problem.spoken_for(gathers=False, stages=False):

@@ -30,7 +30,7 @@ from gemini.planning.working import MARGIN, with_staging, with_tiles
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, structure_of
 from gemini.train.modules.renormalized import refuse_on_ranks
@@ -199,11 +199,11 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
     budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     if memory.nvme_path is not None:
         found = probe(memory.nvme_path)
-        nvme = memory.bytes_of(Tier.NVME)
+        nvme = memory.bytes_of(DRIVE)
         if memory.durable:  # the slots of an earlier run are used again
             found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
-        budgets[Tier.NVME] = int(found.free_bytes * MARGIN) if nvme is None else nvme
-    for tier in (Tier.CPU, Tier.NVME):
+        budgets[DRIVE] = int(found.free_bytes * MARGIN) if nvme is None else nvme
+    for tier in (Tier.CPU, DRIVE):
         if tier in budgets:
             budgets[tier] //= ranks.local_size
     return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))

@@ -65,7 +65,7 @@ class TrainedParams:
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if rule.in_memory:
-            below = [tier for tier in below if tier is not Tier.NVME]
+            below = [tier for tier in below if not tier.in_files]
         tier = next((t for t in below if store.ledger.make_room(t, num_bytes)), None)
         if tier is None:
             raise BudgetExceeded(

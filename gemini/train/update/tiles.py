@@ -90,7 +90,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     (sums of gradients for which memory had no room).
     """
     tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
-    if chunk.streamed and Tier.NVME not in tiers:
+    if chunk.streamed and not any(tier.in_files for tier in tiers):
         return Path.STREAMED
     if on_gpu and tiers == {Tier.GPU}:
         return Path.ON_DEVICE

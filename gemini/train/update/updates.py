@@ -307,7 +307,7 @@ class Updates:
         it may go before the sums of gradients have come.
         """
         chunk, weights = update.chunk, update.chunk.weights
-        spares = update.path is Path.STAGED and weights.tier is Tier.NVME and self._manager.is_current(chunk)
+        spares = update.path is Path.STAGED and weights.tier.in_files and self._manager.is_current(chunk)
         whole = (chunk.flat.dtype, chunk.flat.numel()) == (weights.dtype, weights.numel)
         return chunk.flat if spares and whole else None
 

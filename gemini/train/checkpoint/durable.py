@@ -1,29 +1,154 @@
-"""A durable store, read as the checkpoint that its last commit is: the same manifest, the same reader.
+"""A durable store as a checkpoint: committed as one (:class:`StoreHome`), and read as the one that its last commit is.
 
-A store may have been damaged, or written by somebody else: what its records and layouts say is compared here with what
-can be, and the rest where a checkpoint's is (:mod:`gemini.train.checkpoint.format`).
+The manifest is the same, and so is the reader. A store may have been damaged, or written by somebody else: what its
+records and layouts say is compared here with what can be, and the rest where a checkpoint's is
+(:mod:`gemini.train.checkpoint.format`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from gemini.errors import StorageError
+from gemini.errors import GeminiError, StorageError
 from gemini.kernels import crc32
+from gemini.memory.chunks.chunk import Chunk, DurablePlane
+from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.durable.folder import Commit, check_runs, last_commit, read_layout, reading, slots_path
-from gemini.memory.durable.slots import ZEROS, Runs
+from gemini.memory.durable.folder import (
+    Commit,
+    Record,
+    StoreFolder,
+    check_runs,
+    last_commit,
+    read_layout,
+    reading,
+    slots_path,
+)
+from gemini.memory.durable.slots import ZEROS, Runs, slot_name
+from gemini.memory.movement.mover import tiles
+from gemini.planning.planes import GRADS
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
 from gemini.train.checkpoint.plain_data import Decoder
-from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
+from gemini.train.checkpoint.tensor_file import STORED_DTYPES, Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
+from gemini.train.checkpoint.write import Buffer, CheckpointHome, Draft, Piece, PlanePart
+from gemini.train.write_observers import ChangedChunks
 
 _AT_ONCE = 2**20
 """Bytes that are read at once to be summed."""
+
+
+class StoreHome(CheckpointHome):
+    """The model's durable store: what training has written to its slots already becomes a checkpoint.
+
+    Only what lives in memory, and has changed since the last commit, is put into slots of its own; then one record is
+    written. What the commit before names is not overwritten until all ranks have theirs, so that a run which is killed
+    anywhere goes on from this step or from the one before.
+
+    It may be made while updates of the step are in flight. Changes of later steps wait for the record (``before_write``
+    of :mod:`gemini.train.checkpoint.saver`), which is there long before their gradients are.
+
+    Args:
+        sources: what this rank keeps of every master and state.
+        pending: updates of the step that are in flight, by chunk.
+        changed: the chunks that are not in the store as they are.
+    """
+
+    def __init__(
+        self, store: StoreFolder, draft: Draft, chunks: list[Chunk], sources: list[PlanePart], piece: int, *,
+        pending: Mapping[int, Event], changed: ChangedChunks,
+    ):  # fmt: skip
+        self.place, self.draft, self.pending = store.directory, draft, dict(pending)
+        self._store, self._sources, self._changed = store, sources, changed
+        _check_slots(store, chunks)
+        self._taken = changed.take() | self.pending.keys()
+        """Chunks that the store has as they are when this is committed."""
+        self.pieces = [
+            Piece(slot_name(kind, chunk.spec.index), chunk.spec.index, plane, start, stop)
+            for chunk in chunks
+            if chunk.spec.index in self._taken
+            for kind, plane in chunk.planes.items()
+            if kind not in GRADS and not isinstance(plane, DurablePlane)
+            for start, stop in tiles(0, plane.numel, piece)
+        ]
+        # A record names slots that chunks live in: these may change when it is there.
+        self.held = {
+            chunk.spec.index for chunk in chunks if any(isinstance(p, DurablePlane) for p in chunk.planes.values())
+        }
+        self.in_place = not self.pieces
+
+    def begin(self, ranks: Handshake) -> None:
+        self._sequence = ranks.step(lambda: (self.draft.rng, self._store.highest), self._next)
+
+    def _next(self, given: list[tuple[Any, int]]) -> int:
+        """On the first rank: the number of the commit."""
+        self.draft.take_rng([rng for rng, _ in given])
+        return 1 + max(highest for _, highest in given)
+
+    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        at = piece.start // piece.plane.block * piece.plane.dtype.itemsize
+        self._store.slots.pairs[piece.of].begin_write(piece.staged(device, buffer), at).wait()
+
+    def flush(self) -> None:
+        self._layout = self._store.write_layout(layout_of(self._sources, self._store))
+        self._store.slots.sync()
+
+    def commit(self, ranks: Handshake) -> None:
+        """Write a record on every rank: all that it names has reached every drive."""
+        store, self._taken = self._store, set()
+        try:
+            runs = {name: pair.runs() for name, pair in store.slots.pairs.items()}
+            ranks.step(lambda: store.commit(self._record(ranks.rank, runs), runs), lambda _: None)
+        except BaseException as e:  # here or there a record may be on the drive
+            store.slots.refuse_writes(e)
+            raise
+        store.committed_by_all(runs)
+
+    def _record(self, rank: int, runs: Mapping[str, Any]) -> Record:
+        text = {"ranks": self._store.ranks, "layout": self._layout, "runs": runs}
+        if rank:
+            return Record(self._sequence, text, b"")
+        tensors = self.draft.tensors
+        text["manifest"] = self.draft.manifest
+        text["values"] = [[STORED_DTYPES[tensor.dtype], list(tensor.shape)] for tensor in tensors]
+        return Record(self._sequence, text, b"".join(bytes(bytes_of(tensor)) for tensor in tensors))
+
+    def end(self) -> None:
+        self._changed.give_back(self._taken)
+
+
+def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
+    """Which slots there are, and where in them each master and state of this rank begins."""
+    return {
+        "sizes": [[name, pair.num_bytes] for name, pair in store.slots.pairs.items()],
+        "tensors": {
+            source.spec.name: {
+                "of": source.key,
+                "start": source.offset,
+                "dtype": STORED_DTYPES[source.spec.dtype],
+                "shape": list(source.spec.shape),
+                "slots": slot_name(source.kind, source.handle.chunk.spec.index),
+                "at": source.plane.items(source.place(0)) * source.plane.dtype.itemsize,
+            }
+            for source in sources
+            if source.numel
+        },
+    }
+
+
+def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        for kind in chunk.planes:
+            if kind not in GRADS and slot_name(kind, chunk.spec.index) not in store.slots.pairs:
+                raise GeminiError(
+                    f"{chunk.name} was frozen when the model was wrapped and is trained now, and the durable store has "
+                    f"no room for its {kind}: set requires_grad before wrapping, or save a checkpoint to another folder"
+                )
 
 
 class Stored(NamedTuple):
