@@ -33,7 +33,7 @@ def join_others(model: nn.Module, company: Company, kind: str, spread: SpreadExp
     divided = divide_sequences(model, ranks, kind, meet)
     if divided is not None:
         model.__dict__["_gemini_context"] = divided
-    if ranks.same_batch is not None:
+    if ranks.same_batch.size > 1:
         model.__dict__["_gemini_hooks"].append(compare_first_batch(model, ranks.same_batch))
     if spread is not None:
         model.__dict__["_gemini_spread"] = spread

@@ -210,10 +210,10 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     Raises:
         GeminiError: naming why it cannot; nothing was changed.
     """
-    if ranks.context is None:
+    if ranks.context.size == 1:
         return None
     exchange = Exchange(ranks.context, meet)
-    slices = 1 if ranks.parts is None or ranks.same_batch is None else ranks.same_batch.size
+    slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
     divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks, slices)
     divided.put()
     return divided

@@ -131,12 +131,9 @@ class Reduction(GradientSink):
         self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
         self._plan = (0, 0)
-        across = self._ranks.replicas
-        self._replicas = (
-            None if across is None else ReplicaSums(shards, across, store, each_backward=sums_each_backward)
-        )
+        self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
         self._sync = StepSync(shards, self._replicas, state, scaling)
-        self.has_replicas = across is not None
+        self.has_replicas = self._ranks.num_replicas > 1
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
@@ -186,8 +183,7 @@ class Reduction(GradientSink):
             self._reduce(index)
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        if self._replicas is not None:
-            self._replicas.end_backward()
+        self._replicas.end_backward()
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
@@ -232,8 +228,7 @@ class Reduction(GradientSink):
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
             with self._mover.working(working), self._channel.reducing(chunk):
-                if self._replicas is not None:
-                    self._replicas.begin_landing(chunk, adding=any(adding.values()))
+                self._replicas.begin_landing(chunk, adding=any(adding.values()))
                 for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
                     try:
                         if failure is None:
@@ -243,8 +238,7 @@ class Reduction(GradientSink):
             if failure is not None:
                 raise failure
             whole.is_reduced = True
-            if self._replicas is not None:
-                self._replicas.landed(index, backward)
+            self._replicas.landed(index, backward)
 
         ready = self._device.mark()
 
@@ -316,8 +310,7 @@ class Reduction(GradientSink):
                 if handle.name not in whole.arrived:
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
-        if self._replicas is not None:
-            self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
+        self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
         for handle in present:
             self._gradients.apply_clip(handle)
         for handle in present:
@@ -331,13 +324,12 @@ class Reduction(GradientSink):
                     whole.flat[at + start : at + stop].copy_(total)
                     continue
                 self._land(chunk, present, adding, start, stop, total)
-        if self._replicas is not None and arrived.all():
+        if arrived.all():
             self._replicas.landed(index, self._state.backward_number)
         if transient:
             assert whole is not None
-            if self._replicas is not None:
-                section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-                self._replicas.sum_now(chunk, section, present, self._planned())
+            section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
+            self._replicas.sum_now(chunk, section, present, self._planned())
             self._update(chunk, present, whole)
         if whole is not None:
             self._close(index)
@@ -437,8 +429,7 @@ class Reduction(GradientSink):
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
-        if self._replicas is not None:
-            self._replicas.give_up()
+        self._replicas.give_up()
         self._sync.gradients_dropped(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
@@ -451,13 +442,11 @@ class Reduction(GradientSink):
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
         self._sync.end_step(has_gradients=has_gradients)
-        if self._replicas is not None:
-            self._replicas.end_step(has_gradients=has_gradients)
+        self._replicas.end_step(has_gradients=has_gradients)
 
     def leave_replicas(self) -> None:
         """See :class:`gemini.train.sharding.shards.Reducing`."""
-        if self._replicas is not None:
-            self._replicas.leave()
+        self._replicas.leave()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
         """Ranks compare what they did."""

@@ -60,14 +60,16 @@ class _Order:
 
 
 class ReplicaSums:
-    """The sums over the ranks that hold the same shard.
+    """The sums over the ranks that hold the same shard; nothing is done where there is none.
 
     Args:
         each_backward: whether they are made at the end of every backward, and not once per step.
     """
 
-    def __init__(self, shards: Shards, wire: Wire, store: ChunkStore, *, each_backward: bool):
-        self.each_backward = each_backward
+    def __init__(self, shards: Shards, store: ChunkStore, *, each_backward: bool):
+        wire = shards.ranks.replicas
+        self.are_none = wire.size == 1
+        self.each_backward = each_backward and not self.are_none
         self.num_behind = 0
         """Chunks that were added up behind backward."""
         self._shards, self._wire, self._params = shards, wire, shards.params
@@ -77,9 +79,9 @@ class ReplicaSums:
         self._by_chunk: dict[int, Sequence[ParamHandle]] = {}
         self._wires: dict[int, Wire] = {}
         for index, handles in shards.params.by_chunk.items():
-            are_experts = shards.ranks.experts is not None and any(handle.cut is not None for handle in handles)
+            are_experts = shards.ranks.experts.size > 1 and any(handle.cut is not None for handle in handles)
             across = shards.ranks.copies if are_experts else wire
-            if across is not None:
+            if across.size > 1:
                 self._by_chunk[index], self._wires[index] = handles, across
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
@@ -165,6 +167,8 @@ class ReplicaSums:
         Raises:
             RankMismatch: on every rank, if a replica has other gradients, or is about to update them in another way.
         """
+        if self.are_none:
+            return
         names = zlib.crc32(json.dumps([handle.name for handle in present]).encode())
         said = torch.tensor([chunk.spec.index, names, plan], dtype=torch.int64, device="cpu")
         heard = self._wire.swap(Tag.HEADER, said, f"the updates of {chunk.name} inside backward")
@@ -243,6 +247,8 @@ class ReplicaSums:
         Raises:
             RankMismatch: on every rank, if some have dropped what others have added up.
         """
+        if self.are_none:
+            return
         self._finish()  # of a backward that has failed
         own = [self._standing_of(index) for index in self._by_chunk]
         flags = [handle.has_grad for handle in self._params.handles]

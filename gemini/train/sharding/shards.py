@@ -32,7 +32,7 @@ from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
@@ -112,7 +112,7 @@ class Shards(Company):
     ):  # fmt: skip
         super().__init__(ranks, store.mover)
         self.params = params
-        across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
+        across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
         self.channel = kind(ranks.wire, store, self.scratch, self._awaiting_weights)
@@ -121,11 +121,11 @@ class Shards(Company):
         self._chunks, self._device = store.chunks, store.device
         self._kinds, self._await_update = kinds, await_update
         self._manager = store.manager
-        self._reducing: Reducing | None = None
+        self._reducing: Reducing  # by connect
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """Where reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
-        self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
+        self.replica_lane = Worker("replicas") if follows and ranks.num_replicas > 1 else None
         """Where sums over replicas run behind backward."""
         self.step: ScriptedStep | None = None
         """The script under way."""
@@ -149,14 +149,12 @@ class Shards(Company):
 
     def without_reducing(self) -> AbstractContextManager[None]:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        assert self._reducing is not None
         return self._reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
         self._agreement.num_steps += 1
-        if self._reducing is not None:
-            self._reducing.end_step(has_gradients=has_gradients)
+        self._reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
@@ -168,7 +166,7 @@ class Shards(Company):
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:
-            for tag, num_bytes in wire.sent.items() if wire is not None else ():
+            for tag, num_bytes in wire.sent.items():
                 total[_TRAFFIC[tag]] += num_bytes
         return total
 
@@ -178,7 +176,6 @@ class Shards(Company):
         """A forward that a backward may follow begins: if all ranks are about to do the same, they follow a script."""
         if self.lane is None:
             return
-        assert self._reducing is not None
         self.finish()
         if self._num_left_out:
             self._num_left_out -= 1
@@ -235,7 +232,6 @@ class Shards(Company):
         step = self.step
         if step is None:
             return False
-        assert self._reducing is not None
         with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
@@ -280,9 +276,8 @@ class Shards(Company):
             try:
                 return self._agreement.reach(request, self)
             except RankMismatch:
-                if self.ranks.replicas is not None:
-                    with contextlib.suppress(RankLost):
-                        self._tell_replicas(self.ranks.replicas, _PARTED)
+                with contextlib.suppress(RankLost):
+                    self._tell_replicas(_PARTED)
                 raise
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
@@ -304,9 +299,9 @@ class Shards(Company):
         Raises:
             RankMismatch: on every rank, if they want other things.
         """
-        if self.ranks.replicas is None:
+        if self.ranks.num_replicas == 1:
             return [row]
-        said = self._tell_replicas(self.ranks.replicas, point, *row)
+        said = self._tell_replicas(point, *row)
         if any(other[0] != point for other in said):
             where = "; ".join(
                 f"the ranks of replica {number} disagree, their own error says about what"
@@ -320,17 +315,16 @@ class Shards(Company):
             )
         return [other[1 : 1 + len(row)] for other in said]
 
-    def _tell_replicas(self, wire: Wire, point: int, *details: int) -> list[list[int]]:
+    def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
         """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
-        if self._reducing is not None and point != Point.END_BACKWARD:
+        if point != Point.END_BACKWARD:
             self._reducing.leave_replicas()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
-        return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
+        return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
-        assert self._reducing is not None
         self._reducing.reduce(index, requests)
 
     # ---- weights ------------------------------------------------------------------------------------------------

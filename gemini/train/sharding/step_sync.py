@@ -80,7 +80,7 @@ def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:
 class StepSync:
     """What the ranks of one model have said to each other about the step under way."""
 
-    def __init__(self, shards: Shards, replicas: ReplicaSums | None, state: StepState, scaling: Scaling):
+    def __init__(self, shards: Shards, replicas: ReplicaSums, state: StepState, scaling: Scaling):
         self.is_done = False
         """Whether gradients are the same thing on every rank: every rank knows their norms."""
         self._shards, self._ranks, self._params = shards, shards.ranks, shards.params
@@ -100,7 +100,7 @@ class StepSync:
         Raises:
             GeminiError: if it does.
         """
-        if self.is_done and self._replicas is not None and any(h.has_grad for h in self._params.handles):
+        if self.is_done and not self._replicas.are_none and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         self.undo()
 
@@ -110,12 +110,12 @@ class StepSync:
         """
         handles = self._params.handles
         checksum = facts_of_gradients(handles).checksum
-        norms = self._own_norms() if self._replicas is None else []  # which come once replicas have been added up
+        norms = self._own_norms() if self._replicas.are_none else []  # which come once replicas have been added up
         own = torch.tensor([has_all, checksum, *norms], dtype=torch.float64, device="cpu")
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "the end of a backward and the gradient norm")
         if not rows[:, 0].all():
             return False
-        if self._replicas is None and bool((rows[:, 1] == checksum).all()):
+        if self._replicas.are_none and bool((rows[:, 1] == checksum).all()):
             self._take_norms(rows[:, 2:])
         return True
 
@@ -163,8 +163,7 @@ class StepSync:
         said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum)
         if any(len(set(row)) > 1 for row in said):  # replicas may have other gradients until here
             self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", gradients)
-        if self._replicas is not None:
-            self._replicas.sum_all()
+        self._replicas.sum_all()
         norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 

@@ -178,7 +178,6 @@ class SpreadExperts(WholeParams):
 
     def put_on(self, model: nn.Module, ranks: Ranks) -> None:
         """Let experts compute for the tokens of all ranks."""
-        assert ranks.experts is not None
         here = {name: module for name, module in model.named_modules() if name in self._modules}
         most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]
         exchange = ExpertExchange(ranks.experts, list(here), most)
