@@ -148,12 +148,11 @@ class Engine:
                 ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait,
                 follows=overlap and ranks.context.size == 1,  # whose attention asks in between
             )  # fmt: skip
-            sink = reduction = Reduction(
+            sink = Reduction(
                 shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
                 gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
                 staging=behind, sums_each_backward=config.gradients == "retain",
             )  # fmt: skip
-            shards.connect(reduction)
         self.shards = company
         by_names = self.by_names = ByName(
             params.handles, store, await_update=updates.wait, observers=self.write_observers, company=company,

@@ -193,7 +193,7 @@ def test_a_barrier_that_one_rank_leaves_out_is_found(
 def test_replicas_are_refused(tmp_path: Path) -> None:
     config = gemini.GeminiConfig(memory=gemini.MemoryBudget(nvme_path=tmp_path, durable=True))
     with pytest.raises(ValueError, match="replicas of it"):
-        prepare(torch.nn.Linear(2, 2), config, mock.Mock(replicas=object(), slice_=""))
+        prepare(torch.nn.Linear(2, 2), config, mock.Mock(num_replicas=2, slice_=""))
 
 
 def test_a_rank_that_is_killed_leaves_a_commit(pool_of: PoolOf, tmp_path: Path) -> None:

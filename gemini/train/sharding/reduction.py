@@ -116,6 +116,7 @@ class Reduction(GradientSink):
         super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
+        shards.reducing = self
         self._shards, self._channel = shards, shards.channel
         self._ranks = shards.ranks
         self._params, self._device = shards.params, store.device

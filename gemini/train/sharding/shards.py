@@ -121,7 +121,8 @@ class Shards(Company):
         self._chunks, self._device = store.chunks, store.device
         self._kinds, self._await_update = kinds, await_update
         self._manager = store.manager
-        self._reducing: Reducing  # by connect
+        self.reducing: Reducing
+        """Who adds up gradients when all ranks stand there: it says so itself as it is made."""
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """Where reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
@@ -143,18 +144,14 @@ class Shards(Company):
             if lane is not None:
                 lane.close()
 
-    def connect(self, reducing: Reducing) -> None:
-        """Who adds up gradients when all ranks stand there."""
-        self._reducing = reducing
-
     def without_reducing(self) -> AbstractContextManager[None]:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        return self._reducing.without_reducing()
+        return self.reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
         self._agreement.num_steps += 1
-        self._reducing.end_step(has_gradients=has_gradients)
+        self.reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
@@ -180,7 +177,7 @@ class Shards(Company):
         if self._num_left_out:
             self._num_left_out -= 1
             return
-        completed = self._reducing.completed()
+        completed = self.reducing.completed()
         if completed is None:
             return
         there = [chunk.spec.index for chunk in self._chunks if chunk.window is not None and chunk.gathered]
@@ -240,10 +237,10 @@ class Shards(Company):
                 self._num_left_out = 2 ** min(self._num_strange - 1, 6)
             has_all = False
             try:
-                self._reducing.leave_script()
+                self.reducing.leave_script()
                 has_all = is_through and at_end
             finally:  # also when a reduction has failed here: the others wait for what this rank says
-                is_alike = bool(step.script.reductions) and self._reducing.end_script(has_all=has_all)
+                is_alike = bool(step.script.reductions) and self.reducing.end_script(has_all=has_all)
         return is_alike
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
@@ -318,14 +315,14 @@ class Shards(Company):
     def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
         """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
         if point != Point.END_BACKWARD:
-            self._reducing.leave_replicas()
+            self.reducing.leave_replicas()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
-        self._reducing.reduce(index, requests)
+        self.reducing.reduce(index, requests)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
