@@ -11,9 +11,7 @@ from torch import nn
 
 import gemini
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of
-from tests.ranks.pool import Pool
 
-Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
 half = partial(deep, num_hidden_layers=4)
 """Enough for two ranks with two stages each."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import torch.distributed as dist
 import transformers
 
 import gemini
-from tests.ranks.pool import Pool
-
-Pools = Callable[[int], Pool]
+from tests.ranks.pool import Pools
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "use_dora": True}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch.distributed as dist
 import gemini
 from tests.ranks.context_cases import Case, Result, batch, differences, make
 from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Pools, failures
 from tests.ranks.schedules import delayed
 
-Pools = Callable[[int], Pool]
 MESHES: tuple[dict[str, int], ...] = (
     {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 2},
     {"pp": 2, "cp": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2, "tp": 2},
@@ -102,5 +100,5 @@ def other_batches(along: str, folder: str) -> None:
 
 @pytest.mark.parametrize(("along", "says"), [("cp", "a part of another batch"), ("tp", "the first batch of rank")])
 def test_ranks_that_read_other_samples_are_refused(along: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
-    for outcome in pool_of(4).outcomes(other_batches, along, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch" and says in outcome.text, outcome
+    for text in failures(pool_of(4).outcomes(other_batches, along, str(tmp_path)), "RankMismatch"):
+        assert says in text

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 import gemini
 from gemini.ranks import process_groups
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 
 
 def num_threads() -> int:
@@ -44,7 +43,7 @@ def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
     return before, saved, num_threads()
 
 
-def test_the_threads_of_checkpoints_end_before_the_interpreter(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_the_threads_of_checkpoints_end_before_the_interpreter(pool_of: Pools, tmp_path: Path) -> None:
     """Nothing may follow in the same default group: one made after another has ended may get its dead addresses."""
     for before, saved, ended in pool_of(2).run(threads_of_a_save, tmp_path):
         assert saved > before, "no thread was seen: this test looks for the wrong name"

@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 from tests.train.helpers import VOCAB, engine_of, gpt2, llama, mixtral, snapshot, t5
 
-PoolOf = Callable[[int], Pool]
 MODELS = {"gpt2": lambda: gpt2(dropout=0.1), "llama": lambda: llama(tied=True), "mixtral": mixtral, "t5": t5}
 
 
@@ -102,7 +101,7 @@ def seed(value: int) -> None:
     random.seed(value + world()[0])
 
 
-def on_ranks(pool_of: PoolOf, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(pool_of: Pools, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return pool_of(size).run(function, *args) if size > 1 else [function(*args)]
 
 
@@ -135,7 +134,7 @@ def load_it(where: str, model: str, precision: str, folder: Path, mesh: Any) -> 
 
 @pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
-def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: Pools, tmp_path: Path) -> None:
     where, model, precision = CASES[saved_by]
     expected = on_ranks(pool_of, saved_by, save_it, where, model, precision, tmp_path, None, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
@@ -149,7 +148,7 @@ def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_replicas_and_shards(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_replicas_and_shards(pool_of: Pools, tmp_path: Path) -> None:
     """Two replicas of two shards: one of them writes, all of them read; and any other division of the same ranks."""
     for number, (saved, loaded) in enumerate((((2, 2), None), (None, (2, 2)), ((4, 1), (2, 2)))):
         folder = tmp_path / str(number)
@@ -178,7 +177,7 @@ def continued(where: str, other: str, precision: str, folder: Path, wait: bool) 
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
-def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: Pools, tmp_path: Path) -> None:
     precision = "fp32" if size == 4 else "bf16"
     for expected, found, whole, again in pool_of(size).run(continued, "mixed", "disk", precision, tmp_path, wait):
         assert expected == found
@@ -257,7 +256,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
 )  # fmt: skip
 @pytest.mark.sweep(every=3)
 def test_written_behind_the_training_is_one_moment(
-    size: int, where: str, gradients: str, change: str, pool_of: PoolOf, tmp_path: Path
+    size: int, where: str, gradients: str, change: str, pool_of: Pools, tmp_path: Path
 ) -> None:
     for expected, found, changed, waits in on_ranks(pool_of, size, save_behind, where, gradients, change, tmp_path):
         assert found == expected
@@ -311,7 +310,7 @@ def failing_disk(folder: Path, failing: int, wait: bool) -> Any:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, True), (1, False)])
-def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: Pools, tmp_path: Path) -> None:
     for kept, left, saved in pool_of(2).run(failing_disk, tmp_path, failing, wait):
         assert kept, "the old checkpoint is still there"
         assert left == ["ckpt"]
@@ -347,7 +346,7 @@ def load_damaged(folder: Path, spoil: str) -> Any:
 @pytest.mark.parametrize(
     "spoil", ["params-00000-00000.safetensors", "params-00001-00000.safetensors", "values.safetensors", "manifest.json"]
 )
-def test_damage_is_found_by_all_ranks_before_anything_changes(spoil: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_damage_is_found_by_all_ranks_before_anything_changes(spoil: str, pool_of: Pools, tmp_path: Path) -> None:
     assert pool_of(2).run(load_damaged, tmp_path, spoil) == [True, True]
 
 
@@ -374,7 +373,7 @@ def refuse(folder: Path) -> list[str]:
     return said
 
 
-def test_what_one_rank_refuses_no_rank_does(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_what_one_rank_refuses_no_rank_does(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(refuse, tmp_path)
     assert "rank 1 refused save_checkpoint" in one[0] and "extra" in one[0] and two[0].startswith("TypeError: extra")
     assert "another directory on rank 1" in one[1] and one[1] == two[1]
@@ -398,7 +397,7 @@ def die_while_writing(folder: Path) -> str:
     return "saved"
 
 
-def test_a_rank_that_dies_while_writing(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_writing(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).outcomes(die_while_writing, tmp_path)
     assert "Another rank died" in one and isinstance(two, Failure) and two.kind == "Died"
     run = Run("ram", tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ import torch.distributed as dist
 import gemini
 from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly, spread
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of, num_batches, planes_of
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Pools, failures
 from tests.train import helpers
-
-Pools = Callable[[int], Pool]
 
 
 def made(sizes: dict[str, int], config: gemini.GeminiConfig, case: Case, schedule: str = "1f1b") -> tuple[Any, Any]:
@@ -236,5 +233,4 @@ def with_nan(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=id_of)
 def test_nan_of_one_rank_is_refused_on_all(sizes: dict[str, int], pool_of: Pools) -> None:
-    for outcome in pool_of(4).outcomes(with_nan, sizes):
-        assert isinstance(outcome, Failure) and outcome.kind == "NonFiniteGradient", outcome
+    failures(pool_of(4).outcomes(with_nan, sizes), "NonFiniteGradient")

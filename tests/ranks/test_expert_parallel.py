@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ import gemini
 from gemini.optim import MuonRule
 from tests.ranks.expert_cases import KINDS, Case, Found, ids_of, loss_of, moe, plainly, spread, tiny, worst_grad
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 from tests.train import helpers
 
-Pools = Callable[[int], Pool]
 FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")
 
 

@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 import gemini
 from gemini.ranks.agree import Handshake
-from tests.ranks.pool import Pool
-
-PoolOf = Callable[[int], Pool]
+from tests.ranks.pool import Pools
 
 
 def test_alone_the_steps_are_taken_as_they_are() -> None:
@@ -55,7 +53,7 @@ def steps() -> list[str]:
     ]
 
 
-def test_what_fails_on_one_rank_fails_on_all(pool_of: PoolOf) -> None:
+def test_what_fails_on_one_rank_fails_on_all(pool_of: Pools) -> None:
     said = pool_of(4).run(steps)
     for rank, (went, full, another, key, stopped, end) in enumerate(said):
         ending = f"; concluded {{}} times; {0 + 1 + 2 + 3}"

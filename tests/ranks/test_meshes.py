@@ -19,10 +19,9 @@ from gemini.memory.system import available_bytes
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import names_of, ranks_along
 from gemini.tiers import Tier
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 from tests.train import helpers
 
-Pools = Callable[[int], Pool]
 MIB = 2**20
 
 

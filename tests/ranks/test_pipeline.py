@@ -17,7 +17,6 @@ from tests.ranks.pipeline_cases import (
     STEPS,
     TIED,
     Found,
-    Pools,
     Stack,
     accumulated,
     deep,
@@ -26,6 +25,7 @@ from tests.ranks.pipeline_cases import (
     piped,
     run,
 )
+from tests.ranks.pool import Pools
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 

@@ -13,7 +13,8 @@ import gemini
 from gemini.planning.stages import balanced
 from gemini.planning.trace import with_seconds
 from tests.ranks.parallel_cases import config_for, llama, mesh_of
-from tests.ranks.pipeline_cases import Pools, deep, ids_of
+from tests.ranks.pipeline_cases import deep, ids_of
+from tests.ranks.pool import Pools
 
 
 def test_stages_are_balanced() -> None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import gemini
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
-from tests.ranks.pipeline_cases import EIGHT, Pools, deep, ids_of
-from tests.ranks.pool import Failure
+from tests.ranks.pipeline_cases import EIGHT, deep, ids_of
+from tests.ranks.pool import Pools, failures
 from tests.ranks.test_rank_export import rise_of_saving
 from tests.train import helpers
 
@@ -107,8 +107,7 @@ def of_another_model(folder: str) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(pool_of: Pools, tmp_path: Any) -> None:
     pool_of(2).run(saved, {"pp": 2}, str(tmp_path), False, "1f1b")
-    for outcome in pool_of(2).outcomes(of_another_model, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
+    failures(pool_of(2).outcomes(of_another_model, str(tmp_path)), "PlanMismatch")
 
 
 def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.Tensor]:

@@ -13,8 +13,8 @@ import torch
 import gemini
 from gemini.train.params.by_name import ByName
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
-from tests.ranks.pipeline_cases import Pools, half, ids_of, piped, run
-from tests.ranks.pool import Failure
+from tests.ranks.pipeline_cases import half, ids_of, piped, run
+from tests.ranks.pool import Pools, failures
 
 
 def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float], list[float], list[str]]:
@@ -64,6 +64,5 @@ def test_files_that_lack_weights_are_refused(pool_of: Pools, tmp_path: Any) -> N
     model = half()
     state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
     model.save_pretrained(tmp_path / "model", state_dict=state)
-    for outcome in pool_of(2).outcomes(lacking, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
-        assert "lack 1 of this LlamaForCausalLM's weights, for example 'lm_head.weight'" in outcome.text
+    for text in failures(pool_of(2).outcomes(lacking, str(tmp_path)), "ValueError"):
+        assert "lack 1 of this LlamaForCausalLM's weights, for example 'lm_head.weight'" in text

@@ -13,8 +13,8 @@ import gemini
 from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
 from tests.ranks.parallel_cases import LR, config_for, mesh_of, step_refused
-from tests.ranks.pipeline_cases import Pools, Stack, deep, half, ids_of
-from tests.ranks.pool import Failure
+from tests.ranks.pipeline_cases import Stack, deep, half, ids_of
+from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_slices import small
 
 
@@ -182,6 +182,5 @@ def another_first(folder: str) -> None:
 
 
 def test_stages_begin_with_the_same_batch(pool_of: Pools, tmp_path: Any) -> None:
-    for outcome in pool_of(2).outcomes(another_first, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
-        assert "the first batch of rank 1 has another input_ids than that of rank 0" in outcome.text
+    for text in failures(pool_of(2).outcomes(another_first, str(tmp_path)), "RankMismatch"):
+        assert "the first batch of rank 1 has another input_ids than that of rank 0" in text

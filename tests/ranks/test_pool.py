@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 import pytest
 
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 
 
 def my_rank(offset: int) -> int:
@@ -41,7 +40,7 @@ def num_groups(more: int) -> int:
     return len(c10d._world.pg_names)
 
 
-def test_a_renewed_pool_has_no_groups_of_before(pool_of: Callable[[int], Pool]) -> None:
+def test_a_renewed_pool_has_no_groups_of_before(pool_of: Pools) -> None:
     pool = pool_of(2)
     assert pool.run(num_groups, 3) == [4, 4]
     pool.renew()
@@ -49,7 +48,7 @@ def test_a_renewed_pool_has_no_groups_of_before(pool_of: Callable[[int], Pool]) 
 
 
 @pytest.mark.slow
-def test_a_pool_runs_reports_and_survives_failures(pool_of: Callable[[int], Pool]) -> None:
+def test_a_pool_runs_reports_and_survives_failures(pool_of: Pools) -> None:
     pool = pool_of(2)
     assert pool.run(my_rank, 10) == [10, 11]
     outcomes = pool.outcomes(fail_on, 1)

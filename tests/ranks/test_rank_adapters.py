@@ -5,7 +5,6 @@ Every rank sees the same batches, so that the mean of their gradients is the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ import torch
 import gemini
 from gemini.errors import GeminiError
 from tests.integrations.peft_cases import cast_params, llama, logits, maker
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.train import helpers
-
-PoolOf = Callable[[int], Pool]
 
 
 def wrapped(method: str, folder: Path) -> Any:
@@ -56,7 +53,7 @@ def disable_merged(method: str, folder: Path) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("method", ["lora", "oft coft"])
-def test_a_merged_adapter_is_disabled(method: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_merged_adapter_is_disabled(method: str, pool_of: Pools, tmp_path: Path) -> None:
     wanted = disable_merged(method, tmp_path)
     for without, again, state in pool_of(2).run(disable_merged, method, tmp_path):
         assert torch.equal(without, wanted[0]) and torch.equal(again, wanted[1])
@@ -65,7 +62,7 @@ def test_a_merged_adapter_is_disabled(method: str, pool_of: PoolOf, tmp_path: Pa
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("method", ["dora", "modules to save", "prompt"])
-def test_two_ranks_do_what_one_process_does(method: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_process_does(method: str, pool_of: Pools, tmp_path: Path) -> None:
     wanted = adapt(method, tmp_path, "alone")
     for losses, trained, merged in pool_of(2).run(adapt, method, tmp_path, "together"):
         assert losses == wanted[0]
@@ -97,7 +94,7 @@ def save_onto_a_full_disk(folder: Path) -> Any:
     return str(error), losses
 
 
-def test_a_failure_to_save_is_raised_on_all(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_failure_to_save_is_raised_on_all(pool_of: Pools, tmp_path: Path) -> None:
     (first, losses), (second, other_losses) = pool_of(2).run(save_onto_a_full_disk, tmp_path)
     assert "no space left" in first and "no space left" in second
     assert losses == other_losses

@@ -24,11 +24,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gemini
 from tests.peaks import rise_over
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.ranks.test_checkpoints import MODELS, Run
 from tests.train.helpers import DTYPES, same_bits
-
-PoolOf = Callable[[int], Pool]
 
 
 def open_files(folder: Path) -> int:
@@ -69,7 +67,7 @@ def save_pretrained(model: str, where: str, precision: str, folder: Path, mesh: 
 )  # fmt: skip
 @pytest.mark.sweep(every=2)
 def test_saved_models_open_with_plain_transformers(
-    size: int, model: str, where: str, precision: str, mesh: Any, pool_of: PoolOf, tmp_path: Path
+    size: int, model: str, where: str, precision: str, mesh: Any, pool_of: Pools, tmp_path: Path
 ) -> None:
     found = pool_of(size).run(save_pretrained, model, where, precision, tmp_path, mesh)
     assert all(state == found[0] for state in found), "every rank has the same full state"
@@ -89,7 +87,7 @@ def refused_target(folder: Path, mesh: Any) -> str:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "mesh"), [(2, None), (4, (2, 2))])
-def test_a_failure_of_the_writing_rank_is_raised_on_all(size: int, mesh: Any, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_failure_of_the_writing_rank_is_raised_on_all(size: int, mesh: Any, pool_of: Pools, tmp_path: Path) -> None:
     first, *others = pool_of(size).run(refused_target, tmp_path, mesh)
     assert "not a directory" in first
     assert all("rank 0 refused save_pretrained" in other and "not a directory" in other for other in others)
@@ -115,7 +113,7 @@ def rise_while_saving(folder: Path, precision: str) -> tuple[int, int, int]:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_no_rank_ever_holds_the_model(precision: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_no_rank_ever_holds_the_model(precision: str, pool_of: Pools, tmp_path: Path) -> None:
     for exported, saved, weights in pool_of(2).run(rise_while_saving, tmp_path, precision):
         assert exported < weights / 4 and saved < weights / 4
 
@@ -142,6 +140,6 @@ def through_torch(folder: Path, full: bool) -> Any:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("full", [False, True])
-def test_torch_state_dict_functions_have_full_values_on_every_rank(full: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_torch_state_dict_functions_have_full_values_on_every_rank(full: bool, pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(through_torch, tmp_path, full)
     assert one == two and len(one) > 5

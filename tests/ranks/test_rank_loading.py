@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import gemini
 from gemini.train.loading import paging
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 
 CONFIG = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
 
@@ -30,7 +29,7 @@ def fill(folder: str | None) -> tuple[dict[str, torch.Tensor], list[float]]:
     return model.state_dict(dtype=torch.float32), torch.rand(2).tolist()
 
 
-def test_every_rank_has_what_the_first_one_draws(pool_of: Callable[[int], Pool]) -> None:
+def test_every_rank_has_what_the_first_one_draws(pool_of: Pools) -> None:
     (first, after), (second, other) = pool_of(2).run(fill, None)
     torch.manual_seed(5)
     plain = GPT2LMHeadModel(GPT2Config(**CONFIG))
@@ -41,7 +40,7 @@ def test_every_rank_has_what_the_first_one_draws(pool_of: Callable[[int], Pool])
         assert torch.equal(first[name], value) and torch.equal(second[name], value), name
 
 
-def test_every_rank_loads_its_part(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_every_rank_loads_its_part(pool_of: Pools, tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(**CONFIG)).save_pretrained(tmp_path)
     values: dict[str, Any] = load_file(tmp_path / "model.safetensors")
     del values["transformer.h.1.mlp.c_fc.weight"]  # this one has to be drawn

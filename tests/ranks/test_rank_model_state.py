@@ -13,8 +13,8 @@ from torch import nn
 
 import gemini
 from tests.ranks.parallel_cases import config_for, mesh_of
-from tests.ranks.pipeline_cases import Pools, half
-from tests.ranks.pool import Failure
+from tests.ranks.pipeline_cases import half
+from tests.ranks.pool import Pools, failures
 from tests.train.helpers import adam
 
 
@@ -88,5 +88,5 @@ def test_from_any_mesh_into_any(before: dict[str, int], after: dict[str, int], p
 
 def test_what_one_rank_does_not_take_no_rank_has(pool_of: Pools, tmp_path: Any) -> None:
     pool_of(2).run(marks, {"dp": 2}, str(tmp_path), True)
-    for outcome in pool_of(2).outcomes(marks, {"dp": 2}, str(tmp_path), False, 1):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch" and "not here" in outcome.text
+    for text in failures(pool_of(2).outcomes(marks, {"dp": 2}, str(tmp_path), False, 1), "PlanMismatch"):
+        assert "not here" in text

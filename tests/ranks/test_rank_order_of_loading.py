@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from tests import models
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.train.helpers import POSITIONS, TOKENS, adam, train
 from tests.train.test_order_of_loading import ORDERS
 
@@ -40,6 +39,6 @@ def masters(order: str, mesh: str) -> list[bool]:
 
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
 @pytest.mark.parametrize("order", ["optimizer_first", "as_torch_does", "in_parts", "twice", "model_first"])
-def test_any_order_gives_the_same_bits(order: str, mesh: str, pool_of: Callable[[int], Pool]) -> None:
+def test_any_order_gives_the_same_bits(order: str, mesh: str, pool_of: Pools) -> None:
     for found in pool_of(2).run(masters, order, mesh):
         assert all(found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 import gemini
 from gemini.planning.timeline import Timeline, Track
 from tests.ranks.cases import Job, batches, config_of, make_model
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 
 
 def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
@@ -32,7 +31,7 @@ def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
 
 
 @pytest.mark.parametrize("where", ["ram", "standin"])
-def test_every_rank_has_its_own_view(where: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_every_rank_has_its_own_view(where: str, pool_of: Pools, tmp_path: Path) -> None:
     job = Job(precision="bf16", where=where, num_steps=2, path=str(tmp_path))
     for timeline, moved, waited in pool_of(2).run(record, job):
         assert timeline.moved == moved and "1 of 2 ranks" in timeline.title

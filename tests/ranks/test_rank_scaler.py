@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Pools, failures
 from tests.train import helpers
-
-Pools = Callable[[int], Pool]
 
 
 def wrap(precision: str = "fp16", **how: object) -> gemini.GeminiDDP:
@@ -63,6 +60,5 @@ def scaled_differently() -> None:
 
 
 def test_scales_that_differ_are_refused_on_every_rank(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(scaled_differently):
-        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch"
-        assert "scaled by 1024, 2048 on the ranks" in outcome.text
+    for text in failures(pool_of(2).outcomes(scaled_differently), "RankMismatch"):
+        assert "scaled by 1024, 2048 on the ranks" in text

@@ -6,7 +6,6 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ import torch.distributed as dist
 
 import gemini
 from gemini.ranks import watch
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 from tests.ranks.test_rank_disagreements import backward, small
-
-Pools = Callable[[int], Pool]
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,10 @@ from torch import nn
 import gemini
 from gemini.optim import MuonRule
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 
-Pools = Callable[[int], Pool]
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
 WHERE = ("ram", "disk", "serial", "standin")
 STEPS = 3
@@ -198,9 +197,8 @@ def disagreeing(how: str) -> None:
     ],
 )  # fmt: skip
 def test_slices_that_disagree(how: str, says: str, pool_of: Pools) -> None:
-    for outcome in pool_of(4).outcomes(disagreeing, how):
-        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
-        assert re.search(says, outcome.text), outcome.text
+    for text in failures(pool_of(4).outcomes(disagreeing, how), "RankMismatch"):
+        assert re.search(says, text), text
 
 
 # ---- making models ---------------------------------------------------------------------------------------------------
@@ -328,9 +326,8 @@ def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: P
     wanted = pool_of(4).run(saved, {"dp": 2, "tp": 2}, *settings)[0]
     for found in pool_of(2).run(went_on, {"tp": 2}, *settings):
         assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
-    for outcome in pool_of(4).outcomes(went_on, {"tp": 4}, *settings):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
-        assert "was saved with tp=2 and the mesh has tp=4: compact states" in outcome.text
+    for text in failures(pool_of(4).outcomes(went_on, {"tp": 4}, *settings), "PlanMismatch"):
+        assert "was saved with tp=2 and the mesh has tp=4: compact states" in text
 
 
 def exported(sizes: dict[str, int], folder: str, precision: str) -> dict[str, torch.Tensor]:
@@ -363,9 +360,8 @@ def export_onto_a_file(folder: str) -> None:
 
 
 def test_an_export_that_fails_on_the_writer_fails_on_all(pool_of: Pools, tmp_path: Path) -> None:
-    for outcome in pool_of(2).outcomes(export_onto_a_file, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "StorageError", outcome
-        assert "that is a file, not a directory" in outcome.text
+    for text in failures(pool_of(2).outcomes(export_onto_a_file, str(tmp_path)), "StorageError"):
+        assert "that is a file, not a directory" in text
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
