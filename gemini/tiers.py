@@ -4,18 +4,24 @@ The ledger is the budget promise of the whole project in one place: it is asked 
 what does not fit, and gives everything back. It knows no torch and moves no bytes.
 
     used = sum over holders of held bytes <= budget,   peak = the largest used so far            (checked, not hoped)
+
+Where a request does not fit, those who hold what others may need more are asked for it, one at a time in the order of
+:class:`Turn`, until it fits or nobody has anything to give. Parts register for their turn, once, when they are made.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, IntEnum
 from pathlib import Path
+from typing import Any
 
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
+from gemini.waiting import on_worker
 
 
 class Tier(Enum):
@@ -81,6 +87,77 @@ class MemoryBudget:
         return None if size is None else parse_bytes(size)
 
 
+class Turn(IntEnum):
+    """Who gives way when memory is short, what costs least first."""
+
+    BUFFERS = 0  # parked buffers of activations in flight: given to activations only, others get them with FLIGHTS
+    UNKEPT = 1  # windows that the plan fetches again anyway, and memory that waits for the next window
+    READERS = 2  # windows that an update reads: it is waited for
+    FLIGHTS = 3  # activations on their way: ahead of their use called back, behind it waited for
+    UPDATES = 4  # updates that hold gradients: waited for
+    GUESSES = 5  # updates that may be undone: undone
+    LANDINGS = 6  # gradients on their way home: waited for
+    KEPT = 7  # windows that the plan keeps
+    PREFETCHES = 8  # fetches ahead, the last one first: called back
+    PINS = 9  # windows that only the rest of a backward keeps
+    GARBAGE = 10  # windows that nothing but a cycle of references may look into: once
+    TOGETHER = 11  # windows that are read now, in the way of one piece of memory: moved together, once
+    MORE = 12  # a window may have what is free in the budget, for good, where windows have memory of their own: once
+    LESS = 13  # all windows go, and come back with less memory of their own, for good
+    SUMS = 14  # whole gradients that are added up with other ranks before they are complete: for their own kind only
+
+
+NOBODY: frozenset[Turn] = frozenset()
+NEEDED = frozenset(Turn) - {Turn.BUFFERS, Turn.SUMS}
+"""Asked for what a step cannot do without."""
+WELCOME = frozenset({Turn.UNKEPT, Turn.GUESSES})
+"""Asked for what only saves time: what would have gone anyway, and what was begun to save time as well."""
+
+OF_BUDGET = frozenset({Turn.FLIGHTS, Turn.UPDATES, Turn.GUESSES, Turn.LANDINGS})
+"""These give back what anything may have; waiting for them is the only cost."""
+OF_WINDOWS = NEEDED - OF_BUDGET - {Turn.LESS}
+"""These give what windows have, which only windows can use where it is their own."""
+_ONCE = frozenset({Turn.GARBAGE, Turn.TOGETHER, Turn.MORE})
+
+
+class Want:
+    """Bytes of a tier that are not free.
+
+    Args:
+        asking: whose turn it may be.
+        what: what it is for, to say so in a refusal.
+    """
+
+    def __init__(
+        self, ledger: Ledger, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn], what: str = ""
+    ):
+        self.ledger, self.tier, self.num_bytes, self.holder = ledger, tier, num_bytes, holder
+        self.asking, self.what = asking, what
+        # What is welcome has only windows that a plan says when they are read next; a prefetch those read after it.
+        self.after: int | None = None if Turn.KEPT in asking else -1
+        self.leave = 0
+        self.given: set[Turn] = set()
+
+    def missing(self) -> int:
+        """Bytes that must come free before :meth:`take` can succeed."""
+        return max(0, self.num_bytes - self.ledger.free(self.tier))
+
+    def take(self) -> bool:
+        """Reserve it, if it fits now."""
+        return self.ledger.take(self.tier, self.num_bytes, self.holder)
+
+
+class _Space(Want):
+    """Free bytes, which nobody takes yet."""
+
+    def take(self) -> bool:
+        return not self.missing()
+
+
+Reclaimer = Callable[[Want], bool]
+"""Gives some memory back for a want, as much as is missing if it can. False if it gave nothing."""
+
+
 @dataclass
 class _Account:
     budget: int
@@ -93,6 +170,9 @@ class _Account:
 class Ledger:
     """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too: the books
     change in one statement that calls nothing, and Python looks for signals after calls.
+
+    Reclaimers wait for workers, so workers are given what is free and ask nobody. They change the books of others, so
+    whoever else asks is the thread that trains, or must not run beside it.
     """
 
     def __init__(self, budgets: dict[Tier, int]):
@@ -100,10 +180,67 @@ class Ledger:
         self._lock = threading.Lock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
-        self.on_short: Callable[[Tier], bool] = lambda tier: False
-        """Asked before a request is refused: whether somebody has given back what is only welcome, so that it is worth
-        another try. On the thread that asks.
-        """
+        # All weakly: workers hold the ledger, and must not keep alive what is registered.
+        self._reclaimers: list[tuple[Turn, Tier, weakref.WeakMethod[Any]]] = []
+        self._claims: list[tuple[Tier, weakref.WeakMethod[Any]]] = []
+        self._explain: dict[Tier, weakref.WeakMethod[Any]] = {}
+        self._apart: set[Tier] = set()
+
+    # ---- who gives way ------------------------------------------------------------------------------------------
+
+    def register(self, turn: Turn, reclaim: Reclaimer, *tiers: Tier) -> None:
+        """From now on ask this method for bytes of these tiers when it is its turn."""
+        new = [(turn, tier, weakref.WeakMethod(reclaim)) for tier in tiers]
+        alive = [entry for entry in self._reclaimers if entry[2]() is not None]
+        self._reclaimers = sorted(alive + new, key=lambda entry: entry[0])
+
+    def register_claim(self, tier: Tier, claim: Callable[[], int]) -> None:
+        """This method knows bytes that are wanted soon, and are left free by what is only welcome."""
+        self._claims.append((tier, weakref.WeakMethod(claim)))
+
+    def register_windows(self, tier: Tier, explain: Callable[[Want], BudgetExceeded], *, apart: bool) -> None:
+        """``explain``: says what a refusal is due to. ``apart``: windows in that tier have memory of their own."""
+        self._explain[tier] = weakref.WeakMethod(explain)
+        self._apart |= {tier} if apart else set()
+
+    def claimed(self, tier: Tier) -> int:
+        """Bytes that are wanted soon."""
+        claims = (claim() for at, claim in self._claims if at is tier)
+        return sum(claim() for claim in claims if claim is not None)
+
+    def obtain(self, want: Want) -> bool:
+        """Take what is wanted; others make room for it. False if they cannot."""
+        while not want.take():
+            missing = want.missing()
+            if not self.reclaim(want) and want.missing() >= missing:  # and nothing came free while they were asked
+                return False
+        return True
+
+    def reclaim(self, want: Want) -> bool:
+        """Have one give something back; False if nobody has anything."""
+        if on_worker():
+            return False
+        for turn, tier, method in self._reclaimers:
+            if tier is want.tier and turn in want.asking and turn not in want.given:
+                reclaim = method()
+                if reclaim is not None and reclaim(want):
+                    want.given |= {turn} & _ONCE
+                    return True
+        return False
+
+    def reclaim_all(self, tier: Tier, asking: frozenset[Turn]) -> None:
+        """Have these give back all that they can."""
+        while self.reclaim(Want(self, tier, 0, "", asking)):
+            pass
+
+    def make_room(self, tier: Tier, num_bytes: int, asking: frozenset[Turn] = NEEDED) -> bool:
+        """Have room made for so many bytes, and take none. False if nobody can, or there is no such tier."""
+        return tier in self._accounts and self.obtain(_Space(self, tier, num_bytes, "", self._asked(tier, asking)))
+
+    def _asked(self, tier: Tier, asking: frozenset[Turn]) -> frozenset[Turn]:
+        return asking - OF_WINDOWS if tier in self._apart else asking
+
+    # ---- the books ----------------------------------------------------------------------------------------------
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
@@ -132,24 +269,34 @@ class Ledger:
             account = self._accounts.get(tier)
             return {} if account is None else {holder: held for holder, held in account.held.items() if held}
 
-    def reserve(self, tier: Tier, num_bytes: int, holder: str) -> None:
-        """Take ``num_bytes`` of ``tier`` for ``holder``, before they are allocated.
+    def reserve(
+        self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED, *, what: str = ""
+    ) -> None:
+        """Take ``num_bytes`` of ``tier`` for ``holder``, before they are allocated; those whose turn it may be make
+        room.
 
         Raises:
             BudgetExceeded: if they do not fit; nothing was taken.
         """
+        if not self.take(tier, num_bytes, holder):
+            want = Want(self, tier, num_bytes, holder, self._asked(tier, asking), what)
+            if not self.obtain(want):
+                raise self.refusal(want)
+
+    def reserve_if_room(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn]) -> bool:
+        """The same for what can be done without: False if it does not fit."""
+        if tier not in self._accounts:
+            return False
+        return self.take(tier, num_bytes, holder) or self.obtain(
+            Want(self, tier, num_bytes, holder, self._asked(tier, asking))
+        )
+
+    def take(self, tier: Tier, num_bytes: int, holder: str) -> bool:
+        """Take what is free, and ask nobody; False if it does not fit."""
         assert num_bytes >= 0, num_bytes
         account = self._accounts.get(tier)
         if account is None:
             raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
-        while not self._take(tier, account, num_bytes, holder):
-            if not self.on_short(tier):
-                raise BudgetExceeded(
-                    f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}: {human_bytes(account.used)} of "
-                    f"{human_bytes(account.budget)} are taken, {human_bytes(account.budget - account.used)} are free"
-                )
-
-    def _take(self, tier: Tier, account: _Account, num_bytes: int, holder: str) -> bool:
         with self._lock:
             used = account.used + num_bytes
             if used > account.budget:
@@ -159,6 +306,18 @@ class Ledger:
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
         return True
+
+    def refusal(self, want: Want) -> BudgetExceeded:
+        """What is said to who wants what nobody can give."""
+        method = self._explain.get(want.tier) if want.what else None
+        explain = None if method is None else method()
+        if explain is not None:
+            return explain(want)
+        account = self._accounts[want.tier]
+        return BudgetExceeded(
+            f"{want.holder} asked for {human_bytes(want.num_bytes)} of {want.tier.value}: {human_bytes(account.used)} "
+            f"of {human_bytes(account.budget)} are taken, {human_bytes(account.budget - account.used)} are free"
+        )
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved."""
@@ -180,11 +339,11 @@ class Ledger:
                 self.on_change(tier, {giver: held - num_bytes, taker: taken})
 
     @contextmanager
-    def reserving(self, tier: Tier, num_bytes: int, holder: str) -> Iterator[None]:
+    def reserving(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn] = NEEDED) -> Iterator[None]:
         """:meth:`reserve` what the block allocates. It is given back if the block fails; else whoever ends what was
         allocated releases it.
         """
-        self.reserve(tier, num_bytes, holder)
+        self.reserve(tier, num_bytes, holder, asking)
         try:
             yield
         except BaseException:

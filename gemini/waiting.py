@@ -34,6 +34,25 @@ process that was stopped, or a machine that was suspended, has not looked.)
 """
 
 
+class _OfThread(threading.local):
+    works = False
+
+
+_of_thread = _OfThread()
+
+
+def begin_work() -> None:
+    """Make the calling thread a worker's from now on."""
+    _of_thread.works = True
+
+
+def on_worker() -> bool:
+    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker waits for no other
+    worker and asks nobody for memory.
+    """
+    return _of_thread.works
+
+
 class Latch:
     """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock."""
 

@@ -18,7 +18,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
+    (
+        "gemini.errors", "gemini.schema", "gemini.tiers", "gemini.waiting", "gemini.memory.chunks.states",
+        "gemini.version",
+    ),  # fmt: skip
     ("gemini.planning",),
     (
         "gemini.config",
@@ -36,7 +39,6 @@ FLOORS = [
         "gemini.optim.matrices",
         "gemini.patches",
         "gemini.rules",
-        "gemini.waiting",
         "gemini._C",
     ),  # fmt: skip
     ("gemini.memory",),

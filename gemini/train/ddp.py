@@ -30,7 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import warn_of_fp16, whys_of
+from gemini.train.modules.mixed import move_buffers, warn_of_fp16, whys_of
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -361,10 +361,10 @@ class GeminiDDP(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         refuse_stock_loop()
         engine = _engine(self)
-        dtype = COMPUTE_DTYPES[engine.config.precision]
-        probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)
+        probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
+            move_buffers(self, fn, engine.params.in_fp32)
             return self
         raise GeminiError(
             f"this model is managed by Gemini: its params are {probe.dtype} on {probe.device} and cannot be moved to "

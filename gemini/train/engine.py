@@ -28,7 +28,7 @@ from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
-from gemini.tiers import Tier
+from gemini.tiers import Tier, Turn
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.norms import GradientNorms
@@ -119,6 +119,7 @@ class Engine:
         exposure = Exposure(params, store, state, updates)
         saved_weights = SavedWeights(manager, lock, observers)
         calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
+        store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         stages = None if of_stages is None else ranks.stages
         norms = GradientNorms(
             params.handles, others, stages, copies=[] if stages is None else params.copies(stages.rank),
@@ -130,7 +131,7 @@ class Engine:
             worker=Worker("landing") if overlap and not shared and device.tier is Tier.GPU else None,
             norms=norms,
         )  # fmt: skip
-        updates.connect(exposure, gradients.relieve)
+        updates.connect(exposure)
         activations = self.activations = make_activation_store(
             store, calls, built.decision.offload_activations, overlap
         )
@@ -145,7 +146,7 @@ class Engine:
         if shared:
             exchange = built.decision.problem.exchange
             company = shards = Shards(
-                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds, await_update=updates.wait,
+                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds,
                 follows=overlap and ranks.context.size == 1,  # whose attention asks in between
             )  # fmt: skip
             sink = Reduction(
@@ -155,7 +156,7 @@ class Engine:
             )  # fmt: skip
         self.shards = company
         by_names = self.by_names = ByName(
-            params.handles, store, await_update=updates.wait, observers=self.write_observers, company=company,
+            params.handles, store, observers=self.write_observers, company=company,
             slices=others, all_agree=ranks.experts.size > 1,
         )  # fmt: skip
         trained = TrainedParams(
@@ -189,18 +190,11 @@ class Engine:
 
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
-        self.gathering = Gathering(
-            by_names, store, self.write_observers, opened=forward.opened, await_update=updates.wait
-        )
+        self.gathering = Gathering(by_names, store, self.write_observers, opened=forward.opened)
         manager.connect(
             on_evict=exposure.poison,
             gather=None if alone or shards is None else shards.gather,
             is_lent=saved_weights.is_lent,
-            update_of=updates.job_of,
-            await_update=updates.wait,
-            relieve=lambda: activations.relieve() or updates.relieve() or gradients.relieve(),
-            unpin=calls.relieve,
-            leave=lambda: activations.missing() + sink.missing(),
             explain=sink.explain,
             upcoming=None if alone or shards is None else shards.upcoming,
             follow=(lambda: None) if alone or shards is None else shards.follow,

@@ -139,7 +139,14 @@ class World:
 
     def make_room(self, num_bytes: int) -> None:
         """For a window where they have memory of their own, which nothing else gets."""
-        self.manager.room.make(num_bytes, what="a test", for_window=self.device.keeps_windows)
+        tier, room = self.device.tier, self.manager.room
+        if self.device.keeps_windows:
+            window = self.device.make_window(num_bytes)
+            room.populate(window, "a test", what="a test")
+            room.depopulate(window, "a test")
+        else:
+            self.ledger.reserve(tier, num_bytes, "a test", what="a test")
+            self.ledger.release(tier, num_bytes, "a test")
         assert self.room() >= num_bytes
 
     def room(self) -> int:

@@ -20,7 +20,7 @@ from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
 from gemini.testing import StandinDevice
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import WELCOME, Ledger, Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 
@@ -208,14 +208,16 @@ def test_what_is_the_windows_own_is_nobody_elses() -> None:
     world.manager.release(world.chunks[0])
     before = world.snapshot()
     with pytest.raises(BudgetExceeded, match="a sum needs 4 KiB of gpu.*8 KiB are for gathered weights only"):
-        world.manager.room.make(UNIT, what="a sum")
-    assert not world.manager.room.spare(UNIT)
+        world.ledger.reserve(Tier.GPU, UNIT, "sums", what="a sum")
+    assert not world.ledger.make_room(Tier.GPU, UNIT, WELCOME)
     assert world.snapshot() == before and world.evicted == []
     check(world)
     world.manager.release(world.chunks[1])
-    assert not world.manager.room.spare(UNIT) and world.evicted == [], "what is welcome gets none in any case"
+    assert not world.ledger.make_room(Tier.GPU, UNIT, WELCOME) and world.evicted == [], (
+        "what is welcome gets none in any case"
+    )
     assert world.manager.room.left_beside(UNIT) == UNIT
-    world.manager.room.make(UNIT, what="a sum")
+    assert world.ledger.make_room(Tier.GPU, UNIT)
     assert world.evicted == [0, 1] and world.room() == world.ledger.free(Tier.GPU) == UNIT == device.pieces.num_bytes
     world.manager.acquire(world.chunks[2])
     assert shown(world, 2) == 3

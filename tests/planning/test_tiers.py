@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
-from gemini.tiers import Ledger, MemoryBudget, Tier
+from gemini.tiers import NEEDED, WELCOME, Ledger, MemoryBudget, Tier, Turn, Want
+from gemini.waiting import begin_work
 
 
 @pytest.mark.parametrize(
@@ -204,3 +205,72 @@ def test_threads_never_pass_the_budget_together() -> None:
         thread.join()
     ledger.check_invariants()
     assert ledger.used(Tier.CPU) == 0 and ledger.peak(Tier.CPU) == 60
+
+
+# ---- who gives way ---------------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """Holds bytes in pieces, and gives one of them back at a time."""
+
+    def __init__(self, ledger: Ledger, turn: Turn, asked: list[Turn], *pieces: int):
+        self.ledger, self.turn, self.asked, self.pieces = ledger, turn, asked, list(pieces)
+        ledger.reserve(Tier.CPU, sum(pieces), turn.name)
+        ledger.register(turn, self.reclaim, Tier.CPU)
+
+    def reclaim(self, want: Want) -> bool:
+        self.asked.append(self.turn)
+        if self.pieces:
+            self.ledger.release(Tier.CPU, self.pieces.pop(), self.turn.name)
+            return True
+        return False
+
+    def explain(self, want: Want) -> BudgetExceeded:
+        return BudgetExceeded(f"{want.what}: {self.turn.name} has all")
+
+
+def test_who_gives_way_is_asked_in_the_written_order_until_it_fits() -> None:
+    ledger, asked = make_ledger(), list[Turn]()
+    holders = [Holder(ledger, turn, asked, 20, 10) for turn in (Turn.KEPT, Turn.LANDINGS, Turn.UNKEPT)]
+    ledger.reserve(Tier.CPU, 45, "weights")
+    assert asked == [Turn.UNKEPT, Turn.UNKEPT, Turn.UNKEPT, Turn.LANDINGS]
+    assert [sum(holder.pieces) for holder in holders] == [30, 20, 0]
+    asked.clear()
+    assert not ledger.reserve_if_room(Tier.CPU, 40, "activations", WELCOME) and asked == [Turn.UNKEPT]
+    with pytest.raises(BudgetExceeded, match="sums asked for 56 B"):
+        ledger.reserve(Tier.CPU, 56, "sums")
+    assert ledger.free(Tier.CPU) == 55, "what moves beside computing gave way one after another, in vain"
+    ledger.check_invariants()
+
+
+def test_who_may_look_into_garbage_is_asked_once() -> None:
+    ledger, asked = make_ledger(), list[Turn]()
+    holder = Holder(ledger, Turn.GARBAGE, asked, 30, 30, 30)
+    assert not ledger.make_room(Tier.CPU, 60) and asked == [Turn.GARBAGE] and len(holder.pieces) == 2
+
+
+def test_a_worker_asks_nobody_and_a_part_that_is_gone_is_not_asked() -> None:
+    ledger, asked = make_ledger(), list[Turn]()
+    holder = Holder(ledger, Turn.KEPT, asked, 60)
+    had_room = list[bool]()
+
+    def work() -> None:
+        begin_work()
+        had_room.extend(ledger.reserve_if_room(Tier.CPU, num_bytes, "staging", NEEDED) for num_bytes in (40, 1))
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert had_room == [True, False] and not asked
+    assert ledger.make_room(Tier.CPU, 10) and asked == [Turn.KEPT]
+    del holder
+    assert not ledger.make_room(Tier.CPU, 100) and asked == [Turn.KEPT]
+
+
+def test_where_windows_have_memory_of_their_own_they_are_not_asked_for_anything_else() -> None:
+    ledger, asked = make_ledger(), list[Turn]()
+    windows = Holder(ledger, Turn.UNKEPT, asked, 100)
+    ledger.register_windows(Tier.CPU, windows.explain, apart=True)
+    with pytest.raises(BudgetExceeded, match="a sum: UNKEPT has all"):
+        ledger.reserve(Tier.CPU, 1, "sums", what="a sum")
+    assert not asked

@@ -25,7 +25,7 @@ import gemini
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
-from gemini.memory.movement.worker import on_worker
+from gemini.waiting import on_worker
 from tests.train.helpers import Blocks, adam, engine_of, make_config, noise, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
 

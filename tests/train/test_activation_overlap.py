@@ -294,7 +294,7 @@ def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) 
     tier = engine.store.device.tier
     free = engine.store.ledger.free(tier) + engine.store.ledger.held(tier, IN_FLIGHT)
     assert free > engine.store.ledger.free(tier)
-    engine.store.manager.room.make(free, what="the test")
+    assert engine.store.ledger.make_room(tier, free)
     assert engine.store.ledger.free(tier) == free
     loss.backward()
     model.zero_grad()

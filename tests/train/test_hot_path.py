@@ -21,6 +21,7 @@ from torch import nn
 
 import gemini
 from gemini import kernels
+from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from tests.train.helpers import Blocks, Plain, adam, noise, squares, train_plain, wrap
 
@@ -201,7 +202,7 @@ def test_gradients_wait_for_an_update_that_begins_in_their_backward(
     loss = squares(model, 0)
     with monkeypatch.context() as patch:
         patch.setattr(gradients, "land", begins)
-        patch.setattr(updates, "wait", waited.append)
+        patch.setattr(Chunk, "settle", lambda chunk: waited.append(chunk))
         loss.backward()
     del updates.pending[-1]
     assert len(landed) == 6 and waited == [handle.chunk for handle in landed[1:]]

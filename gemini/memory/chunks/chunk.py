@@ -26,6 +26,18 @@ from gemini.tiers import Tier
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+class PendingUpdate(Event):
+    """An update in flight."""
+
+    def settle(self) -> None:
+        """Wait for it, and take note that it is over.
+
+        Raises:
+            StorageError and whatever else broke it off.
+        """
+        raise NotImplementedError
+
+
 class Plane(ABC):
     """One kind of content of one chunk, at its home. Ranges are in elements of the chunk, their starts multiples of a
     page; a plane has one item for each ``block`` of them.
@@ -199,6 +211,8 @@ class Chunk:
     writes its home on the host waits for them (:meth:`begin_write`)."""
     ahead: bool = False
     """Fetched ahead of its use, which is still to come."""
+    update: PendingUpdate | None = None
+    """Its update in flight: whoever reads or writes the chunk's home settles it first (:meth:`settle`)."""
     is_guessed: bool = False
     """An update of it may yet be undone: nothing fetches it ahead, and whoever reads it has it undone."""
     num_missing_grads: int = 0
@@ -248,6 +262,11 @@ class Chunk:
     @property
     def weights(self) -> Plane:
         return self.planes[WEIGHTS]
+
+    def settle(self) -> None:
+        """Wait until no update of the chunk is in flight; one that was only guessed is undone."""
+        if self.update is not None:
+            self.update.settle()
 
     def begin_write(self) -> None:
         """The weights' home is about to change: nothing may be on its way out of it any more."""

@@ -48,14 +48,12 @@ class Fetches:
     def connect(
         self,
         gather: Callable[[Chunk], Event] | None,
-        update_of: Callable[[Chunk], Event | None],
-        await_update: Callable[[Chunk], None],
         *,
         in_order: bool,
     ) -> None:
         """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
         self.gather = gather or self._mover.gather
-        self._update_of, self._await_update, self.in_order = update_of, await_update, in_order
+        self.in_order = in_order
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Whether the worker can fetch it."""
@@ -66,7 +64,7 @@ class Fetches:
     def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
         """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
         assert self.worker is not None
-        update, gather, mover = self._update_of(chunk), self.gather, self._mover
+        update, gather, mover = chunk.update, self.gather, self._mover
         working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
@@ -97,7 +95,7 @@ class Fetches:
         job = self._job_of(chunk)
         assert self.worker is not None
         if not job.is_complete():
-            self._await_update(chunk)
+            chunk.settle()
             if not self.in_order:
                 self.worker.hurry(job)
             with self._waiting_for(chunk):

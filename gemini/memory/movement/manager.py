@@ -28,7 +28,7 @@ from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Worker
 from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
-from gemini.tiers import Ledger
+from gemini.tiers import Ledger, Turn, Want
 
 
 class Manager:
@@ -59,9 +59,10 @@ class Manager:
         self._device = device
         self._clock = 0
         self.room = Room(
-            chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy, evict=self._evict,
-            call_back=self._call_last_back,
-        )  # fmt: skip
+            chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy, evict=self._evict
+        )
+        ledger.register(Turn.READERS, self._await_reader, device.tier)
+        ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
         self._updating: dict[int, Chunk] = {}
@@ -74,11 +75,6 @@ class Manager:
         on_evict: Callable[[Chunk], None] = lambda chunk: None,
         gather: Callable[[Chunk], Event] | None = None,
         is_lent: Callable[[Chunk], bool] = lambda chunk: False,
-        update_of: Callable[[Chunk], Event | None] = lambda chunk: None,
-        await_update: Callable[[Chunk], None] = lambda chunk: None,
-        relieve: Callable[[], bool] = lambda: False,
-        unpin: Callable[[], bool] = lambda: False,
-        leave: Callable[[], int] = lambda: 0,
         explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
         upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
         follow: Callable[[], None] = lambda: None,
@@ -89,22 +85,16 @@ class Manager:
             on_evict: told of every chunk whose gathered weights went away.
             gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
             is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
-            update_of: what has to be over before the home of a chunk's weights may be read; ``await_update`` waits for
-                it.
-            relieve: waits for something else that gives back memory of the computing tier; False if there is nothing.
-            unpin: releases what is pinned for the sake of speed only; False if there is nothing.
-            leave: bytes of the computing tier that fetches ahead leave to others.
             explain: what an error for lack of room says besides.
             upcoming: (moment, chunk) that are fetched ahead in just this order, and fetched anew where they are there
                 already; by default what the foresight says, as far as it is not there.
             follow: called when a chunk was acquired.
         """
-        self._on_evict, self._explain_more, self._await_update, self._is_lent = on_evict, explain, await_update, is_lent
-        self._update_of = update_of
-        self.room.connect(is_lent=is_lent, relieve=relieve, unpin=unpin, leave=leave, await_reader=self._await_reader)
+        self._on_evict, self._explain_more, self._is_lent = on_evict, explain, is_lent
+        self.room.is_lent = is_lent
         self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
         self._in_order = upcoming is not None
-        self.fetches.connect(gather, update_of, await_update, in_order=self._in_order)
+        self.fetches.connect(gather, in_order=self._in_order)
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -115,7 +105,7 @@ class Manager:
         """
         try:
             if chunk.use is Use.UPDATING:
-                self._await_update(chunk)
+                chunk.settle()
                 self.end_update(chunk)
             if chunk.use is Use.FREE:
                 self._fetch(chunk)
@@ -161,7 +151,7 @@ class Manager:
                 chunk.step(UseChange.UPDATE)
             elif chunk.stale:
                 if chunk.spec.index in self._updating:
-                    self._await_update(chunk)
+                    chunk.settle()
                     self.end_update(chunk)
                 self.drop([chunk])
             elif chunk.grads_complete:
@@ -200,7 +190,7 @@ class Manager:
 
     def begin_update(self, chunk: Chunk) -> None:
         """An update of a chunk that :meth:`is_current` reads the weights in its window: nobody reads them after who
-        does not now, and the window stays until ``update_of(chunk)`` is over, or :meth:`end_update`.
+        does not now, and the window stays until its update is over, or :meth:`end_update`.
         """
         self._updating[chunk.spec.index] = chunk
         if chunk.use is Use.COMPUTE:
@@ -217,21 +207,21 @@ class Manager:
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
         for chunk in list(self._updating.values()):
-            update = self._update_of(chunk)
+            update = chunk.update
             if update is None or update.is_complete():
                 self.end_update(chunk)
 
-    def _await_reader(self) -> bool:
+    def _await_reader(self, want: Want | None = None) -> bool:
         """Wait for an update that reads a window; False if there is none."""
         if not self._updating:
             return False
         chunk = next(iter(self._updating.values()))
-        update = self._update_of(chunk)
+        update = chunk.update
         try:
             if chunk.is_guessed and update is not None:
                 update.wait_until_over()  # its memory is wanted, not its weights: it is not undone
             else:
-                self._await_update(chunk)
+                chunk.settle()
         finally:
             self.end_update(chunk)
         return True
@@ -241,7 +231,7 @@ class Manager:
         while self._overtaken:
             index, chunk = next(iter(self._overtaken.items()))
             if chunk.use in (Use.HOLD, Use.GRAD_READY) and self._is_lent(chunk):
-                self._await_update(chunk)
+                chunk.settle()
                 self.fetches.begin_now(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
@@ -270,14 +260,13 @@ class Manager:
                     return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
-            if not self.fetches.can_begin(chunk) or not self.room.make_before(moment, chunk.window.num_bytes):
+            if not self.fetches.can_begin(chunk) or not self.room.populate_before(moment, chunk.window):
                 return
             self._begin_fetch(chunk, moment)
 
     def _begin_fetch(self, chunk: Chunk, moment: int) -> None:
-        """Fill the window of a chunk ahead of its use."""
+        """Fill the populated window of a chunk ahead of its use."""
         assert chunk.window is not None
-        self.room.populate(chunk.window, "windows", what=chunk.name)
         try:
             with WHOLE:
                 self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
@@ -306,7 +295,7 @@ class Manager:
         self.fetches.call_back(chunk)
         self._fail(chunk)
 
-    def _call_last_back(self) -> bool:
+    def _call_last_back(self, want: Want) -> bool:
         """The last of what is fetched ahead is not wanted any more; False if there is nothing."""
         if not self.fetches.ahead:
             return False
@@ -369,7 +358,7 @@ class Manager:
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
-        self._await_update(chunk)
+        chunk.settle()
         self.room.reader = chunk.spec.index
         try:
             self.room.populate(chunk.window, "windows", what=chunk.name)

@@ -21,24 +21,12 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
 from gemini.patches import register
-from gemini.waiting import await_latch
+from gemini.waiting import await_latch, begin_work
 
 _END_SECONDS = 60.0
 """How long closing waits for a job that is under way."""
 
 _live: weakref.WeakSet[JobThread] = weakref.WeakSet()
-
-
-class _OfThread(threading.local):
-    works = False
-
-
-_of_thread = _OfThread()
-
-
-def on_worker() -> bool:
-    """Whether the calling thread is a worker's, which must not wait for what other workers do."""
-    return _of_thread.works
 
 
 class Job(Event):
@@ -193,7 +181,7 @@ class JobThread:
         return True
 
     def _run(self) -> None:
-        _of_thread.works = True
+        begin_work()
         try:
             self._work()
         except BaseException as e:  # an error of ours; nobody must wait for what will not come

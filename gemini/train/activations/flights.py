@@ -12,14 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemini.errors import BudgetExceeded, GeminiError
+from gemini.errors import GeminiError
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
-from gemini.tiers import Tier
+from gemini.tiers import WELCOME, Ledger, Tier, Turn, Want
 
 IN_FLIGHT = "activations in flight"
+
+AHEAD = WELCOME | {Turn.BUFFERS}
+"""Asked for the memory of one that comes ahead of its use."""
+BEHIND = AHEAD | {Turn.FLIGHTS}
+"""And of one that leaves: those before it as well."""
 
 
 class Offloaded:
@@ -99,6 +104,20 @@ class Flight:
         return None
 
 
+class _ForBuffer(Want):
+    """A buffer of its size that nothing travels in, or memory for one."""
+
+    def __init__(self, ledger: Ledger, num_bytes: int, asking: frozenset[Turn], parked: dict[int, list[torch.Tensor]]):
+        super().__init__(ledger, Tier.CPU, num_bytes, IN_FLIGHT, asking)
+        self._parked = parked
+        self.buffer: torch.Tensor | None = None
+
+    def take(self) -> bool:
+        if parked := self._parked.get(self.num_bytes):
+            self.buffer = parked.pop()
+        return self.buffer is not None or super().take()
+
+
 class Room:
     """The memory of all flights of one model.
 
@@ -107,16 +126,17 @@ class Room:
     """
 
     def __init__(self, store: ChunkStore, *, staged: bool):
-        self._manager, self._ledger = store.manager, store.ledger
+        self._ledger = store.ledger
         self._device, self._computing = store.device, store.device.tier
         self._is_staged = staged
         self.is_apart = store.device.keeps_windows
         """Whether what windows leave is of no use here."""
         self._parked: dict[int, list[torch.Tensor]] = {}
+        store.ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
 
-    def held(self) -> int:
-        """Bytes of the computing tier."""
-        return self._ledger.held(self._computing, IN_FLIGHT)
+    def held(self, tier: Tier) -> int:
+        """Bytes of that tier."""
+        return self._ledger.held(tier, IN_FLIGHT)
 
     def start_over(self) -> None:
         """Nothing is held, whatever the books say: an interrupt came between two lines of them."""
@@ -126,52 +146,38 @@ class Room:
             if held:
                 self._ledger.release(tier, held, IN_FLIGHT)
 
-    def lend(self, flight: Flight) -> bool:
+    def lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
         """Memory for a flight, from room that is left over. False if there is none; then it has none."""
         if self._is_staged and flight.buffer is None:
-            flight.buffer = self._take_buffer(flight.num_bytes)
+            flight.buffer = self._take_buffer(flight.num_bytes, asking)
             if flight.buffer is None:
                 return False
-        if self._computing is Tier.CPU or self._reserve(self._computing, flight.num_bytes):
+        if self._computing is Tier.CPU or self._ledger.reserve_if_room(
+            self._computing, flight.num_bytes, IN_FLIGHT, asking
+        ):
             return True
         if flight.buffer is not None:
             self._park(flight.buffer)
             flight.buffer = None
         return False
 
-    def _take_buffer(self, num_bytes: int) -> torch.Tensor | None:
-        parked = self._parked.get(num_bytes)
-        if parked:
-            return parked.pop()
-        if not self._reserve(Tier.CPU, num_bytes):
+    def _take_buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
+        want = _ForBuffer(self._ledger, num_bytes, asking, self._parked)
+        if not self._ledger.obtain(want):
             return None
+        if want.buffer is not None:
+            return want.buffer
         try:
             return self._device.make_host_buffer(num_bytes, zeroed=False)
         except BaseException:
             self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
             raise
 
-    def _reserve(self, tier: Tier, num_bytes: int) -> bool:
-        if self._has_reserved(tier, num_bytes):
-            return True
-        if tier is Tier.CPU and self.trim() and self._has_reserved(tier, num_bytes):
-            return True
-        if tier is not self._computing or not self._manager.room.spare(num_bytes):
-            return False
-        return self._has_reserved(tier, num_bytes)
-
-    def _has_reserved(self, tier: Tier, num_bytes: int) -> bool:
-        try:
-            self._ledger.reserve(tier, num_bytes, IN_FLIGHT)
-        except BudgetExceeded:
-            return False
-        return True
-
     def _park(self, buffer: torch.Tensor) -> None:
         """For the next one of its size: its pages are there already."""
         self._parked.setdefault(buffer.nbytes, []).append(buffer)
 
-    def trim(self) -> bool:
+    def trim(self, want: Want | None = None) -> bool:
         """Give buffers back that nothing travels in; False if there are none."""
         num_bytes = sum(size * len(parked) for size, parked in self._parked.items())
         self._parked.clear()

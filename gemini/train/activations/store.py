@@ -25,7 +25,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
-from gemini.tiers import Tier
+from gemini.tiers import WELCOME, Tier
 from gemini.train.activations.flights import Gone, Offloaded, in_pages
 from gemini.train.activations.workers import ActivationWorkers
 from gemini.train.modules import saved_weights
@@ -143,17 +143,9 @@ class ActivationStore:
             self.workers.check()
         self.collect()
 
-    def relieve(self) -> bool:
-        """Give back memory that moves beside computing hold, waiting if need be; False if there is none."""
-        return self.workers is not None and self.workers.relieve()
-
     def headroom_bytes(self) -> int:
         """Bytes of the computing tier that windows should leave to moves beside computing."""
         return 0 if self.workers is None else self.workers.headroom_bytes()
-
-    def missing(self) -> int:
-        """What of that they do not hold."""
-        return 0 if self.workers is None else max(self.workers.headroom_bytes() - self.workers.held(), 0)
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
@@ -233,7 +225,7 @@ class ActivationStore:
         try:
             if self._tier is Tier.NVME:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
-            with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER):
+            with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER, WELCOME):
                 offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)

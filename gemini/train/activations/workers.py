@@ -20,8 +20,8 @@ from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
-from gemini.tiers import Tier
-from gemini.train.activations.flights import Flight, Offloaded, Room
+from gemini.tiers import Tier, Turn, Want
+from gemini.train.activations.flights import AHEAD, BEHIND, IN_FLIGHT, Flight, Offloaded, Room
 
 DEPTH = 64 * 2**20
 """Bytes in flight in one direction at most; two tensors may be, whatever their size."""
@@ -51,6 +51,8 @@ class ActivationWorkers:
         self._at = -1
         self._largest = 0
         self._is_starved = False
+        store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
+        store.ledger.register_claim(self._computing, self.missing)
 
     # ---- behind forward -----------------------------------------------------------------------------------------
 
@@ -64,15 +66,12 @@ class ActivationWorkers:
         num_bytes = offloaded.num_bytes
         self._largest = max(self._largest, num_bytes)
         flight = Flight(offloaded)
-        while self._too_many(num_bytes) or not self._room.lend(flight):
-            if self._saving:
-                self._end_oldest()
-            elif self._restoring:
-                self.call_back(self._restoring[-1])
-            else:
-                self._room.trim()
-                self._is_starved = True
-                return False
+        while self._too_many(num_bytes):
+            self._end_oldest()
+        if not self._room.lend(flight, BEHIND):
+            self._room.trim()
+            self._is_starved = True
+            return False
         offloaded.saving = flight
         self._saving.append(flight)
         try:
@@ -187,7 +186,7 @@ class ActivationWorkers:
 
     def _begin_restore(self, offloaded: Offloaded) -> bool:
         flight = Flight(offloaded)
-        if not self._room.lend(flight):
+        if not self._room.lend(flight, AHEAD):
             return False
         offloaded.restoring = flight
         self._restoring.append(flight)
@@ -299,20 +298,26 @@ class ActivationWorkers:
         """
         return 0 if self._is_starved or self._room.is_apart else 2 * self._largest
 
-    def held(self) -> int:
-        """Bytes of the computing tier in flight, or ready to be."""
-        return self._room.held()
+    def missing(self) -> int:
+        """What of that they do not hold, in flight or ready to be."""
+        return max(self.headroom_bytes() - self._room.held(self._computing), 0)
 
-    def relieve(self) -> bool:
-        """Give back some memory, waiting if need be; False if nothing is held."""
-        if not self._room.trim():
-            if self._restoring:
-                self.call_back(self._restoring[-1])
-            elif self._saving:
-                self._end_oldest()
-            else:
-                return False
-            self._room.trim()
+    def relieve(self, want: Want) -> bool:
+        """Give back some memory, waiting if need be; False if none of that tier is held."""
+        if want.holder == IN_FLIGHT:  # whose buffer is one that was just parked
+            return self._end_one(saves_first=True)
+        return self._room.held(want.tier) > 0 and self._give()
+
+    def _give(self) -> bool:
+        return self._room.trim() or (self._end_one() and (self._room.trim() or True))
+
+    def _end_one(self, *, saves_first: bool = False) -> bool:
+        if self._saving and (saves_first or not self._restoring):
+            self._end_oldest()
+        elif self._restoring:
+            self.call_back(self._restoring[-1])
+        else:
+            return False
         return True
 
     def end_backward(self) -> None:
@@ -324,7 +329,7 @@ class ActivationWorkers:
 
     def drain(self) -> None:
         """Wait until nothing is in flight, whatever became of it."""
-        while self.relieve():
+        while self._give():
             pass
 
     def start_over(self) -> None:

@@ -169,7 +169,8 @@ class Export:
                 state[name] = views[handle.whole_name]
             elif isinstance(value, torch.Tensor):
                 state[name] = value.detach().cpu()
-        state.update((name, value) for name, value in views.items() if name not in state)
+        own = {handle.whole_name for handle in self._by_names.handles}  # in the state already, by the names of now
+        state.update((name, value) for name, value in views.items() if name not in own)
         self._kwargs = {**self._kwargs, "state_dict": state}
 
     def _write(self) -> Any:

@@ -266,6 +266,4 @@ def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, w
             f"writing behind the training needs {human_bytes(num_bytes)} of cpu, and steps leave "
             f"{human_bytes(room)} of the budget of {human_bytes(ledger.budget(Tier.CPU))}"
         )
-    if on_host:
-        manager.room.make(num_bytes, what="a checkpoint")
-    ledger.reserve(Tier.CPU, num_bytes, _HOLDER)
+    ledger.reserve(Tier.CPU, num_bytes, _HOLDER, what="a checkpoint")

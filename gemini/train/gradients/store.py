@@ -29,7 +29,7 @@ from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
 from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
@@ -38,6 +38,9 @@ from gemini.train.params.handle import Leftover, ParamHandle
 HOLDER = "gradients in flight"
 
 _SUMS = PlaneSpec(GRAD, "float32")
+
+_LANDING = WELCOME | {Turn.LANDINGS}
+"""Asked for gradients that wait for their landing: windows that are fetched again anyway, and those before them."""
 
 
 def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
@@ -86,6 +89,7 @@ class GradientStore:
         staging = None if worker is None else mover.staging.take()
         self._worker = None if staging is None else worker
         self._worker_staging = staging
+        ledger.register(Turn.LANDINGS, self.relieve, device.tier)
         self.landing: list[Job] = []
         """Gradients on their way."""
         self.synchronous = False
@@ -151,23 +155,13 @@ class GradientStore:
     def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
         leaves = chunk.planes[GRAD].tier is not self._device.tier
-        return leaves and not self.synchronous and self._hold(flat.nbytes)
+        return (
+            leaves
+            and not self.synchronous
+            and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
+        )
 
-    def _hold(self, num_bytes: int) -> bool:
-        """Reserve a gradient that waits for its landing. Windows that the plan fetches again anyway make room, then the
-        gradients before it. False if nothing can.
-        """
-        may_spare = True
-        while True:
-            try:
-                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
-                return True
-            except BudgetExceeded:
-                spared, may_spare = may_spare and self._manager.room.spare(num_bytes), False
-                if not (spared or self.relieve()):
-                    return False
-
-    def relieve(self) -> bool:
+    def relieve(self, want: Want) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none."""
         waiting = next((job for job in self.landing if not job.is_complete()), None)
         if waiting is not None:
@@ -278,8 +272,7 @@ class GradientStore:
         if not narrow:
             return
         self.drain()
-        while self._manager.room.relieve():  # what moves beside computing gives way
-            pass
+        self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
             wide = self._make_wide(narrow, num_bytes if idle else None)
@@ -367,10 +360,9 @@ class GradientStore:
             if tier not in self._ledger.tiers:
                 continue
             try:
-                if tier is self._device.tier:  # gathered weights that nobody reads now can give way
+                if tier is self._device.tier:
                     self._leave_working_set(tier, num_bytes)
-                    self._manager.room.make(num_bytes, what="a sum of gradients")
-                self._ledger.reserve(tier, num_bytes, GRAD)
+                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
                 return tier
             except BudgetExceeded as e:
                 refusal = e

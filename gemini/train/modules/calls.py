@@ -27,6 +27,7 @@ from torch import nn
 from gemini.errors import BudgetExceeded, IllegalTransition
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.tiers import Want
 
 
 class CallRecord:
@@ -196,7 +197,7 @@ class Calls:
             self._acquire_all(record.chunks)
             self._reading.append(record)
 
-    def relieve(self) -> bool:
+    def relieve(self, want: Want) -> bool:
         """Let go of what is only kept for the rest of a backward; False if there is nothing."""
         reading, self._reading = self._reading, []
         for record in reading:

@@ -18,7 +18,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.memory.chunks.chunk import Chunk, Plane
+from gemini.memory.chunks.chunk import Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
@@ -54,7 +54,6 @@ class ByName:
     """The params of one model, by any of their names.
 
     Args:
-        await_update: waits for the update of a chunk.
         observers: told of every write.
         company: who shares the model.
         slices: of a model in slices, else None.
@@ -63,11 +62,11 @@ class ByName:
 
     def __init__(
         self, handles: list[ParamHandle], store: ChunkStore, *,
-        await_update: Callable[[Chunk], None], observers: WriteObservers, company: WholeValues,
+        observers: WriteObservers, company: WholeValues,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._await_update, self._company, self._slices = await_update, company, slices
+        self._company, self._slices = company, slices
         self.agree = company.agree
         self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
@@ -121,7 +120,7 @@ class ByName:
         self.write(handle, value if handle.cut is None else handle.cut.of(value))
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
         if self._company.divides:
@@ -148,7 +147,7 @@ class ByName:
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         self._company.read_into(handle, kind, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
@@ -165,7 +164,7 @@ class ByName:
         if (value.dtype is torch.uint8) is not handle.chunk.spec.coded:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         if handle.restored == handle.num_steps and _same_bits(self.read(handle).to(value.dtype), value):
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
@@ -255,7 +254,7 @@ class ByName:
         self._on_all(handle, value, self._rewrite)
 
     def _rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         with WHOLE, self._observers.writing(handle.chunk):
             old = read_range(self._mover, handle.chunk.weights, handle)
             self._write_range(handle.chunk.weights, handle, self._merged(handle, value, old))
@@ -302,7 +301,7 @@ class ByName:
         shape = handle.own_shape if plane.block == 1 else (plane.items(handle.slot.numel),)
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
-        self._await_update(handle.chunk)
+        handle.chunk.settle()
         self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:

@@ -61,7 +61,7 @@ class Exposure:
         """
         if self._updates.pending and not torch.is_grad_enabled():
             for chunk in self._never_move.values():
-                self._updates.wait(chunk)
+                chunk.settle()
         fresh = self._never_move.keys() - self._exposed
         if self._updates.pending:
             late = fresh & self._updates.pending.keys()
@@ -90,7 +90,7 @@ class Exposure:
             self._num_readers[index] = self._num_readers.get(index, 0) + 1
         if index not in self._exposed:
             if chunk.resident:
-                self._updates.wait(chunk)
+                chunk.settle()
                 self.late.discard(index)
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name

@@ -23,16 +23,14 @@ class Gathering:
 
     Args:
         opened: keeps the weights of chunks gathered and their params ordinary ones, inside a block.
-        await_update: waits for the update of a chunk.
     """
 
     def __init__(
         self, by_names: ByName, store: ChunkStore, observers: WriteObservers, *,
         opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
-        await_update: Callable[[Chunk], None],
     ):  # fmt: skip
         self._by_names, self._manager, self._observers = by_names, store.manager, observers
-        self._opened, self._await_update = opened, await_update
+        self._opened = opened
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -47,7 +45,7 @@ class Gathering:
         before: dict[str, torch.Tensor] = {}
         if write:
             for chunk in chunks:
-                self._await_update(chunk)
+                chunk.settle()
             before = {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}
         try:
             with self._opened(chunks):

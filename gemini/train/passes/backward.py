@@ -163,7 +163,7 @@ class BackwardPass:
                 self._begin_gradients()
             chunk = handle.chunk
             if self._updates.pending:
-                self._updates.wait(chunk)
+                chunk.settle()
             self.sink.take(handle, grad)
             if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
                 self._plain_task = _graph_task()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
@@ -67,12 +65,9 @@ class TrainedParams:
             )
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
-        if store.device.tier in below:
-            with contextlib.suppress(BudgetExceeded):  # then the next tier
-                store.manager.room.make(num_bytes, what=chunk.name)
         if rule.in_memory:
             below = [tier for tier in below if tier is not Tier.NVME]
-        tier = next((t for t in below if store.ledger.free(t) >= num_bytes), None)
+        tier = next((t for t in below if store.ledger.make_room(t, num_bytes)), None)
         if tier is None:
             raise BudgetExceeded(
                 f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "

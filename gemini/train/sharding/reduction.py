@@ -27,6 +27,7 @@ from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
+from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
@@ -134,6 +135,8 @@ class Reduction(GradientSink):
         self._plan = (0, 0)
         self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
         self._sync = StepSync(shards, self._replicas, state, scaling)
+        store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
+        store.ledger.register_claim(store.device.tier, self.missing)
         self.has_replicas = self._ranks.num_replicas > 1
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -219,7 +222,7 @@ class Reduction(GradientSink):
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
-        self._updates.wait(chunk)
+        chunk.settle()
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
 
         def add_up(brought: list[int]) -> None:
@@ -293,7 +296,7 @@ class Reduction(GradientSink):
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
         chunk = self._chunks[index]
-        self._updates.wait(chunk)  # a guess that was made of less
+        chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
@@ -389,25 +392,29 @@ class Reduction(GradientSink):
         window = spare.pop() if spare else self._device.make_window(num_bytes)
         while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
             self._wait_for_first()
-        while True:
-            try:
-                self._manager.room.populate(window, _HOLDER, what=f"the gradient of {chunk.name}")
-                break
-            except BudgetExceeded as e:
-                if not self.reduces:
-                    spare.append(window)
-                    raise self.without_room(e) from e
-                if self._behind:
-                    self._wait_for_first()
-                elif self._whole:
-                    self._reduce(max(self._whole))
-                else:
-                    spare.append(window)
-                    raise
+        try:
+            self._manager.room.populate(
+                window, _HOLDER, what=f"the gradient of {chunk.name}", asking=NEEDED | {Turn.SUMS}
+            )
+        except BudgetExceeded as e:
+            spare.append(window)
+            if self.reduces:
+                raise
+            raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
         self._state.note_unreduced(+1)
         return whole
+
+    def _reduce_early(self, want: Want) -> bool:
+        """Reduce a gradient before it is complete, for the next one; False if none may be, or there is none."""
+        if not self.reduces or not (self._behind or self._whole):
+            return False
+        if self._behind:
+            self._wait_for_first()
+        else:
+            self._reduce(max(self._whole))
+        return True
 
     def explain(self, error: BudgetExceeded) -> BudgetExceeded:
         """What to say of missing room for weights."""

@@ -102,13 +102,12 @@ class Shards(Company):
     Args:
         exchange: bytes of host memory for pieces on the wire.
         kinds: of planes, numbered alike on all ranks.
-        await_update: waits for the update of a chunk.
         follows: whether steps may follow a script.
     """
 
     def __init__(
         self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
-        kinds: tuple[PlaneKind, ...], await_update: Callable[[Chunk], None], follows: bool = False,
+        kinds: tuple[PlaneKind, ...], follows: bool = False,
     ):  # fmt: skip
         super().__init__(ranks, store.mover)
         self.params = params
@@ -119,7 +118,7 @@ class Shards(Company):
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
-        self._kinds, self._await_update = kinds, await_update
+        self._kinds = kinds
         self._manager = store.manager
         self.reducing: Reducing
         """Who adds up gradients when all ranks stand there: it says so itself as it is made."""
@@ -342,10 +341,10 @@ class Shards(Company):
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
-            self._await_update(self.params.handles[number].chunk)
+            self.params.handles[number].chunk.settle()
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
-        self._await_update(self._chunks[index])
+        self._chunks[index].settle()
         if len(receivers) == self.ranks.size:
             chunk = self._chunks[index]
             chunk.fetched = self.channel.fetch(chunk)

@@ -58,6 +58,11 @@ class Guess:
         planes = [plane for kind, plane in chunk.planes.items() if kind not in GRADS]
         return Guess(params, [plane.pair for plane in planes if isinstance(plane, DurablePlane)], undo)
 
+    @property
+    def holds_memory(self) -> bool:
+        """Whether its end gives back host memory."""
+        return self.in_memory.num_bytes > 0
+
     def begin(self) -> bool:
         """On the thread that updates, when nothing of the chunk has changed: whether the update is to be made.
 

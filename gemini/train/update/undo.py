@@ -12,11 +12,10 @@ import threading
 
 import torch
 
-from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk, DurablePlane, FilePlane, Plane
 from gemini.memory.devices.pages import host_bytes
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import NOBODY, Ledger, Tier
 
 HOLDER = "guesses"
 
@@ -46,15 +45,8 @@ class Undo:
         return undo
 
     def _has_room(self) -> bool:
-        if not self.num_bytes:
-            return True
-        if Tier.CPU not in self._ledger.tiers or self._ledger.free(Tier.CPU) < self.num_bytes:
-            return False  # asking would take it from other guesses
-        try:
-            self._ledger.reserve(Tier.CPU, self.num_bytes, HOLDER)
-        except BudgetExceeded:
-            return False
-        return True
+        """Of what is free: asking would take it from other guesses."""
+        return not self.num_bytes or self._ledger.reserve_if_room(Tier.CPU, self.num_bytes, HOLDER, NOBODY)
 
     # ---- on the thread that updates -----------------------------------------------------------------------------
 

@@ -4,26 +4,23 @@ Exact whatever the timing: hyperparameters, clipping and step counts are fixed w
 is read between then and its end (gathered copies are dropped, params that stay in place are guarded), and no gradient
 is overwritten before it was used. What is needed first goes first: the order of the next forward.
 
-All waiting is in :class:`Updates`: ``wait`` for one chunk (what other parts call ``await_update``), ``drain`` for all.
+All waiting is in :class:`Updates`: ``wait`` for one chunk (others call ``Chunk.settle``), ``drain`` for all.
 An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by both: who waits wants what the step left.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 
 import torch
 
-from gemini.errors import BudgetExceeded
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import on_worker
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
-from gemini.tiers import Tier
+from gemini.tiers import OF_BUDGET, Tier, Turn, Want
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import note_writes
@@ -35,6 +32,9 @@ from gemini.train.update.threads import update_threads
 from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, TilesInPlace, path_of, tiles_of
 from gemini.train.update.worker import UpdateJob, UpdateWorker
 from gemini.train.write_observers import WriteObservers
+
+_WAITING = OF_BUDGET - {Turn.FLIGHTS}
+"""Asked for gradients that wait for their update: those before them."""
 
 
 class Updates:
@@ -57,7 +57,6 @@ class Updates:
         self._moves = store.moves
         self._observers, self._rule = observers, rule
         self._exposure: Exposure | None = None
-        self._relieve_gradients: Callable[[], bool] = lambda: False
         self._first_use = first_use
         self.pending: dict[int, UpdateJob] = {}
         """Updates that may still be under way, by chunk."""
@@ -70,26 +69,17 @@ class Updates:
         if slots is not None:
             on_device = store.mover.staging.on_device
             self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
-            store.ledger.on_short = _give_back(self)
+            store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
+            store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
 
-    def connect(self, exposure: Exposure, relieve_gradients: Callable[[], bool]) -> None:
-        """Those who need this and are needed here.
-
-        Args:
-            exposure: the guards of the model's params.
-            relieve_gradients: waits for gradients on their way that give back memory when they are home; False if there
-                are none.
-        """
-        self._exposure, self._relieve_gradients = exposure, relieve_gradients
+    def connect(self, exposure: Exposure) -> None:
+        """Who needs this and is needed here: the guards of the model's params."""
+        self._exposure = exposure
 
     @property
     def runs_beside(self) -> bool:
         """Whether updates can run beside training."""
         return self._worker is not None
-
-    def job_of(self, chunk: Chunk) -> UpdateJob | None:
-        """What a thread that is about to read the chunk has to wait for."""
-        return self.pending.get(chunk.spec.index)
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
@@ -138,13 +128,14 @@ class Updates:
     def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
         """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
         try:
-            self.pending.update({job.chunk.spec.index: job for job in jobs})
+            for job in jobs:
+                self.pending[job.chunk.spec.index] = job.chunk.update = job
             worker.put(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
                 if worker.cancel(job) or job.worker is None:
-                    self.pending.pop(job.chunk.spec.index, None)
+                    self._forget(job)
                     job.finish(e)
                     if self._drop(job):
                         self._undo(job)
@@ -223,6 +214,7 @@ class Updates:
             after=self._observers.after_write,
             release=release,
             guess=guess,
+            owner=self,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -329,18 +321,10 @@ class Updates:
         self._collected.clear()
 
     def _hold(self, num_bytes: int) -> bool:
-        """Reserve gradients that wait for their update; where there is no room, earlier ones make some.
-
-        False if nothing is left to wait for: then the update is made at once, and its gradient with it gone.
+        """Reserve gradients that wait for their update. False if there is no room, also when those before them are
+        over: then the update is made at once, and its gradient with it gone.
         """
-        while num_bytes:
-            try:
-                self._ledger.reserve(self._device.tier, num_bytes, HOLDER)
-                break
-            except BudgetExceeded:
-                if not (self.relieve() or self._relieve_gradients()):
-                    return False
-        return True
+        return not num_bytes or self._ledger.reserve_if_room(self._device.tier, num_bytes, HOLDER, _WAITING)
 
     # ---- waiting ------------------------------------------------------------------------------------------------
 
@@ -370,23 +354,21 @@ class Updates:
             if job.holds_gradients:
                 job.wait_until_over()
 
-    def relieve(self) -> bool:
-        """Wait for an update whose end gives back memory, or undo a guess for it; False if there is none."""
-        for job in list(self.pending.values()):
-            if job.holds_gradients:
-                self._await(job)
-                return True
-        return self._device.tier is Tier.CPU and self.undo_for_memory()
+    def _end_one(self, want: Want) -> bool:
+        """Wait for an update whose end gives back memory; False if there is none."""
+        return self._await_first(lambda job: job.holds_gradients)
 
-    def undo_for_memory(self) -> bool:
+    def _undo_one(self, want: Want) -> bool:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
         of what is needed.
         """
-        for job in list(self.pending.values()):
-            if job.is_undecided and job.guess is not None and job.guess.in_memory.num_bytes:
-                self._await(job)
-                return True
-        return False
+        return self._await_first(lambda job: job.is_undecided and job.guess is not None and job.guess.holds_memory)
+
+    def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
+        job = next(filter(which, list(self.pending.values())), None)
+        if job is not None:
+            self._await(job)
+        return job is not None
 
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
@@ -397,6 +379,7 @@ class Updates:
             with contextlib.suppress(Exception):
                 self._undo(job)
             self._manager.end_update(job.chunk)
+            job.chunk.update = None
         self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
@@ -419,13 +402,17 @@ class Updates:
                 job.wait()
         with WHOLE:
             self._undo(job)
-            self.pending.pop(index, None)
+            self._forget(job)
             self._manager.end_update(job.chunk)
         if is_guess:
             return  # of no use to anybody, also if it failed
         if job.error is not None and self._state.corrupted_by is not None:
             self.forget()  # all of them ended with this error, which is told once
         job.wait()
+
+    def _forget(self, job: UpdateJob) -> None:
+        self.pending.pop(job.chunk.spec.index, None)
+        job.chunk.update = None
 
     def _drop(self, job: UpdateJob) -> bool:
         """Tell a guess that it is not wanted; False for an update that is."""
@@ -449,6 +436,8 @@ class Updates:
 
     def close(self) -> None:
         """The model ends."""
+        for job in self.pending.values():
+            job.chunk.update = None
         self.pending.clear()
         if self._worker is not None:
             self._worker.close()
@@ -463,17 +452,6 @@ class Updates:
 
 def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _give_back(updates: Updates) -> Callable[[Tier], bool]:
-    """What the ledger asks where memory is short; the workers have the ledger, and must not keep the model alive."""
-    ref = weakref.ref(updates)
-
-    def give_back(tier: Tier) -> bool:
-        own = None if tier is not Tier.CPU or on_worker() else ref()
-        return own is not None and own.undo_for_memory()
-
-    return give_back
 
 
 def _mark_lost(state: StepState) -> Callable[[BaseException], None]:

@@ -8,15 +8,17 @@ for any of them is told why. If they were all guesses (:mod:`gemini.train.update
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.chunks.chunk import Chunk, PendingUpdate
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
@@ -27,7 +29,7 @@ from gemini.train.update.streamed import STREAM, streamed_tiles
 from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
 
-class UpdateJob(Job):
+class UpdateJob(Job, PendingUpdate):
     """The update of one chunk.
 
     Args:
@@ -39,6 +41,7 @@ class UpdateJob(Job):
         after: called when all of the chunk has changed.
         release: called when its gradients are not needed any more.
         guess: of one that begins before anybody knows whether it is wanted.
+        owner: who keeps the books of updates in flight.
     """
 
     def __init__(
@@ -53,14 +56,21 @@ class UpdateJob(Job):
         after: Callable[[Chunk], None],
         release: Callable[[], None] | None = None,
         guess: Guess | None = None,
+        owner: Any,
     ):
         super().__init__(lambda: None, urgency)
+        self._owner = weakref.ref(owner)  # a worker must not keep a model alive
         self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
         self.ready, self.before, self.after, self._release = ready, before, after, release
         self.guess = guess
         self.num_open = 0  # tiles that have begun and not finished
         self.all_begun = False
+
+    def settle(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.wait(self.chunk)
 
     @property
     def is_undecided(self) -> bool:
