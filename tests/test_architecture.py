@@ -19,7 +19,11 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
     (
-        "gemini.errors", "gemini.schema", "gemini.tiers", "gemini.waiting", "gemini.memory.chunks.states",
+        "gemini.errors",
+        "gemini.schema",
+        "gemini.tiers",
+        "gemini.waiting",
+        "gemini.memory.chunks.states",
         "gemini.version",
     ),  # fmt: skip
     ("gemini.planning",),

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -27,9 +27,11 @@ from gemini.errors import GeminiError, RankLost
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, WAIT_SECONDS, Event
+from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.worker import Job, Worker
 from gemini.planning.script import Gather, Script
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.agreement import Agreement, Point
+from gemini.ranks.wire import Tag
 from gemini.train.sharding.channel import Channel
 
 _PARTS = 0
@@ -43,20 +45,16 @@ class Parted(GeminiError):
 
 
 class Launch(Event):
-    """The end of a collective that was offered to the launcher.
-
-    Args:
-        waiting: around a wait for the other ranks.
-    """
+    """The end of a collective that was offered to the launcher."""
 
     what = "a collective"
 
-    def __init__(self, waiting: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, agreement: Agreement):
         super().__init__()
         self.job: Job | None = None
         self.end: Event = DONE
         """Once it is launched."""
-        self._waiting = waiting
+        self._agreement = agreement
 
     def await_launch(self) -> None:
         """Block until it is under way; how long that may take is the process group's.
@@ -67,7 +65,7 @@ class Launch(Event):
         """
         assert self.job is not None
         if not self.job.is_complete():
-            with self._waiting():
+            with self._agreement.waiting(Point.GATHER.words):
                 self.job.wait_until_over()
         self.job.wait()
 
@@ -88,24 +86,20 @@ class ScriptedStep:
     """Where this rank is in a script.
 
     Args:
-        wire: among the ranks that follow it.
-        channel: which moves the chunks.
-        settle: waits until the gathers that were given to a worker have begun, or have failed.
+        channel: moves the chunks.
+        fetches: gives gathers ahead of their use to a worker.
         launcher: the worker that launches.
         landing: the worker on which sums land.
-        is_worker: whether the calling thread is not the one that computes.
-        waiting: around a wait for weights.
     """
 
-    def __init__(
-        self, script: Script, wire: Wire, channel: Channel, *, settle: Callable[[], None], launcher: Worker,
-        landing: Worker, is_worker: Callable[[], bool], waiting: Callable[[], AbstractContextManager[None]],
-    ):  # fmt: skip
+    def __init__(self, script: Script, channel: Channel, fetches: Fetches, *, launcher: Worker, landing: Worker):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
-        self._wire, self._channel, self._settle = wire, channel, settle
-        self._launcher, self._landing, self._is_worker, self._waiting = launcher, landing, is_worker, waiting
+        self._channel = channel
+        self._fetches = fetches
+        self._launcher = launcher
+        self._landing = landing
         self._turn = threading.RLock()
         self._gathered = 0  # of the script's gathers, how many have begun
         self._given = 0  # the same with those that a worker is about to begin
@@ -150,7 +144,7 @@ class ScriptedStep:
                 self.part()
                 return None
             ready = self._channel.device.mark() if again else self._channel.fetch_ahead(chunk)
-            launch = Launch(self._waiting)
+            launch = Launch(self._channel.agreement)
 
             def run() -> None:
                 self._hear(_TAKES_PART, f"the all-gather of {chunk.name}")
@@ -159,7 +153,7 @@ class ScriptedStep:
 
             launch.job = self._offer(number + self.script.reductions_before_gather(number), run)
             self._gathered += 1
-        if not self._is_worker():
+        if not self._channel.mover.in_worker:
             try:
                 launch.await_launch()
             except Parted:
@@ -209,7 +203,7 @@ class ScriptedStep:
 
     def before_waiting_for(self, job: Job) -> None:
         """This rank is about to wait for a reduction."""
-        self._settle()
+        self._fetches.await_begun()
         if self._gathered < self.script.gathers_before[self._jobs.index(job)]:
             self.finish()
 
@@ -248,7 +242,7 @@ class ScriptedStep:
         if not self.is_parted:
             said, whole = torch.tensor([says], dtype=torch.int64, device="cpu"), False
             try:
-                heard: list[int] = self._wire.swap(Tag.HEADER, said, what).view(-1).tolist()
+                heard: list[int] = self._channel.wire.swap(Tag.HEADER, said, what).view(-1).tolist()
                 whole = _PARTS not in heard and len(set(heard)) == 1
             finally:  # nor does anything come of what stands behind a rank that is lost
                 self.is_parted = not whole
@@ -280,7 +274,7 @@ class ScriptedStep:
         Raises:
             RankLost: if one of them does not answer.
         """
-        self._settle()
+        self._fetches.await_begun()
         is_through = self.next_gather() is None and self.next_reduction is None and not self._leaves
         self.part()
         for job in [*self._launches, *self._jobs]:

@@ -27,7 +27,6 @@ from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
-from gemini.planning.script import Script
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
@@ -114,8 +113,8 @@ class Shards(Company):
         across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
-        self.channel = kind(ranks.wire, store, self.scratch, self._awaiting_weights)
         self._agreement = Agreement(ranks.wire)
+        self.channel = kind(ranks.wire, store, self.scratch, self._agreement)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
@@ -187,17 +186,9 @@ class Shards(Company):
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
-        self.step = self._follow(script, self.lane)
-
-    def _follow(self, script: Script, lane: Worker) -> ScriptedStep:
         assert self._launcher is not None
-        return ScriptedStep(
-            script, self.ranks.wire, self.channel, settle=self._manager.fetches.await_begun, launcher=self._launcher,
-            landing=lane, is_worker=lambda: self._mover.in_worker, waiting=self._awaiting_weights,
-        )  # fmt: skip
-
-    def _awaiting_weights(self) -> AbstractContextManager[None]:
-        return self._agreement.waiting(Point.GATHER.words)
+        fetches = self._manager.fetches
+        self.step = ScriptedStep(script, self.channel, fetches, launcher=self._launcher, landing=self.lane)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """What the script gathers next, (moment, chunk); nothing where ranks ask each other."""
