@@ -253,10 +253,15 @@ class Attempt:
 
 
 def agree(
-    wire: Wire, doing: str, facts: Callable[[], Facts] | None = None, refusal: BaseException | None = None, *,
-    swap: Callable[[int], list[int]] | None = None, words: str = "values",
+    wire: Wire,
+    doing: str,
+    facts: Callable[[], Facts] | None = None,
+    refusal: BaseException | None = None,
+    *,
+    swap: Callable[[int], list[int]] | None = None,
+    words: str = "values",
     refused: type[GeminiError] = GeminiError,
-) -> None:  # fmt: skip
+) -> None:
     """All ranks of ``wire`` come here, and go on together or not at all.
 
     Args:
@@ -283,9 +288,14 @@ def agree(
 
 
 def tell(
-    wire: Wire, doing: str, facts: Facts, refusal: BaseException | None = None, *, words: str = "values",
+    wire: Wire,
+    doing: str,
+    facts: Facts,
+    refusal: BaseException | None = None,
+    *,
+    words: str = "values",
     refused: type[GeminiError] = GeminiError,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """All ranks of ``wire`` come here when they do not agree; raises as :func:`agree`, always."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
     heard = [json.loads(text) for text in wire.exchange_texts(json.dumps(said, default=str), doing)]

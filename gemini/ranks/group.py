@@ -230,9 +230,18 @@ class Ranks:
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         wires = (
-            self.wire, self.replicas, self.copies, self.everyone, self.alike, self.job, self.same_batch, self.stages,
-            self.parts, self.context, self.experts,
-        )  # fmt: skip
+            self.wire,
+            self.replicas,
+            self.copies,
+            self.everyone,
+            self.alike,
+            self.job,
+            self.same_batch,
+            self.stages,
+            self.parts,
+            self.context,
+            self.experts,
+        )
         for group in {wire.group for wire in wires}:
             if group is not None:
                 end_subgroup(group)
@@ -348,7 +357,7 @@ def alone() -> Ranks:
     own = alone_on_wire()
     return Ranks(
         wire=own, everyone=own, alike=own, job=own, writers=own, waiting=WaitingGroup(own.global_ranks), local_size=1
-    )  # fmt: skip
+    )
 
 
 def _start_default(*, cuda: bool) -> bool:

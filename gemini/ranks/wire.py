@@ -157,9 +157,7 @@ class Wire:
         parts = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
         own = parts[self.rank]
         width = own.numel() * flat.element_size()
-        received = {
-            peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)
-        }  # fmt: skip
+        received = {peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)}
         total = scratch[flat.numel() * 4 : flat.numel() * 4 + own.numel() * 4].view(torch.float32)
         self.start(tag, {peer: parts[peer] for peer in self.peers}, received, what).wait()
         add_up([own if rank == self.rank else received[rank] for rank in range(self.size)], total)

@@ -41,9 +41,15 @@ class Company:
     # ---- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(
-        self, point: Point, doing: str, facts: Callable[[], Facts] | None = None,
-        refusal: BaseException | None = None, *, among: Wire | None = None, words: str = "values",
-    ) -> None:  # fmt: skip
+        self,
+        point: Point,
+        doing: str,
+        facts: Callable[[], Facts] | None = None,
+        refusal: BaseException | None = None,
+        *,
+        among: Wire | None = None,
+        words: str = "values",
+    ) -> None:
         """Wait until all ranks of the model stand at ``point``, serving those that do not yet; then go on together, or
         not at all: see :func:`gemini.ranks.agree.agree`.
 

@@ -110,10 +110,20 @@ class Reduction(GradientSink):
     only_keeps, divides = False, True
 
     def __init__(
-        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
-        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
-        staging: StagingSet | None, sums_each_backward: bool,
-    ):  # fmt: skip
+        self,
+        shards: Shards,
+        store: ChunkStore,
+        state: StepState,
+        *,
+        dtype: torch.dtype,
+        room: int,
+        gradients: GradientStore,
+        scaling: Scaling,
+        updates: Updates,
+        in_backward: InBackward,
+        staging: StagingSet | None,
+        sums_each_backward: bool,
+    ):
         super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""

@@ -105,9 +105,16 @@ class Shards(Company):
     """
 
     def __init__(
-        self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
-        kinds: tuple[PlaneKind, ...], follows: bool = False,
-    ):  # fmt: skip
+        self,
+        ranks: Ranks,
+        params: ParamSet,
+        store: ChunkStore,
+        state: StepState,
+        *,
+        exchange: int,
+        kinds: tuple[PlaneKind, ...],
+        follows: bool = False,
+    ):
         super().__init__(ranks, store.mover)
         self.params = params
         across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)

@@ -30,9 +30,15 @@ def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
 
 
 def facts_of_step(
-    handles: Sequence[ParamHandle], optimizers: Sequence[Stepper], scaling: Scaling, state: StepState, *,
-    clippings: Sequence[str], num_backwards: int, num_dropped: int,
-) -> Facts:  # fmt: skip
+    handles: Sequence[ParamHandle],
+    optimizers: Sequence[Stepper],
+    scaling: Scaling,
+    state: StepState,
+    *,
+    clippings: Sequence[str],
+    num_backwards: int,
+    num_dropped: int,
+) -> Facts:
     """Everything that an update by these optimizers depends on, but the gradients themselves."""
     values = {
         "clip_grad_norm_": ", ".join(clippings) or "not called",
@@ -203,9 +209,14 @@ class StepSync:
 
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
         return facts_of_step(
-            self._params.handles, optimizers, self._scaling, self._state, clippings=self._clippings,
-            num_backwards=self._num_backwards, num_dropped=self._num_dropped,
-        )  # fmt: skip
+            self._params.handles,
+            optimizers,
+            self._scaling,
+            self._state,
+            clippings=self._clippings,
+            num_backwards=self._num_backwards,
+            num_dropped=self._num_dropped,
+        )
 
 
 def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:

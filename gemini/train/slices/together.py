@@ -90,8 +90,10 @@ class OtherSlices:
         for handle, row in zip(handles, rows, strict=True):
             missing = [total == _NONE for total in row]
             if any(missing) and not all(missing):
-                ranks = [[self._wire.global_ranks[i] for i, gone in enumerate(missing) if gone is which]
-                         for which in (False, True)]  # fmt: skip
+                ranks = [
+                    [self._wire.global_ranks[i] for i, gone in enumerate(missing) if gone is which]
+                    for which in (False, True)
+                ]
                 raise RankMismatch(
                     f"{handle.name!r} has a gradient on ranks {ranks[0]} and none on ranks {ranks[1]}, which have "
                     "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
