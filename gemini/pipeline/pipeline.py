@@ -347,7 +347,7 @@ class Pipeline:
 
 
 def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
-    """What each block takes, and at last what comes after them."""
+    """Count what each block takes, and at last what comes after them."""
     if trace is None or trace.seconds is None:
         return course.flops
     blocks = Blocks(trace)

@@ -26,7 +26,7 @@ from gemini.ranks.wire import Tag, Wire
 
 NAMES = ("pp", "dp_replicate", "dp", "cp", "tp", "ep")
 _SAME = {"replicate": "dp_replicate", "dp_shard": "dp", "shard": "dp", "fsdp": "dp", "sp": "cp"}
-"""What torch's FSDP2 examples and accelerate call them."""
+"""Other names of dims, of torch's FSDP2 examples and accelerate."""
 SHARDING = ("dp", "cp")
 SLICING = ("pp", "tp", "ep")
 SAMPLING = ("dp_replicate", "dp", "ep")

@@ -27,7 +27,7 @@ from gemini.waiting import PROGRESS
 
 
 class Tag(IntEnum):
-    """What a message is; two ranks that stand at different points of a program never mix them up."""
+    """Kinds of messages; two ranks that stand at different points of a program never mix them up."""
 
     AGREEMENT = 1
     WEIGHTS = 2
@@ -306,7 +306,7 @@ def _some(work: dist.Work | None) -> dist.Work:
 
 _OF_TORCH = str(Path(dist.__file__).parent)
 _GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote process|aborted", re.I)
-"""What gloo, NCCL and the store say of a rank that does not answer (torch 2.11 to 2.13)."""
+"""Words of gloo, NCCL and the store for a rank that does not answer (torch 2.11 to 2.13)."""
 
 
 @contextmanager

@@ -66,12 +66,12 @@ class ImaginedExchange(Exchange):
         self.rank, self.size, self._sent = size - 1, size, sent
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
-        """Of the shape of ``parts``."""
+        """Give memory of the shape of ``parts``."""
         self._sent["cp"] += parts.nbytes * (self.size - 1) // self.size
         return torch.empty_like(parts.contiguous())
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """As many of the shape of ``own`` as there are ranks."""
+        """Give memory for as many of the shape of ``own`` as there are ranks."""
         self._sent["cp"] += own.nbytes * (self.size - 1)
         return own.new_empty((self.size, *own.shape))
 
@@ -179,7 +179,7 @@ class Attend:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         attention_mask: Any = None, **how: Any,
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-        """As an attention of transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
+        """Compute like transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
         and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
         """
         if not self.in_forward and not torch.is_grad_enabled():  # what is computed again in backward has gradients

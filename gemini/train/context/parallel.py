@@ -230,7 +230,7 @@ def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *,
 
 
 class ContextParallel:
-    """What was put around one model.
+    """The parts that are put around one model.
 
     Args:
         exchange: among the ranks that have parts of the same sequences.

@@ -86,7 +86,7 @@ class Channel:
         return self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
-        """The same ahead of its use: says when it may be read there."""
+        """Begin :meth:`fetch` ahead of its use: the event after which the shard may be read there."""
         return self.fetch(chunk)
 
     def gather(self, chunk: Chunk) -> None:
@@ -144,7 +144,7 @@ class Channel:
 
 
 class LibraryChannel(Channel):
-    """The same by collectives of the library, in the windows themselves."""
+    """The chunks of one model by collectives of the library, in the windows themselves."""
 
     needs_all = True
 

@@ -25,7 +25,7 @@ from gemini.train.params.handle import ParamHandle
 
 
 class Company:
-    """Of a rank that shares its params with none."""
+    """The company of a rank that shares its params with none."""
 
     def __init__(self, ranks: Ranks, mover: Mover):
         self.ranks, self._mover = ranks, mover

@@ -43,7 +43,7 @@ from gemini.train.update.updates import Updates
 
 
 class Completions:
-    """Of the backward that runs, and of the last one that ended."""
+    """Notes on the backward that runs, and on the last one that ended."""
 
     def __init__(self) -> None:
         self._moments: dict[int, int] = {}
@@ -67,19 +67,19 @@ class Completions:
         (self._partial.discard if is_full else self._partial.add)(index)
 
     def end_backward(self) -> None:
-        """What was noted is how the next one may be."""
+        """Keep what was noted: the next backward may be like it."""
         if self._moments:
             self._before, self._moments = self._moments, {}
 
     def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
-        """Of ``chunks`` those whose gradients all ranks have, with their moments, in the order of the last backward."""
+        """Choose of ``chunks`` those whose gradients all ranks have; with their moments, in the last backward's order."""
         known = set(chunks) - self._partial
         return {index: moment for index, moment in self._before.items() if index in known}
 
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
-"""Where in the detail of a request begins what a rank is about to update inside backward."""
+"""The bit in the detail of a request from which on it says what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -291,7 +291,7 @@ class Reduction(GradientSink):
         return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
     def _planned(self) -> int:
-        """What updates inside this backward depend on, as a checksum; 0 if there are none."""
+        """The checksum of all that updates inside this backward depend on; 0 if there are none."""
         if not self._in_backward.transient:
             return 0
         if self._plan[0] != self._state.backward_number:  # counters change with the first update
@@ -427,11 +427,11 @@ class Reduction(GradientSink):
         return True
 
     def explain(self, error: BudgetExceeded) -> BudgetExceeded:
-        """What to say of missing room for weights."""
+        """Say more of missing room for weights, where that is known."""
         return error if self.reduces else self.without_room(error)
 
     def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
-        """What to say of it inside ``no_sync``: whole gradients may be what takes the room."""
+        """Say more of it inside ``no_sync``: whole gradients may be what takes the room."""
         return BudgetExceeded(
             f"{error}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
             "out (gradients are then divided after each backward) or raise the budget"

@@ -39,19 +39,19 @@ from gemini.train.sharding.shards import Shards
 
 
 class _Standing(IntEnum):
-    """What the gradients of a chunk are."""
+    """Whose sum the gradients of a chunk are."""
 
     NONE = 0
     OWN = 1
-    """Of this replica."""
+    """The sum of this replica."""
     SUMMED = 2
-    """Of all replicas."""
+    """The sum of all replicas."""
     REOPENED = 3
-    """Of this replica, and on the first one of all replicas from before."""
+    """The sum of this replica, and on the first one beside it that of all replicas from before."""
 
 
 class _Order:
-    """Of one backward: the chunks that are added up behind it, and how far that is."""
+    """The chunks that are added up behind one backward, and how far that is."""
 
     def __init__(self, chunks: Sequence[int]):
         self.chunks = chunks

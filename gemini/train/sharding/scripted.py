@@ -35,7 +35,7 @@ from gemini.ranks.wire import Tag
 from gemini.train.sharding.channel import Channel
 
 _PARTS = 0
-"""What a rank says that leaves the script, where the others say what they bring."""
+"""The word of a rank that leaves the script, where the others say what they bring."""
 _TAKES_PART = 1
 _STREAM = "landing"
 
@@ -83,7 +83,7 @@ class Launch(Event):
 
 
 class ScriptedStep:
-    """Where this rank is in a script.
+    """The place of this rank in a script, and what it has begun.
 
     Args:
         channel: moves the chunks.
@@ -114,7 +114,7 @@ class ScriptedStep:
     # ---- gathers ------------------------------------------------------------------------------------------------
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """What to gather ahead, (moment, chunk): who asks for another one has begun the one before."""
+        """List what to gather ahead, (moment, chunk): who asks for another one has begun the one before."""
         self._given = max(self._given, self._gathered)
         while self._given < len(self.script.gathers) and self._may_come(self._given):
             yield self.script.gathers[self._given]

@@ -55,7 +55,7 @@ _TRAFFIC = {
 
 
 class Reducing(Protocol):
-    """Who adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
+    """The part that adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
@@ -96,7 +96,7 @@ def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
 
 
 class Shards(Company):
-    """What a model has to do with other ranks that have the same params.
+    """The company of a rank that shares its params with others.
 
     Args:
         exchange: bytes of host memory for pieces on the wire.
@@ -127,12 +127,12 @@ class Shards(Company):
         self._kinds = kinds
         self._manager = store.manager
         self.reducing: Reducing
-        """Who adds up gradients when all ranks stand there: it says so itself as it is made."""
+        """The part that adds up gradients when all ranks stand there; it sets itself here as it is made."""
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
-        """Where reductions land behind backward."""
+        """The worker on which reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
         self.replica_lane = Worker("replicas") if follows and ranks.num_replicas > 1 else None
-        """Where sums over replicas run behind backward."""
+        """The worker on which sums over replicas run behind backward."""
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -198,7 +198,7 @@ class Shards(Company):
         self.step = ScriptedStep(script, self.channel, fetches, launcher=self._launcher, landing=self.lane)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """What the script gathers next, (moment, chunk); nothing where ranks ask each other."""
+        """List what the script gathers next, (moment, chunk); nothing where ranks ask each other."""
         return iter(()) if self.step is None else self.step.upcoming()
 
     def follow(self) -> None:
@@ -310,7 +310,7 @@ class Shards(Company):
         return [other[1 : 1 + len(row)] for other in said]
 
     def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
-        """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
+        """Hear where the ranks of one shard stand; always as many numbers, so that different points meet as well."""
         if point != Point.END_BACKWARD:
             self.reducing.leave_replicas()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")

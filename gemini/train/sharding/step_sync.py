@@ -84,7 +84,7 @@ def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:
 
 
 class StepSync:
-    """What the ranks of one model have said to each other about the step under way."""
+    """The step under way, as far as the ranks of one model have told each other of it."""
 
     def __init__(self, shards: Shards, replicas: ReplicaSums, state: StepState, scaling: Scaling):
         self.is_done = False
@@ -174,11 +174,11 @@ class StepSync:
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 
     def _own_norms(self) -> list[float]:
-        """Of every param, the sum of squares of this rank's part of its gradient; 0 where there is none."""
+        """Sum up the squares of this rank's part of every param's gradient; 0 where there is none."""
         return kernels.totals([handle.norm_sums or [] for handle in self._params.handles])
 
     def _take_norms(self, rows: torch.Tensor) -> None:
-        """What all ranks say of it: ranks x params."""
+        """Take over what all ranks say of it: ranks x params."""
         for handle, parts in zip(self._params.handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
@@ -204,7 +204,7 @@ class StepSync:
         self.is_done = False
 
     def facts_of_updates(self) -> Facts:
-        """What updates inside backward depend on."""
+        """Collect all that updates inside backward depend on."""
         return self._facts_of_step(owners(self._params.handles))
 
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
@@ -220,7 +220,7 @@ class StepSync:
 
 
 def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:
-    """What the ranks compare, and the error says."""
+    """Describe a call of ``clip_grad_norm_``, for ranks to compare and errors to say."""
     if handles is None:
         return f"max_norm {max_norm!r}"
     names = sorted(handle.name for handle in handles)

@@ -31,7 +31,7 @@ _WHAT = "an exchange of tokens (expert parallel)"
 
 
 class Point(IntEnum):
-    """Where a rank stands; numbers are two apart, and one more without gradients."""
+    """Places of a rank in a layer; numbers are two apart, and one more without gradients."""
 
     DISPATCH = 0
     COMBINE = 2
@@ -165,7 +165,7 @@ _MODULES, _PARAMS = "ep_dispatch_experts", "grouped_gemm"
 
 
 class SpreadExperts(WholeParams):
-    """What became of a model that has some of its experts.
+    """A model that has some of its experts.
 
     Attributes:
         params: by every name of a param that is cut, which slice of it is here.

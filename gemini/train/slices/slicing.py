@@ -103,7 +103,7 @@ def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
 
 
 class WholeParams:
-    """What params were before they became slices.
+    """The params of a model that become slices, and what they were before.
 
     Attributes:
         params: by every name of a param that is cut, which slice of it is here.
@@ -141,7 +141,7 @@ STANDS_IN = "_gemini_stands_in"
 
 
 class SlicedModel(WholeParams):
-    """What became of a model whose params are slices.
+    """A model whose params are slices.
 
     Attributes:
         slices: the ranks that have the others.
@@ -259,7 +259,7 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
 
 
 def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
-    """What becomes of a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
+    """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
 
     Args:
         is_filled: it has its values; else it is whole, and the same on every rank.
@@ -298,7 +298,7 @@ def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
 
 
 def sliced_in(model: nn.Module) -> SlicedModel | None:
-    """What :func:`slice_tensors` has made of a model, or of a module in it."""
+    """Find what :func:`slice_tensors` has made of a model, or of a module in it."""
     return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
 
 

@@ -177,7 +177,7 @@ def parts_of(style: str) -> tuple[str, int]:
 
 
 def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Of a layer cut by rows: without its bias."""
+    """Compute a layer cut by rows without its bias."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     if is_transposed(module):
@@ -284,7 +284,7 @@ STYLES: dict[str, Callable[..., Any] | None] = {
     "local_params": None,
     "replicate": None,
 }
-"""What a module does with its own forward; None: nothing else."""
+"""Styles by name, as functions around a module's own forward; None: nothing is around it."""
 
 
 def sliced_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
