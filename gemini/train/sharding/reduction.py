@@ -72,7 +72,7 @@ class Completions:
             self._before, self._moments = self._moments, {}
 
     def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
-        """Choose of ``chunks`` those whose gradients all ranks have; with their moments, in the last backward's order."""
+        """Choose of ``chunks`` those whose gradients all ranks have; with their moments, in the last order."""
         known = set(chunks) - self._partial
         return {index: moment for index, moment in self._before.items() if index in known}
 
