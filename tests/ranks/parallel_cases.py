@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
 from tests.train.helpers import same_bits
+from tests.world import world_of
 
 LR, EPS = 1e-2, 1e-3
 """The update of a gradient near zero is as good as drawn with a small ``eps``: rounding would be all that is seen."""
@@ -89,7 +90,7 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     if managed:
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
     return Found(losses, norms, model.state_dict(dtype=torch.float32) if managed else dict(model.state_dict()), grads)
 
 
@@ -111,7 +112,7 @@ def assert_same_runs(runs: list[list[Found]]) -> None:
 
 def planes_of(model: Any) -> dict[str, torch.Tensor]:
     """Every plane of the params that are here, whole where they are slices, by the names of the whole model."""
-    by_names, found = model._gemini_engine.by_names, {}
+    by_names, found = world_of(model).by_names, {}
     for handle in by_names.handles:
         for kind, plane in handle.chunk.planes.items():
             if kind != "grad" and plane.block == 1:

@@ -11,6 +11,7 @@ from torch import nn
 
 import gemini
 from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, llama, mesh_of, plain_adamw, train
+from tests.world import world_of
 
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
 half = partial(deep, num_hidden_layers=4)
@@ -44,13 +45,13 @@ def accumulated(num_batches: int, micro_batches: int, make: Callable[[], Any] = 
 
 def run(pipe: gemini.Pipeline, batch: Callable[[int], torch.Tensor]) -> Found:
     """Steps of a pipeline with ``batch(step)``."""
-    manager, fetched = pipe.model._gemini_engine.store.manager, 0
+    world, fetched = world_of(pipe.model), 0
 
     def compute(step: int) -> float:
         nonlocal fetched
-        before, ids = manager.num_gathers, batch(step)
+        before, ids = world.num_gathers, batch(step)
         loss = pipe.step(input_ids=ids, labels=ids).item()
-        fetched = manager.num_gathers - before
+        fetched = world.num_gathers - before
         return loss  # type: ignore[no-any-return]
 
     return train(pipe.model, hybrid_adam(pipe), compute, steps=STEPS, clip=pipe.clip_grad_norm_)._replace(

@@ -24,9 +24,10 @@ from tests.ranks.parallel_cases import (
     num_batches,
     planes_of,
     train,
-)  # fmt: skip
+)
 from tests.ranks.pool import Pools, failures
 from tests.train import helpers
+from tests.world import world_of
 
 
 def made(sizes: dict[str, int], config: gemini.GeminiConfig, case: Case, schedule: str = "1f1b") -> tuple[Any, Any]:
@@ -165,7 +166,7 @@ def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     model, _ = made(sizes, config_for("ram", ""), Case())
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
     gemini.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     return planes_of(model)
 
 

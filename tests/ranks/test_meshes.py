@@ -29,6 +29,7 @@ from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
 from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.schedules import delayed
 from tests.train import helpers
+from tests.world import world_of
 
 MIB = 2**20
 
@@ -99,12 +100,12 @@ def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]
     given = mesh[part] if part else mesh
     make: Callable[[], Any] = Net if "tp" in sizes else helpers.llama
     config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
-    engine = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine
-    declared = engine.store.ledger.budget(Tier.CPU)
+    world = world_of(gemini.GeminiDDP(make(), config, mesh=given))
+    declared = world.budget(Tier.CPU)
     free = available_bytes()
     config = gemini.GeminiConfig(precision="fp32", device="cpu")
-    measured = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine.store.ledger.budget(Tier.CPU)
-    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": engine.ranks.shares_params}
+    measured = world_of(gemini.GeminiDDP(make(), config, mesh=given)).budget(Tier.CPU)
+    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": world.ranks.shares_params}
 
 
 @pytest.mark.sweep(every=2)
@@ -259,11 +260,11 @@ def trained(sizes: dict[str, int], case: Case, where: str, folder: str, seed: in
         losses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(losses, float(loss.detach()))
         found = Result(sum(losses) / len(losses))
-        for handle in managed._gemini_engine.params.handles:
+        for handle in world_of(managed).handles:
             found.grads[handle.whole_name] = managed.full_grad(handle.name).clone()
         found.norm = float(managed.clip_grad_norm_(1e9))
         gemini.HybridAdam(managed.parameters()).step()
-        managed._gemini_engine.check_invariants()
+        world_of(managed).check()
     return found
 
 

@@ -27,6 +27,7 @@ from tests.ranks.pipeline_cases import (
 from tests.ranks.pool import Pools
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
+from tests.world import world_of
 
 
 def assert_close(found: list[Found], plain: Found) -> None:
@@ -97,16 +98,16 @@ def alone(where: str, folder: str, make: Callable[[], Any] = deep, **settings: A
     pipe = gemini.Pipeline(make().train(), config(), micro_batches=4, schedule="bfs")
     first = run(pipe, lambda step: ids_of(step, 0))
     model: Any = gemini.GeminiDDP(make().train(), config())
-    manager, fetched = model._gemini_engine.store.manager, 0
+    world, fetched = world_of(model), 0
 
     def compute(step: int) -> float:
         nonlocal fetched
-        before, parts = manager.num_gathers, []
+        before, parts = world.num_gathers, []
         for part in ids_of(step, 0).chunk(4):
             loss = model(input_ids=part, labels=part).loss / 4
             loss.backward()
             parts.append(loss.detach())
-        fetched = manager.num_gathers - before
+        fetched = world.num_gathers - before
         return torch.stack(parts).sum().item()  # type: ignore[no-any-return]
 
     return first, train(model, hybrid_adam(model), compute, steps=STEPS)._replace(fetched=fetched)
@@ -148,7 +149,7 @@ def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_pa
     memory = gemini.MemoryBudget(cpu="800KiB", nvme="64MiB", nvme_path=tmp_path)
     found, plain = alone("disk", str(tmp_path), make, memory=memory, overlap=False)
     pipe = gemini.Pipeline(make(), config_for("disk", str(tmp_path), memory=memory), micro_batches=4, schedule="bfs")
-    chunks = len(pipe.model._gemini_engine.store.chunks)
+    chunks = len(world_of(pipe.model).chunks)
     ends = 2 * (make is not deep)  # a tied embedding is read at both ends
     assert found.fetched <= 2 * chunks + ends < plain.fetched, (found.fetched, chunks, plain.fetched)
 

@@ -25,6 +25,7 @@ from tests.ranks.pipeline_cases import EIGHT, deep, half, ids_of, piped, run
 from tests.ranks.pool import Pools, failures
 from tests.ranks.test_rank_export import rise_of_saving
 from tests.train import helpers
+from tests.world import world_of
 
 MESHES: tuple[dict[str, int], ...] = (
     {"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2},
@@ -230,7 +231,7 @@ def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float
     pipe.model.train()
     found = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank))
     names = [name for name, _ in pipe.model.named_parameters()]
-    assert set(written) == {handle.name for handle in pipe.model._gemini_engine.params.handles}
+    assert set(written) == {handle.name for handle in world_of(pipe.model).handles}
     return found.losses, found.norms, names
 
 

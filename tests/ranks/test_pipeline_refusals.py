@@ -22,6 +22,7 @@ from tests.ranks.parallel_cases import LR, config_for, llama, mesh_of, step_refu
 from tests.ranks.pipeline_cases import Stack, deep, half, ids_of
 from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_slices import small
+from tests.world import world_of
 
 
 def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
@@ -30,7 +31,7 @@ def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
     before = pipe.model.state_dict()
     if dist.get_rank() == 3:
-        handle = pipe.model._gemini_engine.params.handles[-1]
+        handle = world_of(pipe.model).handles[-1]
         handle.param.register_hook(lambda grad: grad * float("nan"))
     ids = ids_of(0, gemini.data_rank(mesh).rank)
     pipe.step(input_ids=ids, labels=ids)

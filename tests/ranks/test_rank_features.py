@@ -22,6 +22,7 @@ from tests.integrations.peft_cases import cast_params, llama, logits, maker
 from tests.ranks.cases import Job, batches, config_of, make_model
 from tests.ranks.pool import Pools, failures
 from tests.train import helpers
+from tests.world import world_of
 
 
 def wrapped(method: str, folder: Path) -> Any:
@@ -130,7 +131,7 @@ def steps_with_inf(replicated: bool) -> list[tuple[int, float, float, float]]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append((model._gemini_engine.params.handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
+        seen.append((world_of(model).handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
     return seen
 
 
@@ -167,7 +168,7 @@ def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            model._gemini_engine.drain()  # so that no step has bytes of the one before
+            world_of(model).settle()  # so that no step has bytes of the one before
     report = model.memory_report()
     return recording.timeline, report["moved"], report["stalls"]
 

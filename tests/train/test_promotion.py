@@ -19,11 +19,11 @@ from tests.train.helpers import (
     assert_same_snapshot,
     assert_same_state,
     batch,
-    engine_of,
     llama,
     same_bits,
     snapshot,
 )
+from tests.world import world_of
 
 
 @pytest.mark.slow
@@ -51,7 +51,7 @@ def test_sums_leave_the_working_set_free(nvme: str | None, tmp_path: Path) -> No
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
     assert ran and (refused == 0 if nvme else refused > 0)
 
 
@@ -61,7 +61,7 @@ def managed(cpu: int, nvme: int, path: Path) -> Any:
 
 
 def holders(model: Any) -> dict[Any, dict[str, int]]:
-    ledger = engine_of(model).store.ledger
+    ledger = world_of(model).ledger
     return {tier: ledger.holders(tier) for tier in ledger.tiers}
 
 
@@ -106,9 +106,9 @@ def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme:
 def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of it: states on their way, gradients in either form, and nothing is reserved for nothing."""
     model = managed(1108, 2**16, tmp_path)
-    engine, optimizer = engine_of(model), adam(model)
+    world, optimizer = world_of(model), adam(model)
     model(**batch(0)).loss.backward()
-    before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in engine.params.handles}
+    before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in world.handles}
     calls, real = [], SpillFile.begin_write
 
     def begin_write(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
@@ -121,18 +121,18 @@ def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypat
         patch.setattr(SpillFile, "begin_write", begin_write)
         with pytest.raises(gemini.StorageError, match="the disk is gone"):
             model(**batch(1)).loss.backward()
-    engine.recovery.forget_interrupted()
+    world.forget_interrupted()
     assert_same_snapshot(before, snapshot(model))
     for name, grad in grads.items():
         found = model.full_grad(name)
         assert found is not None and grad is not None and torch.equal(found.float(), grad.float()), name
-    for tier in engine.store.ledger.tiers:
+    for tier in world.tiers:
         for kind in ADAM.kinds:
-            planes = [c.planes[kind] for c in engine.store.chunks if kind in c.planes and c.planes[kind].tier is tier]
-            assert engine.store.ledger.held(tier, kind) == sum(plane.num_bytes for plane in planes), (tier, kind)
+            planes = [c.planes[kind] for c in world.chunks if kind in c.planes and c.planes[kind].tier is tier]
+            assert world.held(tier, kind) == sum(plane.num_bytes for plane in planes), (tier, kind)
     model(**batch(1)).loss.backward()
     optimizer.step()
-    engine.check_invariants()
+    world.check()
 
 
 def test_a_slot_that_was_given_back_reads_as_zeros(tmp_path: Path) -> None:
