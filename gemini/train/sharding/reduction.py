@@ -201,7 +201,9 @@ class Reduction(GradientSink):
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
-        """See :class:`gemini.train.sharding.shards.Reducing`."""
+        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
+        True if that holds for all.
+        """
         return self._sync.end_script(has_all=has_all and not self._whole)
 
     def _reduce(self, index: int) -> None:
@@ -463,7 +465,7 @@ class Reduction(GradientSink):
         self._replicas.end_step(has_gradients=has_gradients)
 
     def leave_replicas(self) -> None:
-        """See :class:`gemini.train.sharding.shards.Reducing`."""
+        """This rank is about to meet the other replicas, not at the end of a backward."""
         self._replicas.leave()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:

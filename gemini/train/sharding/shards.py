@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +40,9 @@ from gemini.train.sharding.company import Company
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.step import StepState
 
+if TYPE_CHECKING:
+    from gemini.train.sharding.reduction import Reduction
+
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
 _TRAFFIC = {
     Tag.WEIGHTS: "all_gather",
@@ -52,35 +55,6 @@ _TRAFFIC = {
     Tag.CONTEXT: "context",
     Tag.EXPERTS: "experts",
 }
-
-
-class Reducing(Protocol):
-    """The part that adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
-
-    def reduce(self, index: int, requests: list[Request]) -> None:
-        """All ranks add up the gradients of a chunk."""
-
-    def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step."""
-
-    def leave_script(self) -> None:
-        """No reduction is behind backward any more."""
-
-    def leave_replicas(self) -> None:
-        """This rank is about to meet the other replicas, not at the end of a backward."""
-
-    def end_script(self, *, has_all: bool) -> bool:
-        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
-        True if that holds for all.
-        """
-
-    def completed(self) -> Mapping[int, int] | None:
-        """The chunks that a backward reduces behind it, with the moments in which their gradients are complete. None if
-        this model's backward cannot.
-        """
-
-    def without_reducing(self) -> AbstractContextManager[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
 
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
@@ -126,7 +100,7 @@ class Shards(Company):
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
-        self.reducing: Reducing
+        self.reducing: Reduction
         """The part that adds up gradients when all ranks stand there; it sets itself here as it is made."""
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """The worker on which reductions land behind backward."""
