@@ -43,6 +43,7 @@ class Arrival(Event):
         Raises:
             RankLost: if a rank does not answer.
         """
+        # Two threads may want the same weights: the second one finds them there, or the same error.
         with self._turn:
             if not self.is_complete():
                 try:
@@ -120,6 +121,7 @@ class Channel:
             senders: the ranks that have one, and its dtype there.
             is_launched: whether :meth:`launch_reduce` was called.
         """
+        # A rank without any of these gradients sends nothing, and the sum has no term of it.
         own = whole if self.wire.rank in senders else None
         what = f"the reduce-scatter of {chunk.name}"
         return self.wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
@@ -150,11 +152,13 @@ class LibraryChannel(Channel):
 
     def fetch(self, chunk: Chunk) -> Event:
         fetched = self._fetch(chunk)
+        # The collective comes behind the copy on the stream: the host need not wait for it.
         fetched.wait_on_device()
         return fetched
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
         fetched = self._fetch(chunk)
+        # A cast on the computing stream fills the window: the launcher has a stream of its own and must follow it.
         return AllOf([fetched, self.device.mark()]) if self.mover.computes(chunk) else fetched
 
     def gather(self, chunk: Chunk) -> None:
@@ -180,4 +184,5 @@ class LibraryChannel(Channel):
         assert whole is not None
         if not is_launched:
             self._reduce(chunk, whole)
+        # All at once: the sum stands where the gradient was, and takes no room of its own.
         yield 0, chunk.weights.numel, self._section(whole)

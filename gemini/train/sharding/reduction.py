@@ -153,6 +153,7 @@ class Reduction(GradientSink):
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
         self._sync.gradient_arrives()
+        # Its whole gradient is on the wire: what arrives now must not change it.
         while chunk.spec.index in self._behind:  # a param that arrives once more
             self._wait_for_first()
         whole = self._whole.get(chunk.spec.index)
@@ -160,6 +161,7 @@ class Reduction(GradientSink):
             whole = self._open(chunk)
         view = whole.flat[handle.slot.start : handle.slot.stop]
         flat = grad.detach().contiguous().view(-1)
+        # A param that several modules share arrives several times in one backward.
         if handle.name in whole.arrived:
             view.add_(flat, alpha=self._scale)
         else:
@@ -176,6 +178,7 @@ class Reduction(GradientSink):
         if step is None or step.is_parted:
             self._reduce(index)
             return
+        # In the script's order, in which chunks need not become complete: what is early waits for its turn.
         while (following := step.next_reduction) in self._completions and following in self._whole:
             if not self._is_full(following):
                 return
@@ -189,12 +192,15 @@ class Reduction(GradientSink):
         super().end_backward()
 
     def _reduce_rest(self) -> None:
+        # First: until the script is over on all ranks its messages come before any question.
         is_alike = self._shards.finish(at_end=True)
         self._completions.end_backward()
         if not self.reduces:
             return
+        # From the end of the layout, as all ranks do: which of them are open may differ between ranks.
         for index in sorted(self._whole, reverse=True):
             self._reduce(index)
+        # A script that all have followed to its end has said all that this would ask.
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
         self._replicas.end_backward()
@@ -230,6 +236,7 @@ class Reduction(GradientSink):
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
+        # Now, on the training thread: the worker lands it later, when another backward may have begun.
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
@@ -256,6 +263,7 @@ class Reduction(GradientSink):
             whole.is_reduced = True
             self._replicas.landed(index, backward)
 
+        # What computes the gradient is on the device still: the collective comes behind it.
         ready = self._device.mark()
 
         def launch() -> Event:
@@ -279,6 +287,7 @@ class Reduction(GradientSink):
             if not job.is_complete():
                 return
             del self._behind[index]
+            # Before the error of the job is raised: memory of what was reduced goes back in any case.
             is_reduced = self._whole[index].is_reduced
             if is_reduced:
                 self._close(index)
@@ -296,6 +305,7 @@ class Reduction(GradientSink):
         """The checksum of all that updates inside this backward depend on; 0 if there are none."""
         if not self._in_backward.transient:
             return 0
+        # Once per backward, before its first update: all ranks must mean the same moment.
         if self._plan[0] != self._state.backward_number:  # counters change with the first update
             self._plan = self._state.backward_number, self._sync.facts_of_updates().checksum
         return self._plan[1]
@@ -310,6 +320,7 @@ class Reduction(GradientSink):
         chunk = self._chunks[index]
         chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
+        # Norms that all ranks knew are those of other gradients now.
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
@@ -324,6 +335,7 @@ class Reduction(GradientSink):
         if whole is not None:
             for handle in handles:
                 if handle.name not in whole.arrived:
+                    # Another rank has this gradient: here it is zero, and not what the memory held before.
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
         self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
@@ -400,6 +412,7 @@ class Reduction(GradientSink):
         # Micro-batches inside no_sync are added up here, in fp32.
         dtype = self._dtype_of(chunk) if self.reduces else torch.float32
         num_bytes = chunk.spec.numel * dtype.itemsize
+        # Windows of one size are used again: their address space stays reserved.
         spare = self._spare.setdefault(num_bytes, [])
         window = spare.pop() if spare else self._device.make_window(num_bytes)
         while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
@@ -449,6 +462,7 @@ class Reduction(GradientSink):
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
+        # Sums of the backward that is dropped must not land after it.
         self._replicas.give_up()
         self._sync.gradients_dropped(handles)
         for handle in handles:

@@ -102,6 +102,7 @@ class ReplicaSums:
         """Sums of a replica are about to be written, or added to what is there."""
         index = chunk.spec.index
         if index in self._jobs:
+            # The sum that is under way reads what is about to be written.
             self._jobs[index].wait()
         if not adding:
             self._standing.pop(index, None)
@@ -113,6 +114,7 @@ class ReplicaSums:
         if self._lane is None or index not in self._by_chunk:
             return
         with WHOLE, self._lock:
+            # Autograd runs on several threads, and a backward that failed never said that it is over.
             if backward != self._backward:
                 if self._landed:  # of a backward that has failed
                     self._leave()
@@ -121,6 +123,7 @@ class ReplicaSums:
             order = self._order
             while order is not None and order.num_begun < len(order.chunks):
                 following = order.chunks[order.num_begun]
+                # The order is that of all replicas: what landed early waits for what stands before it.
                 if following not in self._landed:
                     return
                 order.num_begun += 1
@@ -135,6 +138,7 @@ class ReplicaSums:
             said = torch.tensor([index is not None], dtype=torch.int64, device="cpu")
             heard = self._wire.swap(Tag.HEADER, said, "the beginning of a sum across replicas")
             if not heard.all():
+                # All ranks have heard the same numbers: none of them adds up what is left of this order.
                 order.is_over = True
                 return
             assert index is not None
@@ -155,6 +159,7 @@ class ReplicaSums:
         order, self._order = self._order, None
         self._landed.clear()
         if order is not None and order.num_begun < len(order.chunks):
+            # Others may have begun the next sum and wait for what this rank says of it.
             self._jobs[None] = self._submit(order, None)
 
     def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
@@ -197,6 +202,7 @@ class ReplicaSums:
         """
         if not self.each_backward:
             return
+        # Before it is cleared by the end of the order: it may be the usual one of the next backward.
         landed = tuple(self._landed)
         self._finish()
         said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._by_chunk))
@@ -225,6 +231,7 @@ class ReplicaSums:
 
     def _await_jobs(self) -> None:
         for job in self._jobs.values():
+            # All of them, before the first error is raised: none may run on while gradients are dropped.
             job.wait_until_over()
         jobs, self._jobs = self._jobs, {}
         for job in jobs.values():
@@ -260,6 +267,7 @@ class ReplicaSums:
             chunk, found = self._chunks[index], set(column)
             if found <= {_Standing.NONE} or found == {_Standing.SUMMED}:
                 continue
+            # Sums of all and of one cannot be added up any more: one of them would count twice.
             if min(found) < _Standing.SUMMED <= max(found):
                 raise RankMismatch(
                     f"the gradients of {chunk.name} were added up over the replicas of this model, and one of them "
@@ -288,6 +296,7 @@ class ReplicaSums:
         sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
         for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
             tile, is_staged = self._mover.host_tile(1, plane, start, stop)
+            # Other replicas have these gradients; this one adds zeros, and has them from here on.
             for handle in absent:
                 tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
             across.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
@@ -296,6 +305,7 @@ class ReplicaSums:
             if GRAD_ERROR in chunk.planes:  # of this replica's part
                 error = chunk.planes[GRAD_ERROR]
                 lost, is_staged = self._mover.host_tile(2, error, start, stop)
+                # The error of rounding was of this replica's part, which is in the sum now.
                 lost.zero_()
                 if is_staged:
                     self._mover.store(error, start, stop, lost)
@@ -309,6 +319,7 @@ class ReplicaSums:
     def _reopen(self, chunk: Chunk) -> None:
         """The first replica keeps the sum, and the others begin anew."""
         self._standing[chunk.spec.index] = _Standing.REOPENED
+        # One of them must keep what all have, or the next sum would lose it.
         if self._wires[chunk.spec.index].rank == 0:
             return
         plane = chunk.planes[GRAD]

@@ -100,11 +100,13 @@ class ScriptedStep:
         self._fetches = fetches
         self._launcher = launcher
         self._landing = landing
+        # The training thread and the fetch worker begin gathers; only one of them takes the next place of the script.
         self._turn = threading.RLock()
         self._gathered = 0  # of the script's gathers, how many have begun
         self._given = 0  # the same with those that a worker is about to begin
         self._jobs: list[Job] = []  # the reductions that have begun
         self._num_places = len(script.gathers) + len(script.reductions)
+        # Offers come from the training thread, the fetch worker and autograd's threads.
         self._order = threading.Lock()
         self._next = 0  # the place in the order that is given to the launcher next
         self._offered: dict[int, Job] = {}
@@ -151,10 +153,12 @@ class ScriptedStep:
                 with self._launching():
                     launch.end = self._channel.launch_gather(chunk, ready)
 
+            # Counted only behind the offer: who fails before it has taken no part, and the others hear that it parts.
             launch.job = self._offer(number + self.script.reductions_before_gather(number), run)
             self._gathered += 1
         if not self._channel.mover.in_worker:
             try:
+                # If nothing comes of it the caller asks the others itself, and they wait for that now.
                 launch.await_launch()
             except Parted:
                 return None
@@ -185,6 +189,7 @@ class ScriptedStep:
                 end = launch()
 
         def land() -> None:
+            # In the order of the script: the landing worker takes one reduction after the other.
             offered.wait_until_over()
             if isinstance(offered.error, Parted):
                 return
@@ -197,6 +202,7 @@ class ScriptedStep:
 
         with WHOLE:
             offered = self._offer(number + self.script.gathers_before[number], run)
+            # Both or neither: an interrupt in between would leave a launch that nobody lands.
             job = self._landing.submit(land, number)
             self._jobs.append(job)
         return job
@@ -219,9 +225,11 @@ class ScriptedStep:
 
     def _give(self) -> None:
         """The launcher gets what is at the next places; all that was offered, if this rank leaves."""
+        # The launcher never sees a collective before all that stand before it: it has no order of its own to keep.
         while self._next in self._offered:
             self._launcher.put(self._offered.pop(self._next))
             self._next += 1
+        # Behind the place where this rank leaves all end as parted, so that no thread waits for them.
         for place in sorted(self._offered) if self._leaves else ():
             self._launcher.put(self._offered.pop(place))
 
@@ -239,6 +247,7 @@ class ScriptedStep:
         Raises:
             Parted: if one of them parts, or has before, or they bring different things.
         """
+        # Once a rank has parted nobody says anything more: the others have left at the same place.
         if not self.is_parted:
             said, whole = torch.tensor([says], dtype=torch.int64, device="cpu"), False
             try:
@@ -259,6 +268,7 @@ class ScriptedStep:
             if self._leaves:
                 return
             self._leaves = True
+            # At the next place and no later one: what was launched before it ends on all ranks.
             if self._next < self._num_places:
                 job = Job(self._say_parting, self._next)
                 self._launches.append(job)
@@ -277,6 +287,7 @@ class ScriptedStep:
         self._fetches.await_begun()
         is_through = self.next_gather() is None and self.next_reduction is None and not self._leaves
         self.part()
+        # Launches first: what a lost rank left behind ends there, and the sums behind it with it.
         for job in [*self._launches, *self._jobs]:
             job.wait_until_over()
             if isinstance(job.error, RankLost):

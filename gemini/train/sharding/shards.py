@@ -102,6 +102,7 @@ class Shards(Company):
         self._manager = store.manager
         self.reducing: Reduction
         """The part that adds up gradients when all ranks stand there; it sets itself here as it is made."""
+        # Without a second rank, or where attention asks in between, nothing follows a script.
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """The worker on which reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
@@ -153,17 +154,20 @@ class Shards(Company):
         if self.lane is None:
             return
         self.finish()
+        # Ranks that left their script twice in a row ask each other for some steps: a script costs its first message.
         if self._num_left_out:
             self._num_left_out -= 1
             return
         completed = self.reducing.completed()
         if completed is None:
             return
+        # Windows that are filled on this rank may be empty on another: they are part of what the checksum says.
         there = [chunk.spec.index for chunk in self._chunks if chunk.window is not None and chunk.gathered]
         script = self._manager.foresight.script(there, completed)
         if script is None or not (script.gathers or script.reductions):
             return
         heard = self.reach(Request(Point.BEGIN_STEP, 0, script.checksum))
+        # One that does something else has heard of it in this message, and asks for what it needs.
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
@@ -182,6 +186,7 @@ class Shards(Company):
             chunk = self._chunks[following.chunk]
             if following.moment > place or not chunk.gathered:
                 return
+            # Other ranks may have let go of it, and the script gathers it on all.
             arrival = step.gather(chunk, again=True)
             if arrival is None:
                 return
@@ -203,8 +208,10 @@ class Shards(Company):
         with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
+            # A step that is left once is an accident, one that is left again a habit of this program.
             self._num_strange = 0 if is_through else self._num_strange + 1
             if self._num_strange > 1:
+                # Longer each time, and never for ever: a program may become regular again.
                 self._num_left_out = 2 ** min(self._num_strange - 1, 6)
             has_all = False
             try:
@@ -244,6 +251,7 @@ class Shards(Company):
             try:
                 return self._agreement.reach(request, self)
             except RankMismatch:
+                # The other replicas wait for this one at another point, and would wait until the timeout.
                 with contextlib.suppress(RankLost):
                     self._tell_replicas(_PARTED)
                 raise
@@ -302,8 +310,10 @@ class Shards(Company):
         arrival = None if self.step is None else self.step.gather(chunk)
         if arrival is not None:
             return arrival
+        # A worker must not ask the others: the training thread may be asking them for something else.
         if self._mover.in_worker:  # it is gathered when it is needed
             raise GeminiError(f"it is not the turn of {chunk.name} in the script of this step")
+        # Where all ranks gather it, serving says when the copy out of its home is over; else nothing is copied behind.
         chunk.fetched = DONE
         self.reach(Request(Point.GATHER, chunk.spec.index))
         return chunk.fetched
@@ -317,6 +327,7 @@ class Shards(Company):
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
         self._chunks[index].settle()
+        # If all want it an all-gather is the shortest way; else nobody may be made to hold a whole chunk.
         if len(receivers) == self.ranks.size:
             chunk = self._chunks[index]
             chunk.fetched = self.channel.fetch(chunk)
@@ -356,6 +367,7 @@ class Shards(Company):
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        # Where the others' parts go while this rank serves and is served.
         self._read = out
         try:
             self.reach(Request(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))

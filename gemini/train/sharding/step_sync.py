@@ -116,9 +116,11 @@ class StepSync:
         """
         handles = self._params.handles
         checksum = facts_of_gradients(handles).checksum
+        # In the message that ends the script, so that the norm costs no wait of its own.
         norms = self._own_norms() if self._replicas.are_none else []  # which come once replicas have been added up
         own = torch.tensor([has_all, checksum, *norms], dtype=torch.float64, device="cpu")
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "the end of a backward and the gradient norm")
+        # Some rank has more to reduce: these norms are not those of whole gradients.
         if not rows[:, 0].all():
             return False
         if self._replicas.are_none and bool((rows[:, 1] == checksum).all()):
@@ -127,6 +129,7 @@ class StepSync:
 
     def backward_ended(self, *, is_alike: bool) -> None:
         """One outside of ``no_sync``; ``is_alike``: it followed its script to the end."""
+        # Ranks compare it: one that made a backward more has other sums.
         self._num_backwards += 1
         if not is_alike:
             self.undo()  # nobody had a gradient
@@ -166,6 +169,7 @@ class StepSync:
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         gradients = facts_of_gradients(self._params.handles)
+        # Before replicas are added up: a missing gradient would be zeros in the sum, and noticed by nobody.
         said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum)
         if any(len(set(row)) > 1 for row in said):  # replicas may have other gradients until here
             self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", gradients)
@@ -191,6 +195,7 @@ class StepSync:
             RankMismatch: on every rank; no weight was changed.
         """
         self.sync_grads(whole)
+        # Gradients first: where they differ, that is what an error should name.
         facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])
         self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
 
