@@ -118,7 +118,9 @@ class WholeParams:
         named = dict(model.named_parameters(remove_duplicate=False))
         self.params = dict(cuts)
         for param, cut in {id(named[name]): (named[name], cut) for name, cut in cuts.items()}.values():
+            # Kept until the model is managed: what is refused later gives the whole model back.
             self._whole.append((param, param.data))
+            # In place: optimizers and ties hold this very object.
             SET_DATA(param, cut.of(param.data))
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
@@ -157,6 +159,7 @@ class SlicedModel(WholeParams):
         of other ranks.
         """
         for name, module in model.named_modules():
+            # Of a stage on another rank: it has no params here, and computes nothing.
             if getattr(type(module), STANDS_IN, False):
                 continue
             for attribute in self._counts.get(name, ()):
@@ -173,6 +176,7 @@ class SlicedModel(WholeParams):
                 config: Any = model.config
                 module.__dict__["_gemini_rope_dim"] = config.get_text_config().qk_rope_head_dim
             module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
+        # Always, also after an error: what one forward has shared must not be taken for that of the next.
         model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
         model.__dict__["_gemini_sliced"] = self
 
@@ -251,6 +255,7 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
             f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
             f"names are for example {', '.join(list(plan or plan_of(model))[:3])}"
         )
+    # Before anything is changed, so that nothing need be undone.
     _check_heads(model, styles, slices.size)
     counts = {name: found for name, _ in model.named_modules() if plan is None and (found := counts_of(model, name))}
     sliced = SlicedModel(slices, styles, counts)
@@ -396,6 +401,7 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
                 continue
             how = cutting_of(styles[full], module, name, param) if full in styles else None
             cut = None if how is None else TensorSlice(tuple(param.shape), how.dim, how.groups, rank, size)
+            # A tied param is cut once, whatever its names are called in the plan.
             first = by_param.setdefault(id(param), (full, cut))
             if first[1] != cut:
                 raise ValueError(

@@ -99,6 +99,8 @@ class OtherSlices:
                     "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
                     "was changed"
                 )
+            # A param that all have has the same gradient everywhere; one that is not finite anywhere must be found by
+            # all.
             is_sum = handle.cut is not None or not all(map(math.isfinite, row))
             totals.append(None if all(missing) else sum(row) if is_sum else row[0])
         return totals
@@ -128,6 +130,7 @@ def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:
             return
         named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
         compare_batches(wire, named, values=True)
+        # Once: what is compared is how the data is dealt out, which does not change.
         handle.remove()
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)
