@@ -94,9 +94,9 @@ class Shards(Company):
         across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
-        self._agreement = Agreement(ranks.wire)
-        self.channel = kind(ranks.wire, store, self.scratch, self._agreement)
-        self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
+        self.agreement = Agreement(ranks.wire)
+        self.channel = kind(ranks.wire, store, self.scratch, self.agreement)
+        self._watch = Watch(self.agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
@@ -106,8 +106,10 @@ class Shards(Company):
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """The worker on which reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
-        self.replica_lane = Worker("replicas") if follows and ranks.num_replicas > 1 else None
+        sums_behind = follows and ranks.num_replicas > 1
+        self.replica_lane = Worker("replicas") if sums_behind else None
         """The worker on which sums over replicas run behind backward."""
+        self.replica_launcher = Worker("replica collectives") if sums_behind else None
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -120,7 +122,7 @@ class Shards(Company):
         """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
-        for lane in (self.lane, self.replica_lane, self._launcher):
+        for lane in (self.lane, self._launcher, self.replica_lane, self.replica_launcher):
             if lane is not None:
                 lane.close()
 
@@ -130,7 +132,7 @@ class Shards(Company):
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
-        self._agreement.num_steps += 1
+        self.agreement.num_steps += 1
         self.reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
         self.sent_last_step = total - self._sent_before
@@ -205,7 +207,7 @@ class Shards(Company):
         step = self.step
         if step is None:
             return False
-        with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
+        with self._mover.about("other ranks", "wait for other ranks"), self.agreement.waiting("the end of a script"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
             # A step that is left once is an accident, one that is left again a habit of this program.
@@ -223,12 +225,12 @@ class Shards(Company):
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a wait for other ranks."""
-        return self._agreement.waiting(what)
+        return self.agreement.waiting(what)
 
     @property
     def num_rounds(self) -> int:
         """How often the ranks have asked each other since the start."""
-        return self._agreement.num_exchanges
+        return self.agreement.num_exchanges
 
     def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         """A tile of this rank's shard as modules read it, on the host."""
@@ -249,7 +251,7 @@ class Shards(Company):
         self.finish()
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
-                return self._agreement.reach(request, self)
+                return self.agreement.reach(request, self)
             except RankMismatch:
                 # The other replicas wait for this one at another point, and would wait until the timeout.
                 with contextlib.suppress(RankLost):
