@@ -41,7 +41,7 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
-    "release": "gemini.train.unmanage",
+    "release": "gemini.train.wrap",
     "from_config": "gemini.train.loading.from_config",
     "from_pretrained": "gemini.train.loading.from_pretrained",
     "MemoryTracer": "gemini.tracing.tracer",
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
     from gemini.train.slices.slicing import slice_tensors as slice_tensors
-    from gemini.train.unmanage import release as release
+    from gemini.train.wrap import release as release
 
 
 def __getattr__(name: str) -> Any:

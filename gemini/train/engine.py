@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
@@ -35,6 +34,7 @@ from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
+from gemini.train.modules.reading import Structure
 from gemini.train.modules.renormalized import Rewriting
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import Observers
@@ -75,7 +75,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
+        self, structure: Structure, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
         fill: Callable[[ByName, Ranks], None] | None = None,
         cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
@@ -89,12 +89,12 @@ class Engine:
             process_group, mesh, cuda=device.torch_device.type == "cuda", in_parts=bool(cuts) or of_stages is not None
         )  # fmt: skip
         if not ranks.are_alone:
-            prepare(model, config, ranks, filled=fill is None, cuts=cuts)
+            prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
         others = None
         if cuts and ranks.slices.size > 1:
             refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
             others = OtherSlices(ranks.slices)
-        built = build(model, config, device, own, ranks, cuts)
+        built = build(structure, config, device, own, ranks, cuts)
         self.decision, params = built.decision, built.params
         self.params = params
         params.of_stages = of_stages or {}

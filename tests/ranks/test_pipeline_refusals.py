@@ -16,7 +16,7 @@ from torch import nn
 import gemini
 from gemini.errors import RankMismatch
 from gemini.optim import MuonRule
-from gemini.planning.stages import balanced
+from gemini.planning.parallel import balanced
 from gemini.planning.trace import with_seconds
 from tests.ranks.parallel_cases import LR, config_for, llama, mesh_of, step_refused
 from tests.ranks.pipeline_cases import Stack, deep, half, ids_of

@@ -68,7 +68,7 @@ def holders(model: Any) -> dict[Any, dict[str, int]]:
 @pytest.mark.parametrize("cpu", [1036, 1060, 1108, 1156, 1228])
 @pytest.mark.parametrize("nvme", [2**16, 700, 200])
 def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme: int, tmp_path: Path) -> None:
-    """Where a plan has kept everything in memory, and there is no room for sums: they, and states, go to NVMe.
+    """Where a plan has kept everything in memory: sums are kept there too, or refused; for them nothing goes to NVMe.
 
     A refused backward leaves gradients, ledger and spill file as they were, however often it is tried.
     """
@@ -99,13 +99,13 @@ def test_every_budget_has_the_right_bits_or_the_documented_error(cpu: int, nvme:
         optimizer.zero_grad()
         plain.step()
         assert_same_state(model, plain)
-    assert refused in (0, 3) and (refused == 0 or nvme == 200)
+    assert refused == (0 if cpu >= 896 + 256 else 3)  # weights, states and gradients, and the sums
 
 
-@pytest.mark.parametrize("number", [0, 1, 3, 9])
+@pytest.mark.parametrize("number", [0, 1, 3, 5])
 def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of it: states on their way, gradients in either form, and nothing is reserved for nothing."""
-    model = managed(1108, 2**16, tmp_path)
+    """In the middle of it: gradients in either form, and nothing is reserved for nothing."""
+    model = managed(700, 2**16, tmp_path)
     world, optimizer = world_of(model), adam(model)
     model(**batch(0)).loss.backward()
     before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in world.handles}

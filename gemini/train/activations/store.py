@@ -30,7 +30,7 @@ from gemini.train.activations.flights import Gone, Offloaded, in_pages
 from gemini.train.activations.workers import ActivationWorkers
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.reading import compiled_part
 
 HOLDER = "activations"
 

@@ -25,7 +25,7 @@ from gemini.errors import GeminiError, RankMismatch
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.train.context.attention import Attend, Exchange, ImaginedExchange, register
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.reading import compiled_part
 
 MARK = "sequence_part"
 """The entry of a batch that says which part it is: rank, number of parts, tokens of the whole, and two checksums."""

@@ -30,7 +30,6 @@ from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
-from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
 from gemini.train.params.handle import Leftover, ParamHandle
@@ -258,11 +257,8 @@ class GradientStore:
                 self._mover.store(plane, base + start, end, target)
         return sums
 
-    def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
+    def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
-
-        Args:
-            idle: no update is in flight, so that states may make way for what the sums need.
 
         Raises:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
@@ -275,7 +271,7 @@ class GradientStore:
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
-            wide = self._make_wide(narrow, num_bytes if idle else None)
+            wide = self._make_wide(narrow)
         except (BudgetExceeded, StorageError) as e:
             raise type(e)(
                 "a second backward before optimizer.step() needs fp32 sums of the gradients, "
@@ -293,14 +289,11 @@ class GradientStore:
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
-    def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
-        """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
-
-        Staging goes last, else first, and at last some states make way for it: ``may_move`` is how many bytes the sums
-        may then need below, None for never.
+    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
+        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
 
         Raises:
-            BudgetExceeded: what the last way had no room for.
+            BudgetExceeded: if there is no room.
             StorageError: if the spill file cannot grow.
         """
         with WHOLE:
@@ -309,16 +302,8 @@ class GradientStore:
             except BudgetExceeded:
                 if self._mover.staging.is_reserved:
                     raise
-            try:
-                return self._try_wide(narrow, staging_first=True)
-            except BudgetExceeded:
-                if may_move is None or self._device.tier is not Tier.CPU:
-                    raise
-            chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
-            staging = self._mover.staging.num_bytes
-            move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
-            self._mover.staging.reserve()  # for good: the states need it from now on
-            return self._try_wide(narrow, staging_first=False)
+            # Sums that stay where they are may have taken the room of the staging that the others need.
+            return self._try_wide(narrow, staging_first=True)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import RankMismatch, warn
 from gemini.ranks.agree import checksum_of
@@ -140,6 +141,8 @@ class WholeParams:
 
 STANDS_IN = "_gemini_stands_in"
 """An attribute of classes of modules that stand in for those of another rank."""
+_NOTHING = object()
+"""In the place of an attribute that was not there."""
 
 
 class SlicedModel(WholeParams):
@@ -153,6 +156,30 @@ class SlicedModel(WholeParams):
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
         super().__init__()
         self.slices, self._styles, self._counts = slices, styles, counts
+        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._hook: RemovableHandle | None = None
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
+        module.__dict__[name] = value
+
+    def take_away(self) -> None:
+        """Modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
+        if not self._before:
+            return
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is _NOTHING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+        if self._hook is not None:
+            self._hook.remove()
+
+    def keep(self) -> None:
+        """There is no way back."""
+        super().keep()
+        self._before.clear()
 
     def put_on(self, model: nn.Module) -> None:
         """Let the modules of ``model``, this one or one built alike, compute with slices; not what stands in for those
@@ -163,22 +190,22 @@ class SlicedModel(WholeParams):
             if getattr(type(module), STANDS_IN, False):
                 continue
             for attribute in self._counts.get(name, ()):
-                setattr(module, attribute, getattr(module, attribute) // self.slices.size)
+                self._put(module, attribute, getattr(module, attribute) // self.slices.size)
             style = self._styles.get(name)
             if style is None or STYLES[parts_of(style)[0]] is None:
                 continue
-            module.__dict__["_gemini_slice"] = (style, self.slices)
+            self._put(module, "_gemini_slice", (style, self.slices))
             if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
                 rows = self.params[f"{name}.weight"].own_shape[0]
                 here = module.padding_idx - self.slices.rank * rows
-                module.padding_idx = here if 0 <= here < rows else None
+                self._put(module, "padding_idx", here if 0 <= here < rows else None)
             if style == "mla_kv_a_proj":
                 config: Any = model.config
-                module.__dict__["_gemini_rope_dim"] = config.get_text_config().qk_rope_head_dim
-            module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
+                self._put(module, "_gemini_rope_dim", config.get_text_config().qk_rope_head_dim)
+            self._put(module, "forward", MethodType(sliced_forward, module))
         # Always, also after an error: what one forward has shared must not be taken for that of the next.
-        model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
-        model.__dict__["_gemini_sliced"] = self
+        self._hook = model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
+        self._put(model, "_gemini_sliced", self)
 
 
 def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
@@ -200,8 +227,8 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
     """
     sliced = cut_whole(model, mesh, plan)
     if sliced is not None:
-        sliced.keep()
         sliced.put_on(model)
+        sliced.keep()
     return model
 
 

@@ -47,7 +47,7 @@ class GradientSink:
             BudgetExceeded: if there is no room to accumulate.
         """
         self._in_backward.refuse_adding()
-        self._gradients.promote(self._chunks, idle=True)
+        self._gradients.promote(self._chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """A param's gradient has arrived."""
