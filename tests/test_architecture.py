@@ -88,9 +88,9 @@ BIG_CONSTRUCTORS = {
     "ForwardPass": (11, 1), "Gathering": (0, 2), "GradientStore": (9, 0), "InBackward": (8, 0), "Job": (0, 1),
     "Logits": (0, 1), "ManagedStage": (0, 1), "Manager": (8, 0),
     "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1),
-    "Recovery": (9, 0), "Reduction": (11, 0), "Rest": (11, 0), "Room": (0, 2), "Scripted": (0, 1), "Shards": (8, 1),
+    "Recovery": (9, 0), "Rest": (11, 0), "Room": (0, 2),
     "StandinDevice": (0, 1), "Stepping": (14, 0), "StoredModel": (0, 1), "StrayReads": (0, 1), "UpdateJob": (10, 3),
-    "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "WiredStep": (8, 5),
+    "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2),
     "_Memory": (0, 1), "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
 }  # fmt: skip
 LIKE_TORCH = ("HybridAdam", "Muon")  # optimizers, whose hyperparameters are arguments as those of torch are

@@ -150,8 +150,7 @@ class Engine:
                 follows=overlap and ranks.context.size == 1,  # whose attention asks in between
             )  # fmt: skip
             sink = Reduction(
-                shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
-                gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
+                shards, sink, scaling, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
                 staging=behind, sums_each_backward=config.gradients == "retain",
             )  # fmt: skip
         self.shards = company

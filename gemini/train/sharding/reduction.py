@@ -22,24 +22,20 @@ from gemini.memory.devices.device import Event, Window
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job
-from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, adds_up
+from gemini.train.gradients.store import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
-from gemini.train.step import StepState
-from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
-from gemini.train.update.updates import Updates
 
 
 class Completions:
@@ -101,6 +97,7 @@ class Reduction(GradientSink):
     """The gradients of a model that is shared with other ranks.
 
     Args:
+        into: takes what comes of it, as in one process.
         dtype: in which they are added up, unless their params stay in fp32.
         room: bytes of the computing tier for whole gradients.
         staging: through which sums go that are added up behind backward, where that is needed.
@@ -112,19 +109,18 @@ class Reduction(GradientSink):
     def __init__(
         self,
         shards: Shards,
-        store: ChunkStore,
-        state: StepState,
+        into: GradientSink,
+        scaling: Scaling,
         *,
         dtype: torch.dtype,
         room: int,
-        gradients: GradientStore,
-        scaling: Scaling,
-        updates: Updates,
-        in_backward: InBackward,
         staging: StagingSet | None,
         sums_each_backward: bool,
     ):
-        super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
+        store = into.store
+        super().__init__(
+            store, into.state, gradients=into.gradients, updates=into.updates, in_backward=into.in_backward
+        )
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         shards.reducing = self
@@ -144,7 +140,7 @@ class Reduction(GradientSink):
         self._spare: dict[int, list[Window]] = {}
         self._plan = (0, 0)
         self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
-        self._sync = StepSync(shards, self._replicas, state, scaling)
+        self._sync = StepSync(shards, self._replicas, into.state, scaling)
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
         self.has_replicas = self._ranks.num_replicas > 1
@@ -171,7 +167,7 @@ class Reduction(GradientSink):
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived on this rank."""
         index = chunk.spec.index
-        self._completions.note(index, self._manager.foresight.place, self._state.backward_number)
+        self._completions.note(index, self._manager.foresight.place, self.state.backward_number)
         if not self.reduces:
             return
         step = self._shards.step
@@ -227,7 +223,7 @@ class Reduction(GradientSink):
         """The chunks that the next backward reduces behind it, as the last one has them; None if it cannot."""
         if not self.reduces:
             return {}
-        if self._in_backward.transient or (self._staging is None and self._stages):
+        if self.in_backward.transient or (self._staging is None and self._stages):
             return None
         return self._completions.usual(
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
@@ -235,18 +231,18 @@ class Reduction(GradientSink):
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
-        chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
+        chunk, whole, handles = self.store.chunks[index], self._whole[index], self._params.by_chunk[index]
         # Now, on the training thread: the worker lands it later, when another backward may have begun.
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
         chunk.settle()
-        working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
+        working, backward = Working(self._mover.watch.moved, staging=self._staging), self.state.backward_number
 
         def add_up(brought: list[int]) -> None:
             for handle in handles:
-                self._gradients.apply_clip(handle)
+                self.gradients.apply_clip(handle)
                 handle.norm_sums = []
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
@@ -293,7 +289,7 @@ class Reduction(GradientSink):
                 self._close(index)
             job.wait()
             if is_reduced:
-                self._in_backward.use_landed(self._chunks[index])
+                self.in_backward.use_landed(self.store.chunks[index])
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
@@ -303,11 +299,11 @@ class Reduction(GradientSink):
 
     def _planned(self) -> int:
         """The checksum of all that updates inside this backward depend on; 0 if there are none."""
-        if not self._in_backward.transient:
+        if not self.in_backward.transient:
             return 0
         # Once per backward, before its first update: all ranks must mean the same moment.
-        if self._plan[0] != self._state.backward_number:  # counters change with the first update
-            self._plan = self._state.backward_number, self._sync.facts_of_updates().checksum
+        if self._plan[0] != self.state.backward_number:  # counters change with the first update
+            self._plan = self.state.backward_number, self._sync.facts_of_updates().checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
@@ -317,7 +313,7 @@ class Reduction(GradientSink):
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
-        chunk = self._chunks[index]
+        chunk = self.store.chunks[index]
         chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
         # Norms that all ranks knew are those of other gradients now.
@@ -328,8 +324,8 @@ class Reduction(GradientSink):
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
-            self._gradients.promote([chunk])
-        transient = self._in_backward.transient
+            self.gradients.promote([chunk])
+        transient = self.in_backward.transient
         if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)
         if whole is not None:
@@ -340,7 +336,7 @@ class Reduction(GradientSink):
         adding = {handle.name: handle.has_grad for handle in present}
         self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
         for handle in present:
-            self._gradients.apply_clip(handle)
+            self.gradients.apply_clip(handle)
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
@@ -353,7 +349,7 @@ class Reduction(GradientSink):
                     continue
                 self._land(chunk, present, adding, start, stop, total)
         if arrived.all():
-            self._replicas.landed(index, self._state.backward_number)
+            self._replicas.landed(index, self.state.backward_number)
         if transient:
             assert whole is not None
             section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
@@ -362,7 +358,7 @@ class Reduction(GradientSink):
         if whole is not None:
             self._close(index)
         if arrived.all():
-            self._in_backward.use_landed(chunk)
+            self.in_backward.use_landed(chunk)
 
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
@@ -372,7 +368,7 @@ class Reduction(GradientSink):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
             return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
-        dtype = self._dtype_of(self._chunks[index]) if whole is None else whole.flat.dtype
+        dtype = self._dtype_of(self.store.chunks[index]) if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
@@ -393,7 +389,7 @@ class Reduction(GradientSink):
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
             if first < last:
                 piece = rounded[first - start : last - start]
-                sums = self._gradients.land_piece(chunk, piece, first, adding[handle.name])
+                sums = self.gradients.land_piece(chunk, piece, first, adding[handle.name])
                 assert handle.norm_sums is not None
                 handle.norm_sums += sums
 
@@ -401,8 +397,8 @@ class Reduction(GradientSink):
         """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
         at = self._ranks.rank * chunk.weights.numel
         for handle in handles:
-            self._in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
-        self._updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
+            self.in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:
         return torch.float32 if chunk.spec.fp32 else self._dtype
@@ -428,7 +424,7 @@ class Reduction(GradientSink):
             raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
-        self._state.note_unreduced(+1)
+        self.state.note_unreduced(+1)
         return whole
 
     def _reduce_early(self, want: Want) -> bool:
@@ -454,7 +450,7 @@ class Reduction(GradientSink):
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
-        self._state.note_unreduced(-1)
+        self.state.note_unreduced(-1)
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
