@@ -33,7 +33,6 @@ from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.planning.script import Reduce, Script
-from gemini.ranks.agree import Facts, agree
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
@@ -160,14 +159,15 @@ class ReplicaSums:
         """
         if self.are_none:
             return
-        facts = Facts(
-            {
-                "the chunk": chunk.name,
-                "the params with gradients": [handle.name for handle in present],
-                "the checksum of hyperparameters": plan,
-            }
-        )
-        agree(self._wire, "the updates inside backward", lambda: facts)
+        names = zlib.crc32(json.dumps([handle.name for handle in present]).encode())
+        said = torch.tensor([chunk.spec.index, names, plan], dtype=torch.int64, device="cpu")
+        heard = self._wire.swap(Tag.HEADER, said, f"the updates of {chunk.name} inside backward")
+        if not bool((heard == heard[0]).all()):
+            raise RankMismatch(
+                f"{chunk.name} is about to be updated inside backward, and ranks with other experts (ep) update "
+                "another chunk, have gradients of other params, or use other hyperparameters. Run the same forward "
+                "and backward with the same settings on all ranks"
+            )
         across = self._wires.get(chunk.spec.index)
         if across is None:
             return
