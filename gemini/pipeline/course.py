@@ -212,6 +212,6 @@ def _inside(name: str, blocks: tuple[str, ...]) -> bool:
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
-    """Of modules those that are in none of the others, once each, in the order they ran in."""
+    """Choose the modules that are in none of the others, once each, in the order they ran in."""
     seen = dict.fromkeys(names)
     return [name for name in seen if not any(other and name.startswith(f"{other}.") for other in seen)]

@@ -222,7 +222,7 @@ class Pipeline:
         self._backwards_left = len(parts) * len(self._stages)
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
         ranks = self.model._gemini_engine.ranks
-        if ranks.context is None:
+        if ranks.context.size == 1:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
@@ -348,7 +348,7 @@ class Pipeline:
 
 
 def _weights(course: Course, trace: MemoryTrace | None, model: nn.Module) -> Sequence[float]:
-    """What each block takes, and at last what comes after them."""
+    """Count what each block takes, and at last what comes after them."""
     if trace is None or trace.seconds is None:
         return course.flops
     blocks = Blocks(trace)

@@ -74,7 +74,7 @@ class Passing(_StandIn):
 
 
 class Placeholder(_StandIn):
-    """What comes before the blocks, where others have done it: values of the right shape that take no memory."""
+    """A stand-in for what other ranks do before the blocks: values of the right shape that take no memory."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def on_meta(value: Any) -> Any:

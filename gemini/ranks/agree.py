@@ -34,7 +34,7 @@ _COLUMNS: dict[str, Callable[[str], str]] = {
     "the number of updates": str,
     "the clipping": str,
 }
-"""What a column is called, and how its values read."""
+"""Columns by name, and how their values read."""
 
 
 class Facts:
@@ -52,7 +52,7 @@ class Facts:
 
     @property
     def checksum(self) -> int:
-        """Of 32 bits, never 0; in whichever order."""
+        """A number of 32 bits, never 0, whichever order the values are in."""
         plain = {name: value for name, value in self.values.items() if not isinstance(value, array)}
         found = zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode())
         for column in self.values.values():
@@ -60,12 +60,12 @@ class Facts:
         return found or 1
 
     def told(self) -> dict[str, Any]:
-        """As the other ranks hear it, who have the same params."""
+        """The values as the other ranks with the same params hear them."""
         return {name: list(map(repr, v)) if isinstance(v, array) else v for name, v in self.values.items()}
 
 
 class Difference(NamedTuple):
-    """What two ranks differ in, with the value of each."""
+    """A fact that two ranks differ in, with the value of each."""
 
     what: str
     first: Any
@@ -87,13 +87,13 @@ def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
 
 
 def checksum_of(tensor: torch.Tensor) -> int:
-    """Of the bits of its values, in 32 bits; not of its dtype and shape."""
+    """Sum up the bits of its values in 32 bits; not its dtype and shape."""
     data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
 
 
 def checksum_text(value: torch.Tensor) -> str:
-    """Of one tensor."""
+    """Describe one tensor by its checksum and dtype."""
     return f"checksum {checksum_of(value):08x} ({str(value.dtype).removeprefix('torch.')})"
 
 
@@ -110,7 +110,7 @@ def plain(value: Any) -> Any:
 
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Difference | None:
-    """What two ranks differ in, by what :meth:`Facts.told` says; ``names`` of the params."""
+    """Find the first fact that two ranks differ in, by what :meth:`Facts.told` says; ``names`` of the params."""
     for label in {**first, **other}:
         a, b = first.get(label, "none"), other.get(label, "none")
         if a == b:
@@ -180,7 +180,7 @@ class Handshake:
         return heard or []
 
     def _broadcast(self, said: Any) -> Any:
-        """What the first rank says."""
+        """Hear what the first rank says."""
         heard = [said]
         first = self._global_rank(0)
         guarded(self._doing, lambda: dist.broadcast_object_list(heard, src=first, group=self._group))
@@ -253,10 +253,15 @@ class Attempt:
 
 
 def agree(
-    wire: Wire, doing: str, facts: Callable[[], Facts] | None = None, refusal: BaseException | None = None, *,
-    swap: Callable[[int], list[int]] | None = None, words: str = "values",
+    wire: Wire,
+    doing: str,
+    facts: Callable[[], Facts] | None = None,
+    refusal: BaseException | None = None,
+    *,
+    swap: Callable[[int], list[int]] | None = None,
+    words: str = "values",
     refused: type[GeminiError] = GeminiError,
-) -> None:  # fmt: skip
+) -> None:
     """All ranks of ``wire`` come here, and go on together or not at all.
 
     Args:
@@ -283,9 +288,14 @@ def agree(
 
 
 def tell(
-    wire: Wire, doing: str, facts: Facts, refusal: BaseException | None = None, *, words: str = "values",
+    wire: Wire,
+    doing: str,
+    facts: Facts,
+    refusal: BaseException | None = None,
+    *,
+    words: str = "values",
     refused: type[GeminiError] = GeminiError,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """All ranks of ``wire`` come here when they do not agree; raises as :func:`agree`, always."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
     heard = [json.loads(text) for text in wire.exchange_texts(json.dumps(said, default=str), doing)]

@@ -28,7 +28,7 @@ from gemini.ranks.wire import Tag, Wire
 
 
 class Point(IntEnum):
-    """Where a rank stands, and how an error says so."""
+    """Places where ranks meet, and how an error calls them."""
 
     words: str
 
@@ -56,11 +56,11 @@ class Point(IntEnum):
 
 _SERVED = (Point.GATHER, Point.READ)
 _REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
-"""Where a rank takes part in a reduction, whatever it has of the gradients."""
+"""Points at which a rank takes part in a reduction, whatever it has of the gradients."""
 
 
 class Request(NamedTuple):
-    """What one rank wants: a point, which chunk or param it is about, and what else the others must know."""
+    """One rank's wish: a point, which chunk or param it is about, and what else the others must know."""
 
     point: Point
     about: int = 0
@@ -143,7 +143,7 @@ class Agreement:
 
 
 def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
-    """What is to be done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
+    """Choose what is done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
     served = [request.subject for request in requests if request.point in _SERVED]
     if served:
         return min(served)

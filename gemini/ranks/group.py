@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from gemini.ranks.wire import Tag, Wire
 
 NAMES = ("pp", "dp_replicate", "dp", "cp", "tp", "ep")
 _SAME = {"replicate": "dp_replicate", "dp_shard": "dp", "shard": "dp", "fsdp": "dp", "sp": "cp"}
-"""What torch's FSDP2 examples and accelerate call them."""
+"""Other names of dims, of torch's FSDP2 examples and accelerate."""
 SHARDING = ("dp", "cp")
 SLICING = ("pp", "tp", "ep")
 SAMPLING = ("dp_replicate", "dp", "ep")
@@ -119,25 +119,30 @@ def data_rank(mesh: DeviceMesh | None = None) -> DataRank:
     return DataRank(place_in(mesh, *SAMPLING), size_of(mesh, *SAMPLING))
 
 
+def alone_on_wire() -> Wire:
+    """This rank has nobody to send to."""
+    return Wire(None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of one job as one of them sees them.
+    """The ranks of one job as one of them sees them. Where a mesh has no such ranks, this one is alone on that wire.
 
     Attributes:
         wire: among the ranks that divide chunks (the shard group).
-        replicas: among the ranks that hold the same shard of what is no expert, or None without replicas.
-        copies: among those that hold the same shard of everything, or None.
+        replicas: among the ranks that hold the same shard of what is no expert.
+        copies: among those that hold the same shard of everything.
         everyone: among all ranks with the same params: those of the model, or of this slice of it. Ranks with other
             experts are among them.
         alike: the same without these.
         job: among all ranks of the mesh; the same as ``everyone`` where no other dim slices the model.
-        same_batch: among the slices that compute with this rank's batch (``tp``), or None without any.
-        stages: among those that have the stages of one pipeline (``pp``), or None.
+        same_batch: among the slices that compute with this rank's batch (``tp``).
+        stages: among those that have the stages of one pipeline (``pp``).
         parts: of a model that Gemini has cut, among those that have its slices and stages and compute with one batch;
-            None of a model that is whole, or cut by the caller.
-        context: among the ranks that have parts of the same sequences (``cp``), or None.
-        experts: among the ranks that have the other experts of this one's layers (``ep``), or None. They are replicas
-            in what is not cut.
+            this rank alone of a model that is whole, or cut by the caller.
+        context: among the ranks that have parts of the same sequences (``cp``).
+        experts: among the ranks that have the other experts of this one's layers (``ep``). They are replicas in what
+            is not cut.
         writers: among the ranks that write one checkpoint: those with the same params, or all of the job where Gemini
             has cut the model.
         waiting: these wait for each other here.
@@ -147,16 +152,16 @@ class Ranks:
     """
 
     wire: Wire
-    replicas: Wire | None = None
-    copies: Wire | None = None
+    replicas: Wire = field(default_factory=alone_on_wire)
+    copies: Wire = field(default_factory=alone_on_wire)
     everyone: Wire
     alike: Wire
     job: Wire
-    same_batch: Wire | None = None
-    stages: Wire | None = None
-    parts: Wire | None = None
-    context: Wire | None = None
-    experts: Wire | None = None
+    same_batch: Wire = field(default_factory=alone_on_wire)
+    stages: Wire = field(default_factory=alone_on_wire)
+    parts: Wire = field(default_factory=alone_on_wire)
+    context: Wire = field(default_factory=alone_on_wire)
+    experts: Wire = field(default_factory=alone_on_wire)
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -173,7 +178,7 @@ class Ranks:
 
     @property
     def num_replicas(self) -> int:
-        return 1 if self.replicas is None else self.replicas.size
+        return self.replicas.size
 
     @property
     def is_first(self) -> bool:
@@ -188,24 +193,34 @@ class Ranks:
     @property
     def part_rank(self) -> int:
         """Which of the parts of a model that Gemini has cut this rank has; 0 of a model that is whole."""
-        return 0 if self.parts is None else self.parts.rank
+        return self.parts.rank
 
     @property
     def writes_uncut(self) -> bool:
         """Whether this rank writes params that are not cut: of slices that all have them, the first one does."""
-        if self.experts is not None:
+        if self.experts.size > 1:
             return self.experts.rank == 0
-        return self.parts is None or self.same_batch is None or self.same_batch.rank == 0
+        return self.parts.size == 1 or self.same_batch.rank == 0
 
     @property
     def writes(self) -> bool:
         """Whether this rank writes params at all: of replicas that have the same ones, the first one does."""
-        return self.copies is None or self.copies.rank == 0
+        return self.copies.rank == 0
 
     @property
     def reads_parts(self) -> bool:
         """Whether this rank reads what it has of a model in parts, for an export; the others with the same serve it."""
-        return self.wire.rank == 0 if self.experts is not None else self.is_first
+        return self.wire.rank == 0 if self.experts.size > 1 else self.is_first
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether Gemini has cut the model: this rank has a slice, a stage, or some of the experts."""
+        return self.parts.size > 1 or self.experts.size > 1
+
+    @property
+    def slices(self) -> Wire:
+        """Among the ranks that have the other slices of this one's params (``tp``, or else ``ep``)."""
+        return self.same_batch if self.same_batch.size > 1 else self.experts
 
     @property
     def shares_params(self) -> bool:
@@ -215,10 +230,19 @@ class Ranks:
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
         wires = (
-            self.wire, self.replicas, self.copies, self.everyone, self.alike, self.job, self.same_batch, self.stages,
-            self.parts, self.context, self.experts,
-        )  # fmt: skip
-        for group in {wire.group for wire in wires if wire is not None}:
+            self.wire,
+            self.replicas,
+            self.copies,
+            self.everyone,
+            self.alike,
+            self.job,
+            self.same_batch,
+            self.stages,
+            self.parts,
+            self.context,
+            self.experts,
+        )
+        for group in {wire.group for wire in wires}:
             if group is not None:
                 end_subgroup(group)
         self.waiting.close()
@@ -330,10 +354,10 @@ def join(
 
 def alone() -> Ranks:
     """A process alone is a group of one."""
-    own = Wire(None)
+    own = alone_on_wire()
     return Ranks(
         wire=own, everyone=own, alike=own, job=own, writers=own, waiting=WaitingGroup(own.global_ranks), local_size=1
-    )  # fmt: skip
+    )
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -360,16 +384,14 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     everyone = along("dp_replicate", *SHARDING, "ep", within=job)
     alike = along("dp_replicate", *SHARDING, within=everyone)
     wire = along(*SHARDING, within=alike)
-    replicas, same_batch, stages, context, experts = (
-        along(*dims) if size_of(mesh, *dims) > 1 else None
-        for dims in (("dp_replicate", "ep"), ("tp",), ("pp",), ("cp",), ("ep",))
-    )
-    copies = None if size_of(mesh, "dp_replicate") == 1 else along("dp_replicate", within=replicas)
-    parts = (same_batch or stages) if in_parts else None
-    if in_parts and same_batch is not None and stages is not None:
-        parts = along("pp", "tp")
+    replicas = along("dp_replicate", "ep")
+    same_batch, stages, context, experts = (along(dim) for dim in ("tp", "pp", "cp", "ep"))
+    copies = along("dp_replicate", within=replicas)
+    parts = alone_on_wire()
+    if in_parts:
+        parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
     for group in (wire, context, experts) if cuda else ():
-        if group is not None:
+        if group.size > 1:
             group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())

@@ -132,7 +132,7 @@ class WaitingGroup:
             guarded(doing, lambda: dist.barrier(self.group))
 
     def exchange(self, value: T, doing: str) -> list[T]:
-        """What every rank gives, in their order: plain values and tensors on the CPU.
+        """Collect what every rank gives, in their order: plain values and tensors on the CPU.
 
         Raises:
             RankLost: if one does not come.

@@ -41,7 +41,7 @@ _running: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Waiting(Protocol):
-    """Where a rank stands, as its training thread notes it."""
+    """The place of a rank, as its training thread notes it."""
 
     num_exchanges: int
     waiting_since: float | None
@@ -51,7 +51,7 @@ class Waiting(Protocol):
 
 
 class _Note(NamedTuple):
-    """Where a rank stands after so many exchanges; None if it is in a call of the model, or came out just now."""
+    """Tell where a rank stands after so many exchanges; None if it is in a call of the model, or came out just now."""
 
     after: int
     place: str | None
@@ -89,7 +89,7 @@ class Watch:
                 pass
 
     def _place(self) -> str | None:
-        """Where this rank stands; None if it is at work for the model, and will go on by itself."""
+        """Find where this rank stands; None if it is at work for the model, and will go on by itself."""
         for other in list(_running):
             since = other._waiting.waiting_since
             long_ago = since is not None and time.monotonic() - since >= OUTSIDE_S
@@ -146,7 +146,7 @@ class Watch:
 
 
 def _line_of(thread: int, *, at_work: bool = True) -> str | None:
-    """Where a thread stands in the program, and in which function of torch.distributed, if in one.
+    """Describe where a thread stands in the program, and in which function of torch.distributed, if in one.
 
     None without ``at_work`` if it works for a model (it saves a checkpoint, say).
     """

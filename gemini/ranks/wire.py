@@ -27,7 +27,7 @@ from gemini.waiting import PROGRESS
 
 
 class Tag(IntEnum):
-    """What a message is; two ranks that stand at different points of a program never mix them up."""
+    """Kinds of messages; two ranks that stand at different points of a program never mix them up."""
 
     AGREEMENT = 1
     WEIGHTS = 2
@@ -157,9 +157,7 @@ class Wire:
         parts = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
         own = parts[self.rank]
         width = own.numel() * flat.element_size()
-        received = {
-            peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)
-        }  # fmt: skip
+        received = {peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)}
         total = scratch[flat.numel() * 4 : flat.numel() * 4 + own.numel() * 4].view(torch.float32)
         self.start(tag, {peer: parts[peer] for peer in self.peers}, received, what).wait()
         add_up([own if rank == self.rank else received[rank] for rank in range(self.size)], total)
@@ -308,7 +306,7 @@ def _some(work: dist.Work | None) -> dist.Work:
 
 _OF_TORCH = str(Path(dist.__file__).parent)
 _GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote process|aborted", re.I)
-"""What gloo, NCCL and the store say of a rank that does not answer (torch 2.11 to 2.13)."""
+"""Words of gloo, NCCL and the store for a rank that does not answer (torch 2.11 to 2.13)."""
 
 
 @contextmanager

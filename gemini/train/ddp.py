@@ -214,7 +214,7 @@ class GeminiDDP(nn.Module):
             GeminiError: without repeated blocks, or under context parallel.
             BudgetExceeded: from the next forward, without enough memory to gather a block.
         """
-        if _engine(self).ranks.context is not None:
+        if _engine(self).ranks.context.size > 1:
             raise GeminiError(
                 "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
                 "compiled. Leave it out"

@@ -91,9 +91,9 @@ class Engine:
         if not ranks.are_alone:
             prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
         others = None
-        if cuts and (with_others := ranks.same_batch or ranks.experts) is not None:
+        if cuts and ranks.slices.size > 1:
             refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
-            others = OtherSlices(with_others)
+            others = OtherSlices(ranks.slices)
         built = build(structure, config, device, own, ranks, cuts)
         self.decision, params = built.decision, built.params
         self.params = params
@@ -147,18 +147,16 @@ class Engine:
             exchange = built.decision.problem.exchange
             company = shards = Shards(
                 ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds,
-                follows=overlap and ranks.context is None,  # whose attention asks in between
+                follows=overlap and ranks.context.size == 1,  # whose attention asks in between
             )  # fmt: skip
-            sink = reduction = Reduction(
-                shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
-                gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
+            sink = Reduction(
+                shards, sink, scaling, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
                 staging=behind, sums_each_backward=config.gradients == "retain",
             )  # fmt: skip
-            shards.connect(reduction)
         self.shards = company
         by_names = self.by_names = ByName(
             params.handles, store, observers=self.write_observers, company=company,
-            slices=others, all_agree=ranks.experts is not None,
+            slices=others, all_agree=ranks.experts.size > 1,
         )  # fmt: skip
         trained = TrainedParams(
             params,

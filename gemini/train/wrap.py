@@ -115,9 +115,9 @@ def manage(
         moved.move()
         changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
         changes.append(_hook(structure, engine))
-        if engine.ranks.context is not None:
+        if engine.ranks.context.size > 1:
             changes.append(_divide_sequences(model, engine))
-        if engine.ranks.same_batch is not None:
+        if engine.ranks.same_batch.size > 1:
             model.__dict__["_gemini_hooks"].append(compare_first_batch(model, engine.ranks.same_batch))
         if spread is not None:
             changes.append(_to_call(spread.take_away))

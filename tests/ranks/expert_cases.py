@@ -8,18 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 import gemini
-from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
+from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, mesh_of, plain_adamw, train
 from tests.ranks.test_slices import small
-from tests.world import world_of
-
-
-class Found(NamedTuple):
-    losses: list[float]
-    norms: list[float]
-    grads: dict[str, torch.Tensor]
-    """Of the first step, whole."""
-    state: dict[str, torch.Tensor]
-
 
 MAX_NORM = 0.5
 KINDS = (
@@ -112,39 +102,30 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
     mesh = mesh_of(sizes)
     model: Any = gemini.GeminiDDP(moe(case), config_for(where, folder, **settings), mesh=mesh)
     inside = settings.get("gradients") == "transient"
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, step_in_backward=inside)
-    losses, norms, grads = [], [], {}
-    for step in range(steps):
-        part, world = gemini.data_rank(mesh)
+    part, world = gemini.data_rank(mesh)
+
+    def compute(step: int) -> float:
         for number in range(case.backwards):
             with model.no_sync() if case.in_no_sync and number + 1 < case.backwards else contextlib.nullcontext():
                 loss = loss_of(model, step, part + world * number)
                 (loss / case.backwards).backward()
-        if not inside:
-            grads = grads or {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
-            norms.append(float(model.clip_grad_norm_(MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    world_of(model).check()
-    return Found(losses, norms, grads, model.state_dict(dtype=torch.float32))
+        return float(loss.detach())
+
+    max_norm = None if inside else MAX_NORM
+    optimizer = hybrid_adam(model, step_in_backward=inside)
+    return train(model, optimizer, compute, steps=steps, max_norm=max_norm, reads_grads=not inside)
 
 
 def plainly(parts: int, case: Case, *, steps: int = 2, max_norm: float = MAX_NORM) -> Found:
     """The same in one process, with the mean over all parts."""
     model = moe(case)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, grads = [], [], {}
-    for step in range(steps):
+
+    def compute(step: int) -> float:
         loss = torch.stack([loss_of(model, step, part) for part in range(parts)]).mean()
         loss.backward()
-        if step == 0:
-            grads = {name: param.grad.clone() for name, param in model.named_parameters()}
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Found(losses, norms, grads, model.state_dict())
+        return float(loss.detach())
+
+    return train(model, plain_adamw(model), compute, steps=steps, max_norm=max_norm, reads_grads=True)
 
 
 def worst_grad(found: Found, plain: Found) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
+from tests.train.helpers import same_bits
 from tests.world import world_of
 
 LR, EPS = 1e-2, 1e-3
@@ -47,6 +50,64 @@ def config_for(where: str, folder: str, **settings: Any) -> gemini.GeminiConfig:
         memory["gpu"] = "1MiB"
     more["memory"] = gemini.MemoryBudget(**memory)
     return gemini.GeminiConfig(**{"precision": "fp32", **more, **settings})
+
+
+class Found(NamedTuple):
+    """What came of some steps."""
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+    """Of the first step, whole."""
+    fetched: int = 0
+    """Gathers of weights in the last step."""
+    whole: dict[str, torch.Tensor] = {}  # noqa: RUF012
+    """What no slice has a part of: its bits on this rank."""
+
+
+def train(
+    model: Any, optimizer: Any, compute: Callable[[int], float], *, steps: int = 2, max_norm: float | None = 0.5,
+    reads_grads: bool = False, clip: Callable[[float], Any] | None = None,
+) -> Found:  # fmt: skip
+    """The ordinary loop, of a managed model or of plain torch.
+
+    Args:
+        compute: makes forward and backward of a step, and says the loss.
+        max_norm: None where updates are made inside backward, and nothing is left to clip.
+    """
+    managed = hasattr(model, "full_grad")
+    if clip is None:
+        clip = model.clip_grad_norm_ if managed else partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+    losses, norms, grads = [], [], {}
+    for step in range(steps):
+        losses.append(compute(step))
+        if reads_grads and not step:
+            named = model.named_parameters()
+            grads = {name: (model.full_grad(name) if managed else p.grad).clone() for name, p in named}
+        if max_norm is not None:
+            norms.append(float(clip(max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    if managed:
+        world_of(model).check()
+    return Found(losses, norms, model.state_dict(dtype=torch.float32) if managed else dict(model.state_dict()), grads)
+
+
+def plain_adamw(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
+
+
+def hybrid_adam(model: Any, **how: Any) -> Any:
+    return gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1, **how)
+
+
+def assert_same_runs(runs: list[list[Found]]) -> None:
+    """Every rank has found the same bits in all of them."""
+    for found in runs[1:]:
+        for own, first in zip(found, runs[0], strict=True):
+            assert (own.losses, own.norms) == (first.losses, first.norms)
+            assert all(same_bits(value, first.state[name]) for name, value in own.state.items())
 
 
 def planes_of(model: Any) -> dict[str, torch.Tensor]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 import gemini
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of
-from tests.ranks.pool import Pool
+from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, llama, mesh_of, plain_adamw, train
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
 half = partial(deep, num_hidden_layers=4)
 """Enough for two ranks with two stages each."""
@@ -29,47 +27,36 @@ def ids_of(step: int, rank: int, rows: int = 16) -> torch.Tensor:
     return torch.randint(3, 128, (rows, 12), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-class Found(NamedTuple):
-    losses: list[float]
-    norms: list[float]
-    state: dict[str, torch.Tensor]
-    fetched: int
-    """Gathers of weights in the last step."""
-
-
 def accumulated(num_batches: int, micro_batches: int, make: Callable[[], Any] = deep) -> Found:
     """One process of plain torch, the mean over micro-batches and over the batches of all ranks."""
     model: Any = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(STEPS):
+
+    def compute(step: int) -> float:
         total = 0.0
         for rank in range(num_batches):
             for part in ids_of(step, rank).chunk(micro_batches):
                 loss = model(input_ids=part, labels=part).loss / micro_batches / num_batches
                 loss.backward()
                 total += loss.item()
-        losses.append(total)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return Found(losses, norms, dict(model.state_dict()), 0)
+        return total
+
+    return train(model, plain_adamw(model), compute, steps=STEPS)
 
 
-def run(
-    pipe: gemini.Pipeline, batch: Callable[[int], torch.Tensor], optimizer: Any
-) -> tuple[list[float], list[float], int]:  # fmt: skip
-    manager = world_of(pipe.model).manager
-    losses, norms, fetched = [], [], 0
-    for step in range(STEPS):
-        before, ids = manager.num_gathers, batch(step)
-        losses.append(pipe.step(input_ids=ids, labels=ids).item())
-        fetched = manager.num_gathers - before
-        norms.append(float(pipe.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    world_of(pipe.model).check()
-    return losses, norms, fetched
+def run(pipe: gemini.Pipeline, batch: Callable[[int], torch.Tensor]) -> Found:
+    """Steps of a pipeline with ``batch(step)``."""
+    world, fetched = world_of(pipe.model), 0
+
+    def compute(step: int) -> float:
+        nonlocal fetched
+        before, ids = world.num_gathers, batch(step)
+        loss = pipe.step(input_ids=ids, labels=ids).item()
+        fetched = world.num_gathers - before
+        return loss  # type: ignore[no-any-return]
+
+    return train(pipe.model, hybrid_adam(pipe), compute, steps=STEPS, clip=pipe.clip_grad_norm_)._replace(
+        fetched=fetched
+    )
 
 
 def piped(
@@ -83,9 +70,7 @@ def piped(
         model, config_for(where, folder, **settings), mesh=mesh, micro_batches=micro_batches, schedule=schedule,
         stages=stages,
     )  # fmt: skip
-    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, fetched = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
-    return Found(losses, norms, pipe.model.state_dict(dtype=torch.float32), fetched)
+    return run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank))
 
 
 class Stack(nn.Module):

@@ -146,6 +146,16 @@ class Pool:
         self._folder.cleanup()
 
 
+Pools = Callable[[int], Pool]
+"""The fixture ``pool_of``: a pool of so many ranks."""
+
+
+def failures(outcomes: list[Any], kind: str) -> list[str]:
+    """All ranks raised the same kind of error: what each of them says."""
+    assert all(isinstance(outcome, Failure) and outcome.kind == kind for outcome in outcomes), outcomes
+    return [outcome.text for outcome in outcomes]
+
+
 def started(size: int) -> Pool:
     """A pool whose ranks have met. Gloo may drop a connection between processes that begin at once: they go again."""
     for _ in range(2):

@@ -2,10 +2,14 @@
 
 The bits are compared by checksums of every master and state of every param, read whole from all ranks. A rank that
 cannot write or read, and a damaged file, stop all ranks with the same news, and nothing hangs.
+
+No thread of gloo is left when the interpreter ends: it may be the last to hold a tensor of a collective, and letting go
+of that takes the interpreter, so the process is aborted if there is none any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -22,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
-from tests.ranks.pool import Failure, Pool
+from gemini.ranks import process_groups
+from tests.ranks.pool import Failure, Pools
 from tests.train.helpers import VOCAB, gpt2, llama, mixtral, snapshot, t5
 from tests.world import world_of
 
-PoolOf = Callable[[int], Pool]
 MODELS = {"gpt2": lambda: gpt2(dropout=0.1), "llama": lambda: llama(tied=True), "mixtral": mixtral, "t5": t5}
 
 
@@ -103,7 +107,7 @@ def seed(value: int) -> None:
     random.seed(value + world()[0])
 
 
-def on_ranks(pool_of: PoolOf, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+def on_ranks(pool_of: Pools, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     return pool_of(size).run(function, *args) if size > 1 else [function(*args)]
 
 
@@ -136,7 +140,7 @@ def load_it(where: str, model: str, precision: str, folder: Path, mesh: Any) -> 
 
 @pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("saved_by", [1, 2, 4])
-def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: Pools, tmp_path: Path) -> None:
     where, model, precision = CASES[saved_by]
     expected = on_ranks(pool_of, saved_by, save_it, where, model, precision, tmp_path, None, True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
@@ -150,7 +154,7 @@ def test_saved_by_n_loaded_by_m(saved_by: int, pool_of: PoolOf, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_replicas_and_shards(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_replicas_and_shards(pool_of: Pools, tmp_path: Path) -> None:
     """Two replicas of two shards: one of them writes, all of them read; and any other division of the same ranks."""
     for number, (saved, loaded) in enumerate((((2, 2), None), (None, (2, 2)), ((4, 1), (2, 2)))):
         folder = tmp_path / str(number)
@@ -179,7 +183,7 @@ def continued(where: str, other: str, precision: str, folder: Path, wait: bool) 
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("size", "wait"), [(2, True), (2, False), (4, True)])
-def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_resumed_is_uninterrupted(size: int, wait: bool, pool_of: Pools, tmp_path: Path) -> None:
     precision = "fp32" if size == 4 else "bf16"
     for expected, found, whole, again in pool_of(size).run(continued, "mixed", "disk", precision, tmp_path, wait):
         assert expected == found
@@ -258,7 +262,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
 )  # fmt: skip
 @pytest.mark.sweep(every=3)
 def test_written_behind_the_training_is_one_moment(
-    size: int, where: str, gradients: str, change: str, pool_of: PoolOf, tmp_path: Path
+    size: int, where: str, gradients: str, change: str, pool_of: Pools, tmp_path: Path
 ) -> None:
     for expected, found, changed, waits in on_ranks(pool_of, size, save_behind, where, gradients, change, tmp_path):
         assert found == expected
@@ -312,7 +316,7 @@ def failing_disk(folder: Path, failing: int, wait: bool) -> Any:
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("failing", "wait"), [(0, True), (1, True), (1, False)])
-def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_disk_that_fails_on_one_rank(failing: int, wait: bool, pool_of: Pools, tmp_path: Path) -> None:
     for kept, left, saved in pool_of(2).run(failing_disk, tmp_path, failing, wait):
         assert kept, "the old checkpoint is still there"
         assert left == ["ckpt"]
@@ -348,7 +352,7 @@ def load_damaged(folder: Path, spoil: str) -> Any:
 @pytest.mark.parametrize(
     "spoil", ["params-00000-00000.safetensors", "params-00001-00000.safetensors", "values.safetensors", "manifest.json"]
 )
-def test_damage_is_found_by_all_ranks_before_anything_changes(spoil: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_damage_is_found_by_all_ranks_before_anything_changes(spoil: str, pool_of: Pools, tmp_path: Path) -> None:
     assert pool_of(2).run(load_damaged, tmp_path, spoil) == [True, True]
 
 
@@ -375,7 +379,7 @@ def refuse(folder: Path) -> list[str]:
     return said
 
 
-def test_what_one_rank_refuses_no_rank_does(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_what_one_rank_refuses_no_rank_does(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(refuse, tmp_path)
     assert "rank 1 refused save_checkpoint" in one[0] and "extra" in one[0] and two[0].startswith("TypeError: extra")
     assert "another directory on rank 1" in one[1] and one[1] == two[1]
@@ -399,7 +403,7 @@ def die_while_writing(folder: Path) -> str:
     return "saved"
 
 
-def test_a_rank_that_dies_while_writing(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_writing(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).outcomes(die_while_writing, tmp_path)
     assert "Another rank died" in one and isinstance(two, Failure) and two.kind == "Died"
     run = Run("ram", tmp_path)
@@ -407,3 +411,36 @@ def test_a_rank_that_dies_while_writing(pool_of: PoolOf, tmp_path: Path) -> None
     assert run.step == 1
     run.save(tmp_path / "ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt"]
+
+
+def num_threads() -> int:
+    """Threads of gloo that work on collectives of a group."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended since it was listed
+            names.append(task.joinpath("comm").read_text().strip())
+    return names.count("pt_gloo_runloop")
+
+
+def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
+    """Before the first checkpoint, with one written and its handle kept, and when the program's end has begun."""
+    config = gemini.GeminiConfig(precision="fp32", memory=gemini.MemoryBudget(cpu=64 * 2**20), device="cpu")
+    model = gemini.GeminiDDP(torch.nn.Linear(32, 32), config)
+    optimizer = gemini.HybridAdam(model.parameters())
+    before = num_threads()
+    handles = [gemini.save_checkpoint(folder / str(wait), model, optimizer, wait=wait) for wait in (True, False)]
+    for handle in handles:
+        handle.wait()
+    saved = num_threads()
+    process_groups.end_all()
+    deadline = time.monotonic() + 10
+    while num_threads() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # a thread that was joined may be listed a moment longer
+    return before, saved, num_threads()
+
+
+def test_the_threads_of_checkpoints_end_before_the_interpreter(pool_of: Pools, tmp_path: Path) -> None:
+    """Nothing may follow in the same default group: one made after another has ended may get its dead addresses."""
+    for before, saved, ended in pool_of(2).run(threads_of_a_save, tmp_path):
+        assert saved > before, "no thread was seen: this test looks for the wrong name"
+        assert ended <= before

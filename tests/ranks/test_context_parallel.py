@@ -17,9 +17,7 @@ import gemini
 from gemini.ranks.agreement import Point, Request, choose
 from gemini.train.context.parallel import part_of
 from tests.ranks.context_cases import FAMILIES, Case, Result, alone, batch, differences, make, step
-from tests.ranks.pool import Failure, Pool
-
-Pools = Callable[[int], Pool]
+from tests.ranks.pool import Pools, failures
 
 
 def assert_as_one_process(found: list[Result], case: Case, world: int) -> None:
@@ -135,8 +133,8 @@ def test_what_is_agreed_on_while_a_rank_stands_in_attention() -> None:
     ],
 )
 def test_wrong_batches_are_refused(wrong: str, kind: str, says: str, pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(step, Case(), wrong):
-        assert isinstance(outcome, Failure) and outcome.kind == kind and says in outcome.text, outcome
+    for text in failures(pool_of(2).outcomes(step, Case(), wrong), kind):
+        assert says in text
 
 
 def test_parts_of_a_batch() -> None:
@@ -218,5 +216,5 @@ def wrong_trace(context_parallel: int) -> None:
 
 
 def test_a_trace_of_other_parts_is_refused(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(wrong_trace, 4):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch" and "the mesh has cp=2" in outcome.text
+    for text in failures(pool_of(2).outcomes(wrong_trace, 4), "PlanMismatch"):
+        assert "the mesh has cp=2" in text

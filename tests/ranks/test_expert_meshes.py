@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,21 @@ import torch
 import torch.distributed as dist
 
 import gemini
-from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly, spread
-from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of, num_batches, planes_of
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.expert_cases import Case, ids_of, moe, plainly, spread
+from tests.ranks.parallel_cases import (
+    EPS,
+    LR,
+    Found,
+    config_for,
+    hybrid_adam,
+    mesh_of,
+    num_batches,
+    planes_of,
+    train,
+)
+from tests.ranks.pool import Pools, failures
 from tests.train import helpers
 from tests.world import world_of
-
-Pools = Callable[[int], Pool]
 
 
 def made(sizes: dict[str, int], config: gemini.GeminiConfig, case: Case, schedule: str = "1f1b") -> tuple[Any, Any]:
@@ -50,21 +57,13 @@ def trained(
     """Two steps; of the gradients those that are here. With ``saves`` the state is that of all planes."""
     mesh = mesh_of(sizes)
     model, step = made(sizes, config_for(where, folder), case, schedule)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, grads = [], [], {}
-    for number in range(2):
-        losses.append(float(step(**batch_of(number, mesh))))
-        grads = grads or {name: model.full_grad(name).clone() for name, _ in model.named_parameters()}
-        norms.append(float(model.clip_grad_norm_(MAX_NORM)))
-        optimizer.step()
-        optimizer.zero_grad()
-    world_of(model).check()
+    optimizer = hybrid_adam(model)
+    found = train(model, optimizer, lambda number: float(step(**batch_of(number, mesh))), reads_grads=True)
     if saves:
         gemini.save_checkpoint(f"{folder}/checkpoint", model, optimizer)
         model.save_pretrained(f"{folder}/exported")
-        return Found(losses, norms, grads, planes_of(model))
-    state = {name: model.full_param(name, dtype=torch.float32) for name, _ in model.named_parameters()}
-    return Found(losses, norms, grads, state)
+        return found._replace(state=planes_of(model))
+    return found
 
 
 def assert_close(found: list[Found], plain: Found) -> None:
@@ -237,5 +236,4 @@ def with_nan(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("sizes", MESHES, ids=id_of)
 def test_nan_of_one_rank_is_refused_on_all(sizes: dict[str, int], pool_of: Pools) -> None:
-    for outcome in pool_of(4).outcomes(with_nan, sizes):
-        assert isinstance(outcome, Failure) and outcome.kind == "NonFiniteGradient", outcome
+    failures(pool_of(4).outcomes(with_nan, sizes), "NonFiniteGradient")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,22 @@ import torch.distributed as dist
 
 import gemini
 from gemini.optim import MuonRule
-from tests.ranks.expert_cases import KINDS, Case, Found, ids_of, loss_of, moe, plainly, spread, tiny, worst_grad
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.expert_cases import KINDS, Case, ids_of, loss_of, moe, plainly, spread, tiny, worst_grad
+from tests.ranks.parallel_cases import (
+    EPS,
+    LR,
+    Found,
+    assert_same_runs,
+    config_for,
+    llama,
+    mesh_of,
+    planes_of,
+    step_refused,
+)
+from tests.ranks.pool import Failure, Pools
 from tests.train import helpers
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")
 
 
@@ -137,10 +145,7 @@ def test_several_backwards(gradients: str, in_no_sync: bool, pool_of: Pools, tmp
 def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Pools, tmp_path: Path) -> None:
     run, sizes = partial(spread, precision=precision, gradients=gradients), {"dp": 2, "ep": 2}
     runs = [pool_of(4).run(run, sizes, where, str(tmp_path), Case()) for where in ("ram", "disk", "serial")]
-    for found in runs[1:]:
-        for own, first in zip(found, runs[0], strict=True):
-            assert (own.losses, own.norms) == (first.losses, first.norms)
-            assert all(helpers.same_bits(value, first.state[name]) for name, value in own.state.items())
+    assert_same_runs(runs)
     assert not torch.equal(runs[0][0].state["model.norm.weight"], moe(Case()).state_dict()["model.norm.weight"])
 
 

@@ -5,7 +5,7 @@ process.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from accelerate import ParallelismConfig
 
 import gemini
 from tests.ranks.context_cases import Case, batch, make
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Pools, failures
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 CONFIG = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
 
 
@@ -74,8 +73,8 @@ def test_sizes_that_cannot_be(pool_of: Pools) -> None:
         ({"cp_size": 2, "dp_shard_size": 4}, "is 8, and there are 2 processes: dp_shard_size=1 would do"),
         ({"tp_size": 3}, "x tp_size=3 is 3, and there are 2 processes"),
     ):
-        for outcome in pool_of(2).outcomes(loop, sizes):
-            assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and says in outcome.text, outcome
+        for text in failures(pool_of(2).outcomes(loop, sizes), "ValueError"):
+            assert says in text
 
 
 class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
@@ -147,5 +146,5 @@ def dispatched(sizes: dict[str, int]) -> Any:
 
 def test_batches_that_one_process_deals_out_are_refused_where_ranks_share_them(pool_of: Pools) -> None:
     assert pool_of(2).run(dispatched, {"dp_shard_size": 2}) == [True, True]
-    for outcome in pool_of(2).outcomes(dispatched, {"tp_size": 2}):
-        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and "dispatch_batches=True" in outcome.text
+    for text in failures(pool_of(2).outcomes(dispatched, {"tp_size": 2}), "ValueError"):
+        assert "dispatch_batches=True" in text

@@ -1,7 +1,12 @@
-"""A mesh by the names of its dims: who shares what, whose budget is whose, and models whose slices were cut by hand."""
+"""A mesh by the names of its dims: who shares what, whose budget is whose, and models whose slices were cut by hand.
+
+And parts of sequences beside slices and stages: the loss, gradients and norm of one process.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import gemini
@@ -19,11 +24,13 @@ from gemini.memory.system import available_bytes
 from gemini.planning.working import MARGIN
 from gemini.ranks.group import names_of, ranks_along
 from gemini.tiers import Tier
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.context_cases import Case, Result, batch, differences, make
+from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
+from tests.ranks.pool import Failure, Pools, failures
+from tests.ranks.schedules import delayed
 from tests.train import helpers
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 MIB = 2**20
 
 
@@ -41,30 +48,26 @@ def as_rank() -> Iterator[Callable[[int, int], None]]:
         dist.destroy_process_group()
 
 
-def mesh_of(**sizes: int) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_that_differ_in_some_dims_alone(as_rank: Any) -> None:
     as_rank(13, 16)  # 13 = 1 (dp_replicate), 1 (dp), 0 (cp), 1 (tp)
-    mesh = mesh_of(dp_replicate=2, dp=2, cp=2, tp=2)
+    mesh = mesh_of({"dp_replicate": 2, "dp": 2, "cp": 2, "tp": 2})
     assert ranks_along(mesh, "tp") == [12, 13]
     assert ranks_along(mesh, "dp", "cp") == [9, 11, 13, 15]
     assert ranks_along(mesh, "dp_replicate", "dp", "cp") == [1, 3, 5, 7, 9, 11, 13, 15]
     assert gemini.data_rank(mesh) == (3, 4)
     assert gemini.data_rank(mesh["cp"]) == (0, 1) and gemini.data_rank(mesh["dp", "tp"]) == (1, 2)
     assert gemini.data_rank(init_device_mesh("cpu", (4, 4))) == gemini.data_rank() == (13, 16)
-    assert gemini.data_rank(mesh_of(dp_shard=4, sp=4)) == (3, 4), "accelerate's names"
+    assert gemini.data_rank(mesh_of({"dp_shard": 4, "sp": 4})) == (3, 4), "accelerate's names"
 
 
 def test_every_rank_has_a_part_of_the_data_with_its_neighbours(as_rank: Any) -> None:
     parts = []
     for rank in range(8):
         as_rank(rank, 8)
-        parts.append(gemini.data_rank(mesh_of(pp=2, dp=2, tp=2)))
+        parts.append(gemini.data_rank(mesh_of({"pp": 2, "dp": 2, "tp": 2})))
     assert parts == [(0, 2), (0, 2), (1, 2), (1, 2)] * 2
     dist.destroy_process_group()
     assert gemini.data_rank() == (0, 1)
@@ -80,20 +83,20 @@ def test_every_rank_has_a_part_of_the_data_with_its_neighbours(as_rank: Any) -> 
 def test_names_that_mean_nothing(sizes: dict[str, int], says: str, as_rank: Any) -> None:
     as_rank(0, 8)
     with pytest.raises(ValueError, match=says):
-        names_of(mesh_of(**sizes))
+        names_of(mesh_of(sizes))
     with pytest.raises(ValueError, match="3 dimensions without names"):
         gemini.data_rank(init_device_mesh("cpu", (2, 2, 2)))
     with pytest.raises(ValueError, match="mesh has ep=4 and tp=2: ep cannot be combined with tp"):
-        gemini.data_rank(mesh_of(tp=2, ep=4))
+        gemini.data_rank(mesh_of({"tp": 2, "ep": 4}))
     with pytest.raises(ValueError, match="LlamaForCausalLM has no plan of transformers for dividing experts"):
-        gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of(dp=2, ep=4))
+        gemini.GeminiDDP(helpers.llama(), gemini.GeminiConfig(device="cpu"), mesh=mesh_of({"dp": 2, "ep": 4}))
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
 
 def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]:
-    mesh = mesh_of(**sizes)
+    mesh = mesh_of(sizes)
     given = mesh[part] if part else mesh
     make: Callable[[], Any] = Net if "tp" in sizes else helpers.llama
     config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
@@ -179,7 +182,7 @@ def sample(rank: int) -> torch.Tensor:
 
 
 def sliced(folder: str = "", wrong: str = "") -> dict[str, torch.Tensor]:
-    mesh = mesh_of(dp=2, tp=2)
+    mesh = mesh_of({"dp": 2, "tp": 2})
     here, group = mesh.get_local_rank("tp"), mesh.get_group("tp")
     config = gemini.GeminiConfig(
         precision="fp16" if wrong == "fp16" else "fp32", device="cpu", memory=gemini.MemoryBudget(cpu="16MiB")
@@ -233,3 +236,90 @@ def test_a_model_in_slices_trains(pool_of: Pools, tmp_path: Path) -> None:
 def test_what_slices_cannot_do_is_refused(wrong: str, kind: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
     for outcome in pool_of(4).outcomes(sliced, str(tmp_path), wrong):
         assert isinstance(outcome, Failure) and outcome.kind == kind and re.search(says, outcome.text), outcome
+
+
+MESHES: tuple[dict[str, int], ...] = (
+    {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp": 2, "cp": 2},
+    {"pp": 2, "cp": 2, "tp": 2}, {"dp_replicate": 2, "cp": 2, "tp": 2},
+)  # fmt: skip
+
+
+def trained(sizes: dict[str, int], case: Case, where: str, folder: str, seed: int) -> Result:
+    """A step of a rank, while messages are late by chance (``seed``)."""
+    mesh, model = mesh_of(sizes), make(case)
+    config = config_for(where, folder, max_chunk=8000, context_attention=case.kind)
+    whole = batch(case, gemini.data_rank(mesh).rank)
+    with delayed(seed):
+        if "pp" in sizes:
+            pipe = gemini.Pipeline(model, config, mesh=mesh, micro_batches=2, schedule="1f1b")
+            managed, loss = pipe.model, pipe.step(**whole)
+        else:
+            managed = gemini.GeminiDDP(model, config, mesh=mesh)
+            loss = managed(**gemini.sequence_batch(whole, mesh)).loss
+            loss.backward()
+        losses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(losses, float(loss.detach()))
+        found = Result(sum(losses) / len(losses))
+        for handle in world_of(managed).handles:
+            found.grads[handle.whole_name] = managed.full_grad(handle.name).clone()
+        found.norm = float(managed.clip_grad_norm_(1e9))
+        gemini.HybridAdam(managed.parameters()).step()
+        world_of(managed).check()
+    return found
+
+
+def alone(sizes: dict[str, int], case: Case) -> Result:
+    """One process of plain torch: the mean over the batches, and in a pipeline over micro-batches of one row each."""
+    model, total = make(case), 0.0
+    for which in range(num_batches(sizes)):
+        rows = [slice(0, 1), slice(1, 2)] if "pp" in sizes else [slice(0, 2)]
+        for row in rows:
+            part = {name: value[row] for name, value in batch(case, which).items()}
+            loss = model(**part).loss / len(rows) / num_batches(sizes)
+            loss.backward()
+            total += loss.item()
+    grads = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+    norm = torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads.values()]))
+    return Result(total, grads, float(norm))
+
+
+CASES = [
+    *itertools.product(MESHES, ("llama", "gpt2"), ("ulysses", "gathered")),
+    *((sizes, "odd_heads", "gathered") for sizes in MESHES if "tp" not in sizes),
+]
+"""Of those of eight ranks, stages are slow."""
+
+
+@pytest.mark.sweep(every=8)
+@pytest.mark.parametrize(("where", "checkpointing"), [("ram", False), ("disk", False), ("disk", True)])
+@pytest.mark.parametrize(
+    ("sizes", "family", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * ("pp" in case[0] and len(case[0]) > 2)) for case in CASES],
+    ids=str,
+)
+def test_any_mesh_computes_what_one_process_does(
+    sizes: dict[str, int], family: str, kind: str, where: str, checkpointing: bool, pool_of: Pools, tmp_path: Path
+) -> None:
+    case = Case(family, kind=kind, checkpointing=checkpointing)
+    found = pool_of(math.prod(sizes.values())).run(trained, sizes, case, where, str(tmp_path), 1)
+    wanted = alone(sizes, case)
+    names: set[str] = set()
+    for own in found:
+        here = Result(wanted.loss, {name: wanted.grads[name] for name in own.grads}, wanted.norm)
+        loss, grads = differences(own, here)
+        assert loss <= 1e-6 and grads <= 1e-5, (loss, grads)
+        assert own.norm == pytest.approx(wanted.norm, rel=1e-6)
+        names |= own.grads.keys()
+    assert names == wanted.grads.keys()
+
+
+def other_batches(along: str, folder: str) -> None:
+    mesh = mesh_of({"cp": 2, "tp": 2})
+    model: Any = gemini.GeminiDDP(make(Case()), config_for("ram", folder), mesh=mesh)
+    model(**gemini.sequence_batch(batch(Case(), mesh.get_local_rank(along)), mesh))
+
+
+@pytest.mark.parametrize(("along", "says"), [("cp", "a part of another batch"), ("tp", "the first batch of rank")])
+def test_ranks_that_read_other_samples_are_refused(along: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
+    for text in failures(pool_of(4).outcomes(other_batches, along, str(tmp_path)), "RankMismatch"):
+        assert says in text

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 import gemini
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, num_batches
+from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, llama, mesh_of, num_batches, train
 from tests.ranks.pipeline_cases import (
     BESIDE,
     STEPS,
     TIED,
-    Found,
-    Pools,
     Stack,
     accumulated,
     deep,
@@ -26,6 +24,7 @@ from tests.ranks.pipeline_cases import (
     piped,
     run,
 )
+from tests.ranks.pool import Pools
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 from tests.world import world_of
@@ -97,24 +96,21 @@ def alone(where: str, folder: str, make: Callable[[], Any] = deep, **settings: A
     """A pipeline, and the ordinary loop with the same model, budget and micro-batches."""
     config = partial(config_for, where, folder, gradients="accumulate", **settings)
     pipe = gemini.Pipeline(make().train(), config(), micro_batches=4, schedule="bfs")
-    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS)
-    losses, norms, fetched = run(pipe, lambda step: ids_of(step, 0), optimizer)
-    first = Found(losses, norms, pipe.model.state_dict(dtype=torch.float32), fetched)
+    first = run(pipe, lambda step: ids_of(step, 0))
     model: Any = gemini.GeminiDDP(make().train(), config())
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
-    losses, norms = [], []
-    for step in range(STEPS):
-        before, parts = world_of(model).num_gathers, []
+    world, fetched = world_of(model), 0
+
+    def compute(step: int) -> float:
+        nonlocal fetched
+        before, parts = world.num_gathers, []
         for part in ids_of(step, 0).chunk(4):
             loss = model(input_ids=part, labels=part).loss / 4
             loss.backward()
             parts.append(loss.detach())
-        fetched = world_of(model).num_gathers - before
-        losses.append(torch.stack(parts).sum().item())
-        norms.append(float(model.clip_grad_norm_(0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return first, Found(losses, norms, model.state_dict(dtype=torch.float32), fetched)
+        fetched = world.num_gathers - before
+        return torch.stack(parts).sum().item()  # type: ignore[no-any-return]
+
+    return first, train(model, hybrid_adam(model), compute, steps=STEPS)._replace(fetched=fetched)
 
 
 @pytest.mark.sweep(every=2)
@@ -183,9 +179,8 @@ def sent(sizes: dict[str, int], schedule: str, no_sync: bool, folder: str) -> tu
     pipe = gemini.Pipeline(
         half().train(), config_for("ram", folder), mesh=mesh, micro_batches=4, schedule=schedule, no_sync=no_sync
     )
-    optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
-    return losses, norms, pipe.model.memory_report()["sent"]["reduce_scatter"]
+    found = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank))
+    return found.losses, found.norms, pipe.model.memory_report()["sent"]["reduce_scatter"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Checkpoints and exports of pipelines: from any mesh into any other, and after a rank has died."""
+"""Checkpoints and exports of pipelines: from any mesh into any other, and after a rank has died.
+
+And pipelines from files, of which a rank reads what its stages need.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ import torch
 import torch.distributed as dist
 
 import gemini
+from gemini.train.params.by_name import ByName
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of
-from tests.ranks.pipeline_cases import EIGHT, Pools, deep, ids_of
-from tests.ranks.pool import Failure
+from tests.ranks.pipeline_cases import EIGHT, deep, half, ids_of, piped, run
+from tests.ranks.pool import Pools, failures
 from tests.ranks.test_rank_export import rise_of_saving
 from tests.train import helpers
+from tests.world import world_of
 
 MESHES: tuple[dict[str, int], ...] = (
     {"pp": 2, "dp": 2}, {"pp": 4}, {"dp": 2}, {}, {"dp": 2, "tp": 2}, {"pp": 2, "tp": 2},
@@ -107,8 +112,7 @@ def of_another_model(folder: str) -> None:
 
 def test_a_checkpoint_of_another_model_is_refused(pool_of: Pools, tmp_path: Any) -> None:
     pool_of(2).run(saved, {"pp": 2}, str(tmp_path), False, "1f1b")
-    for outcome in pool_of(2).outcomes(of_another_model, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
+    failures(pool_of(2).outcomes(of_another_model, str(tmp_path)), "PlanMismatch")
 
 
 def exported(sizes: dict[str, int], folder: str, tied: bool) -> dict[str, torch.Tensor]:
@@ -208,3 +212,53 @@ def test_a_run_that_dies_goes_on_over_another_mesh(pool_of: Pools, tmp_path: Any
         found[name] = [sum(losses) / len(each) for losses in zip(*each, strict=True)]
     assert found["before"] + found["after"] == pytest.approx(found["alone"], rel=5e-4)
     assert found["alone"][-1] < found["alone"][0] - 0.5
+
+
+def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses and norms of a pipeline from files, and the params that were written on this rank."""
+    mesh, written = mesh_of(sizes), list[str]()
+    write = ByName.write
+
+    def noted(homes: ByName, handle: Any, value: torch.Tensor) -> None:
+        written.append(handle.name)
+        write(homes, handle, value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ByName, "write", noted)
+        pipe = gemini.Pipeline.from_pretrained(
+            Path(folder) / "model", config_for(where, folder), mesh=mesh, micro_batches=4, dtype=torch.float32
+        )
+    pipe.model.train()
+    found = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank))
+    names = [name for name, _ in pipe.model.named_parameters()]
+    assert set(written) == {handle.name for handle in world_of(pipe.model).handles}
+    return found.losses, found.norms, names
+
+
+@pytest.mark.parametrize(
+    ("sizes", "where", "tied"),
+    [({"pp": 2}, "ram", True), pytest.param({"pp": 2, "tp": 2}, "disk", False, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_stages_from_files(sizes: dict[str, int], where: str, tied: bool, pool_of: Pools, tmp_path: Any) -> None:
+    """The same bits as of stages of a whole model; what other ranks run is written nowhere here."""
+    make = partial(half, tie_word_embeddings=tied)
+    make().save_pretrained(tmp_path / "model")
+    pool = pool_of(math.prod(sizes.values()))
+    whole = pool.run(piped, sizes, "1f1b", 4, where, str(tmp_path), make)
+    found = pool.run(streamed, sizes, str(tmp_path), where)
+    for (losses, norms, names), other in zip(found, whole, strict=True):
+        assert losses == other.losses and norms == other.norms
+        assert set(names) <= set(other.state) < set(make().state_dict())
+
+
+def lacking(folder: str) -> None:
+    gemini.Pipeline.from_pretrained(Path(folder) / "model", mesh=mesh_of({"pp": 2}), micro_batches=2)
+
+
+def test_files_that_lack_weights_are_refused(pool_of: Pools, tmp_path: Any) -> None:
+    model = half()
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    model.save_pretrained(tmp_path / "model", state_dict=state)
+    for text in failures(pool_of(2).outcomes(lacking, str(tmp_path)), "ValueError"):
+        assert "lack 1 of this LlamaForCausalLM's weights, for example 'lm_head.weight'" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch.distributed as dist
 import gemini
 from tests.models import SomeUnused
 from tests.ranks.cases import Job, alone, run
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 from tests.train import helpers
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 MIB = 2**20
 
 

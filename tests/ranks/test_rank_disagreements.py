@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,10 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.train.params.by_name import read_range
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.world import world_of
-
-Pools = Callable[[int], Pool]
 
 
 class Squares(nn.Sequential):

@@ -12,7 +12,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,11 +25,9 @@ from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
 from gemini.train.setup.problem import prepare
 from tests.crash_images import Judge, Log, content
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pool, Pools
 from tests.ranks.test_checkpoints import Run, on_ranks, seed, world
 from tests.world import world_of
-
-PoolOf = Callable[[int], Pool]
 
 
 def meet() -> None:
@@ -79,7 +76,7 @@ def go_on(where: str, store: Path, folder: Path | None) -> tuple[int, dict[str, 
 
 
 @pytest.mark.parametrize("where", ["disk", pytest.param("mixed", marks=pytest.mark.slow)])
-def test_a_store_is_resumed_by_any_number_of_ranks(where: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_store_is_resumed_by_any_number_of_ranks(where: str, pool_of: Pools, tmp_path: Path) -> None:
     store, other = tmp_path / "store", tmp_path / "other"
     store.mkdir()
     other.mkdir()
@@ -92,7 +89,7 @@ def test_a_store_is_resumed_by_any_number_of_ranks(where: str, pool_of: PoolOf, 
 
 
 @pytest.mark.slow
-def test_guesses_are_committed_when_their_step_keeps_them(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_guesses_are_committed_when_their_step_keeps_them(pool_of: Pools, tmp_path: Path) -> None:
     stores = [tmp_path / "guessed", tmp_path / "plain"]
     for store in stores:
         store.mkdir()
@@ -126,7 +123,7 @@ def killed(where: str, store: Path, phase: str) -> int:
 
 
 @pytest.mark.parametrize("phase", ["bring", "record"])
-def test_what_only_some_ranks_have_committed_is_none(phase: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_what_only_some_ranks_have_committed_is_none(phase: str, pool_of: Pools, tmp_path: Path) -> None:
     assert pool_of(2).run(killed, "disk", tmp_path, phase) == [2, 2]
     for at, *_ in pool_of(2).run(go_on, "disk", tmp_path, None):
         assert at == 2
@@ -175,7 +172,7 @@ def images(pool: Pool, path: Path, num: int, where: str) -> list[str]:
     return failures
 
 
-def test_every_image_of_a_crash_opens_at_a_commit_of_all_ranks(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_every_image_of_a_crash_opens_at_a_commit_of_all_ranks(pool_of: Pools, tmp_path: Path) -> None:
     assert images(pool_of(2), tmp_path, 40, "mixed") == []
 
 
@@ -185,7 +182,7 @@ def without_barrier(where: str, store: Path, folder: Path) -> Any:
 
 
 def test_a_barrier_that_one_rank_leaves_out_is_found(
-    pool_of: PoolOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool_of: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(images.__globals__, "recorded", without_barrier)
     assert images(pool_of(2), tmp_path, 40, "mixed")
@@ -194,10 +191,10 @@ def test_a_barrier_that_one_rank_leaves_out_is_found(
 def test_replicas_are_refused(tmp_path: Path) -> None:
     config = gemini.GeminiConfig(memory=gemini.MemoryBudget(nvme_path=tmp_path, durable=True))
     with pytest.raises(ValueError, match="replicas of it"):
-        prepare(torch.nn.Linear(2, 2), config, mock.Mock(replicas=object(), slice_=""))
+        prepare(torch.nn.Linear(2, 2), config, mock.Mock(num_replicas=2, slice_=""))
 
 
-def test_a_rank_that_is_killed_leaves_a_commit(pool_of: PoolOf, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_leaves_a_commit(pool_of: Pools, tmp_path: Path) -> None:
     """SIGKILL at a random moment; the others lose it, and two new ranks go on from what all had."""
     died, other = Pool(2, timeout=60.0).outcomes(dies, tmp_path, random.Random(7).uniform(0.5, 2.0))
     assert isinstance(died, Failure) and died.kind == "Died" and isinstance(other, Failure)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks.cases import Job, Outcome, alone, run
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 
 FAMILIES = ("llama", "gpt2", "mixtral", "t5", "tied", "frozen", "unused")
 PLACES = ("ram", "disk", "mixed", "standin")
@@ -57,9 +57,7 @@ def assert_close_to_plain(outcome: Outcome, job: Job, ranks: int) -> None:
 @pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ranks_compute_what_one_process_computes(
-    family: str, ranks: int, pool_of: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_ranks_compute_what_one_process_computes(family: str, ranks: int, pool_of: Pools, tmp_path: Path) -> None:
     job = Job(family, num_steps=10, num_micro=1 if ranks == 4 else 2, path=str(tmp_path))
     outcome = assert_ranks_agree(pool_of(ranks).run(run, job))
     assert_close_to_plain(outcome, job, ranks)
@@ -77,7 +75,7 @@ def test_ranks_compute_what_one_process_computes(
     "family", ["unused", "mixed", *(pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES[:-1])]
 )
 def test_placement_changes_no_bit(
-    family: str, ranks: int, precision: str, micro: int, clip: float | None, pool_of: Callable[[int], Pool],
+    family: str, ranks: int, precision: str, micro: int, clip: float | None, pool_of: Pools,
     tmp_path: Path, summary: Callable[[str], None],
 ) -> None:  # fmt: skip
     gradients = "accumulate" if precision == "fp32" else "retain"
@@ -95,7 +93,7 @@ def test_placement_changes_no_bit(
 
 
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
-def test_streaming_updates_changes_no_bit(gradients: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_streaming_updates_changes_no_bit(gradients: str, pool_of: Pools, tmp_path: Path) -> None:
     """Shards in host memory, each through the device of its rank."""
     job = Job("llama", num_steps=3, gradients=gradients, path=str(tmp_path), reads=False)
     found = pool_of(2).run(run, replace(job, where="streamed"))
@@ -117,9 +115,7 @@ def run_with_guesses_on_the_first(job: Job) -> Outcome:
     ("where", "precision"),
     [("ram", "bf16"), *(pytest.param(*own, marks=pytest.mark.slow) for own in (("mixed", "fp32"), ("disk", "fp16")))],
 )
-def test_guessed_updates_change_no_bit(
-    where: str, precision: str, pool_of: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_guessed_updates_change_no_bit(where: str, precision: str, pool_of: Pools, tmp_path: Path) -> None:
     """Each rank guesses those of its own shards, in steps of which some clip."""
     job = Job("unused", precision, where, num_steps=5, clip=0.4, tight=False, path=str(tmp_path), update_threads=1)
     wanted = pool_of(2).run(run, job)

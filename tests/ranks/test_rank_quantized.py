@@ -5,7 +5,6 @@ Every rank sees the same batches, so that the mean of their gradients is the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,13 @@ import torch
 import torch.distributed as dist
 
 import gemini
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.train import helpers
 
 pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
 
 from tests.integrations.quantized_cases import adam_of, losses_of, quantized, save_base  # noqa: E402
 from tests.world import world_of  # noqa: E402
-
-PoolOf = Callable[[int], Pool]
 
 
 def adapt(folder: Path, on: str) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
@@ -49,7 +46,7 @@ def adapt(folder: Path, on: str) -> tuple[list[float], dict[str, torch.Tensor], 
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("on", ["cpu", "nvme"])
-def test_two_ranks_share_codes(on: str, pool_of: PoolOf, tmp_path: Path) -> None:
+def test_two_ranks_share_codes(on: str, pool_of: Pools, tmp_path: Path) -> None:
     save_base(tmp_path / "base")
     wanted = adapt(tmp_path, on)
     assert wanted[2] == wanted[3]

@@ -7,7 +7,6 @@ Every rank sees the same batches, so that the mean of their gradients is the gra
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 import gemini
 from gemini.planning import compact
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.train import test_compact, test_optim
 from tests.train import test_update_rules as rules
 from tests.world import world_of
@@ -45,7 +44,7 @@ def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]
 
 @pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("which", [which for which, rule in rules.EVERY.items() if not rule.spec.whole])
-def test_two_ranks_do_what_one_process_does(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_two_ranks_do_what_one_process_does(which: str, pool_of: Pools, tmp_path: Path) -> None:
     alone = run(which, tmp_path, "alone", None)
     for found in pool_of(2).run(run, which, tmp_path, "together", None):
         assert found["losses"] == alone["losses"]
@@ -89,7 +88,7 @@ def run_compact(which: str, folder: Path, name: str, load: str | None, states: s
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("which", ["adam", "lion"])
-def test_ranks_divide_compact_states_between_blocks(which: str, pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_ranks_divide_compact_states_between_blocks(which: str, pool_of: Pools, tmp_path: Path) -> None:
     """No scale is of two ranks' elements, whoever saves, loads or converts."""
 
     def assert_alike(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -119,9 +118,7 @@ def refused(which: str, folder: Path) -> str:
     return str(raised.value)
 
 
-def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(
-    pool_of: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(pool_of: Pools, tmp_path: Path) -> None:
     for words in pool_of(2).run(refused, "normed", tmp_path):
         assert "would be divided among 2 ranks" in words and "gemini.optim" in words
 
@@ -134,9 +131,7 @@ def run_sophia(folder: Path, precision: str) -> tuple[list[float], dict[str, Any
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_two_ranks_estimate_the_hessian_of_one_process(
-    precision: str, pool_of: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_two_ranks_estimate_the_hessian_of_one_process(precision: str, pool_of: Pools, tmp_path: Path) -> None:
     losses, states = run_sophia(tmp_path, precision)
     for found, theirs in pool_of(2).run(run_sophia, tmp_path, precision):
         assert found == losses
@@ -157,7 +152,7 @@ def run_sums(folder: Path, mesh: tuple[int, ...] | None) -> tuple[list[float], d
 
 @pytest.mark.parametrize("mesh", [None, (2, 1)], ids=["shards", "replicas"])
 def test_two_ranks_sum_up_in_bf16_as_one_process(
-    mesh: tuple[int, ...] | None, pool_of: Callable[[int], Pool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh: tuple[int, ...] | None, pool_of: Pools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact, "SMALLEST", 600)
     plain = test_compact.plain_loop("adam", range(3), test_compact.CLIP, micro=3)
@@ -194,9 +189,7 @@ def convert_with_a_past(kind: str, precision: str, differs: bool = False) -> Any
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam"])
-def test_two_ranks_convert_an_optimizer_as_one_process_does(
-    kind: str, precision: str, pool_of: Callable[[int], Pool]
-) -> None:
+def test_two_ranks_convert_an_optimizer_as_one_process_does(kind: str, precision: str, pool_of: Pools) -> None:
     losses, weights, states, stepped = convert_with_a_past(kind, precision)
     for found in pool_of(2).run(convert_with_a_past, kind, precision):
         assert (found[0], found[3]) == (losses, stepped) and stepped == 4
@@ -205,6 +198,6 @@ def test_two_ranks_convert_an_optimizer_as_one_process_does(
             assert all(torch.equal(found[2][name][kind], state) for kind, state in states[name].items()), name
 
 
-def test_states_that_differ_between_ranks_leave_the_optimizer_as_it_was(pool_of: Callable[[int], Pool]) -> None:
+def test_states_that_differ_between_ranks_leave_the_optimizer_as_it_was(pool_of: Pools) -> None:
     for text, is_torchs, has_states in pool_of(2).run(convert_with_a_past, "AdamW", "fp32", True):
         assert "exp_avg of" in text and is_torchs and has_states

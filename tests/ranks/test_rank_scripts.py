@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pool, Pools
 from tests.ranks.schedules import Event, Outcome, Play, run, until_error
 
-Pools = Callable[[int], Pool]
 _BEGIN, _STEP = 1, 1
 """The rounds of a step that follows a script: as it begins, and in ``optimizer.step()``. What is needed for the norm
 travels at the end of backward."""

@@ -18,11 +18,9 @@ import gemini
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.ranks.process_groups import make_subgroup
 from tests.ranks.cases import Job, config_of, make_model, run
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 from tests.world import world_of
-
-Pools = Callable[[int], Pool]
 
 
 def one_byte_too_little() -> None:
@@ -34,8 +32,8 @@ def one_byte_too_little() -> None:
 
 def test_what_does_not_fit_is_refused_at_the_start(pool_of: Pools) -> None:
     """The budgets of the other tests here are the least: gathered weights, gradients in flight, pieces on the wire."""
-    for outcome in pool_of(2).outcomes(one_byte_too_little):
-        assert isinstance(outcome, Failure) and outcome.kind == "BudgetExceeded" and "does not fit" in outcome.text
+    for text in failures(pool_of(2).outcomes(one_byte_too_little), "BudgetExceeded"):
+        assert "does not fit" in text
 
 
 def layout_of(family: str, ranks: int) -> Layout:
@@ -176,9 +174,8 @@ def transient_replicas() -> None:
 
 
 def test_updates_inside_backward_are_refused_with_replicas(pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(transient_replicas):
-        assert isinstance(outcome, Failure) and outcome.kind == "ValueError"
-        assert 'gradients="transient" updates inside backward' in outcome.text
+    for text in failures(pool_of(2).outcomes(transient_replicas), "ValueError"):
+        assert 'gradients="transient" updates inside backward' in text
 
 
 def bad_mesh(how: str) -> None:
@@ -188,5 +185,5 @@ def bad_mesh(how: str) -> None:
 
 @pytest.mark.parametrize(("how", "said"), [("cube", "mesh has 3 dimensions"), ("both", "process_group or a mesh")])
 def test_a_bad_mesh_is_refused(how: str, said: str, pool_of: Pools) -> None:
-    for outcome in pool_of(2).outcomes(bad_mesh, how):
-        assert isinstance(outcome, Failure) and outcome.kind == "ValueError" and said in outcome.text
+    for text in failures(pool_of(2).outcomes(bad_mesh, how), "ValueError"):
+        assert said in text

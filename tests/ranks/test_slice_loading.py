@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,13 +17,11 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle
 from tests.ranks.expert_cases import KINDS, Case, moe, tiny
 from tests.ranks.parallel_cases import mesh_of
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 from tests.ranks.test_expert_parallel import FAMILIES as EXPERTS
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 from tests.world import world_of
-
-Pools = Callable[[int], Pool]
 
 
 class Read:

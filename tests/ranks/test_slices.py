@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from gemini.train.slices.slicing import cuts_of, expanded, plan_of, slice_tensors
-from tests.ranks.pool import Pool
+from tests.ranks.pool import Pools
 
-Pools = Callable[[int], Pool]
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe", "phi3",
     "olmo", "olmo2", "glm", "glm4", "gpt_neox", "cohere", "cohere2", "granite", "starcoder2", "nemotron", "ernie4_5",

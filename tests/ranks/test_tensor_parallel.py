@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +16,24 @@ from torch import nn
 
 import gemini
 from gemini.optim import MuonRule
-from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.parallel_cases import (
+    LR,
+    Found,
+    assert_same_runs,
+    config_for,
+    hybrid_adam,
+    llama,
+    mesh_of,
+    plain_adamw,
+    planes_of,
+    step_refused,
+    train,
+)
+from tests.ranks.pool import Failure, Pools, failures
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
 from tests.world import world_of
 
-Pools = Callable[[int], Pool]
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
 WHERE = ("ram", "disk", "serial", "standin")
 STEPS = 3
@@ -30,15 +41,6 @@ STEPS = 3
 
 def ids_of(step: int, rank: int) -> torch.Tensor:
     return torch.randint(3, 128, (2, 16), generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-class Found(NamedTuple):
-    losses: list[float]
-    norms: list[float]
-    state: dict[str, torch.Tensor]
-    whole: dict[str, torch.Tensor]
-    """What no slice has a part of: its bits on this rank."""
-    grad: torch.Tensor
 
 
 def trained(
@@ -50,42 +52,32 @@ def trained(
     if checkpointing:
         model.activation_checkpointing_enable()
     model = gemini.GeminiDDP(model.train(), config_for(where, folder, **settings), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, grad = [], [], torch.empty(0)
-    for step in range(steps):
-        ids = ids_of(step, gemini.data_rank(mesh).rank)
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        norms.append(float(model.clip_grad_norm_(0.5)))
-        if step == 0:
-            grad = model.full_grad(next(name for name, p in model.named_parameters() if "k_proj" in name)).clone()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    rank = gemini.data_rank(mesh).rank
+    found = train(model, hybrid_adam(model), partial(backward, model, rank), steps=steps, reads_grads=True)
     world = world_of(model)
-    world.check()
     whole = {h.name: world.read(h, torch.float32) for h in world.handles if h.cut is None}
     assert whole and len(whole) < len(world.handles)
-    return Found(losses, norms, model.state_dict(dtype=torch.float32), whole, grad)
+    return found._replace(whole=whole)
+
+
+def backward(model: Any, rank: int, step: int) -> float:
+    ids = ids_of(step, rank)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.detach())
 
 
 def plainly(num_batches: int, make: Callable[[], Any] = llama, steps: int = STEPS) -> Found:
     """The same in one process, with the mean over the batches of all ranks."""
     model: Any = make().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
-    losses, norms, grad = [], [], torch.empty(0)
-    for step in range(steps):
-        loss = torch.stack(
-            [model(input_ids=ids, labels=ids).loss for ids in (ids_of(step, rank) for rank in range(num_batches))]
-        ).mean()
+
+    def compute(step: int) -> float:
+        batches = (ids_of(step, rank) for rank in range(num_batches))
+        loss = torch.stack([model(input_ids=ids, labels=ids).loss for ids in batches]).mean()
         loss.backward()
-        if step == 0:
-            grad = next(p for name, p in model.named_parameters() if "k_proj" in name).grad.clone()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return Found(losses, norms, model.state_dict(), {}, grad)
+        return float(loss.detach())
+
+    return train(model, plain_adamw(model), compute, steps=steps, reads_grads=True)
 
 
 def assert_close(found: list[Found], plain: Found, num_batches: int) -> None:
@@ -93,7 +85,8 @@ def assert_close(found: list[Found], plain: Found, num_batches: int) -> None:
         for name, value in own.state.items():
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
         assert own.norms == pytest.approx(plain.norms, rel=1e-6)
-        assert float((own.grad - plain.grad).abs().max()) < 1e-6 * float(plain.grad.abs().max() + 1)
+        for name, grad in plain.grads.items():
+            assert float((own.grads[name] - grad).abs().max()) < 1e-6 * float(grad.abs().max() + 1), name
         assert own.norms == found[0].norms
         for name, value in own.whole.items():
             assert helpers.same_bits(value, found[0].whole[name]), f"{name} is not the same on all ranks"
@@ -124,10 +117,7 @@ def test_bits_depend_on_no_placement(precision: str, pool_of: Pools, tmp_path: P
         pool_of(4).run(partial(trained, precision=precision), sizes, where, str(tmp_path))
         for where in ("ram", "disk", "serial")
     ]
-    for found in runs[1:]:
-        for own, first in zip(found, runs[0], strict=True):
-            assert (own.losses, own.norms) == (first.losses, first.norms)
-            assert all(helpers.same_bits(value, first.state[name]) for name, value in own.state.items())
+    assert_same_runs(runs)
     assert not torch.equal(runs[0][0].state["model.norm.weight"], llama().state_dict()["model.norm.weight"])
 
 
@@ -199,9 +189,8 @@ def disagreeing(how: str) -> None:
     ],
 )  # fmt: skip
 def test_slices_that_disagree(how: str, says: str, pool_of: Pools) -> None:
-    for outcome in pool_of(4).outcomes(disagreeing, how):
-        assert isinstance(outcome, Failure) and outcome.kind == "RankMismatch", outcome
-        assert re.search(says, outcome.text), outcome.text
+    for text in failures(pool_of(4).outcomes(disagreeing, how), "RankMismatch"):
+        assert re.search(says, text), text
 
 
 # ---- making models ---------------------------------------------------------------------------------------------------
@@ -329,9 +318,8 @@ def test_compact_states_go_into_the_same_slices_only(pool_of: Pools, tmp_path: P
     wanted = pool_of(4).run(saved, {"dp": 2, "tp": 2}, *settings)[0]
     for found in pool_of(2).run(went_on, {"tp": 2}, *settings):
         assert all(helpers.same_bits(value, wanted[name]) for name, value in found.items())
-    for outcome in pool_of(4).outcomes(went_on, {"tp": 4}, *settings):
-        assert isinstance(outcome, Failure) and outcome.kind == "PlanMismatch", outcome
-        assert "was saved with tp=2 and the mesh has tp=4: compact states" in outcome.text
+    for text in failures(pool_of(4).outcomes(went_on, {"tp": 4}, *settings), "PlanMismatch"):
+        assert "was saved with tp=2 and the mesh has tp=4: compact states" in text
 
 
 def exported(sizes: dict[str, int], folder: str, precision: str) -> dict[str, torch.Tensor]:
@@ -364,9 +352,8 @@ def export_onto_a_file(folder: str) -> None:
 
 
 def test_an_export_that_fails_on_the_writer_fails_on_all(pool_of: Pools, tmp_path: Path) -> None:
-    for outcome in pool_of(2).outcomes(export_onto_a_file, str(tmp_path)):
-        assert isinstance(outcome, Failure) and outcome.kind == "StorageError", outcome
-        assert "that is a file, not a directory" in outcome.text
+    for text in failures(pool_of(2).outcomes(export_onto_a_file, str(tmp_path)), "StorageError"):
+        assert "that is a file, not a directory" in text
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +26,9 @@ from rich.console import Console
 
 from benchmarks._progress import PATIENCE, Progress, finish, run
 from gemini.ranks.process_groups import fresh_part
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 
 ROOT = Path(__file__).resolve().parents[2]
-PoolOf = Callable[[int], Pool]
 
 
 @pytest.fixture
@@ -89,7 +88,7 @@ def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: PoolOf, folder: Path) -> None:
+def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: Pools, folder: Path) -> None:
     """Losses agree within the rounding of sums in another order; the windows and the position are the same."""
     options = options_of(folder, accumulate=2, out=folder / "out")
     alone = train_here(options | {"batch_size": 4})
@@ -129,7 +128,7 @@ MESHES = [
 
 @pytest.mark.parametrize(("model", "mesh", "data"), MESHES, ids=str)
 def test_a_mesh_trains_as_one_process(
-    model: str, mesh: dict[str, int], data: str, pool_of: PoolOf, folder: Path
+    model: str, mesh: dict[str, int], data: str, pool_of: Pools, folder: Path
 ) -> None:
     """Layers in slices, sequences in parts, experts apart: losses, weights and evaluations agree within rounding, and
     one process goes on from the checkpoint of a mesh.
@@ -158,7 +157,7 @@ def metrics(out: Path, name: str) -> list[float]:
     return [row[name] for row in rows if name in row]
 
 
-def test_meshes_that_cannot_be(pool_of: PoolOf, folder: Path) -> None:
+def test_meshes_that_cannot_be(pool_of: Pools, folder: Path) -> None:
     for more, says in (
         ({"tp": 3}, "--tp 3 takes 3 processes or a multiple of that, and there are 2"),
         (
@@ -172,7 +171,7 @@ def test_meshes_that_cannot_be(pool_of: PoolOf, folder: Path) -> None:
         assert says in outcomes[0].text, outcomes[0].text
 
 
-def test_dropout_differs_between_ranks(pool_of: PoolOf, folder: Path) -> None:
+def test_dropout_differs_between_ranks(pool_of: Pools, folder: Path) -> None:
     """On one text of one window, all that ranks can differ in is dropout."""
     (folder / "one.txt").write_text("a text of 15 b.")
     options = options_of(folder, data=(folder / "one.txt",), steps=1, lr=0.0, out=folder / "out")
@@ -184,7 +183,7 @@ def test_dropout_differs_between_ranks(pool_of: PoolOf, folder: Path) -> None:
     assert without[0].losses == pytest.approx(train_here(options).losses, rel=1e-6)
 
 
-def test_a_resumed_run_is_the_uninterrupted_run(pool_of: PoolOf, folder: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_run(pool_of: Pools, folder: Path) -> None:
     """Dropout of every rank, accumulation and the order of the text included."""
     options = options_of(folder, model=folder / "dropout.json", precision="bf16", accumulate=2, save_every=4)
     whole = pool_of(2).run(train_here, options | {"out": folder / "whole", "keep": 9})
@@ -194,7 +193,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(pool_of: PoolOf, folder: Path) -
     assert same_weights(rest[0].weights, whole[0].weights)
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(pool_of: PoolOf, folder: Path) -> None:
+def test_a_run_goes_on_with_another_number_of_ranks(pool_of: Pools, folder: Path) -> None:
     """With as many windows in a step the run is the same within rounding, from one to two ranks and back."""
     options = options_of(folder, save_every=4, out=folder / "out")
     whole = train_here(options | {"batch_size": 4, "out": folder / "whole", "steps": 12})
@@ -205,7 +204,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool_of: PoolOf, folder: Pat
     assert losses == pytest.approx(whole.losses, rel=1e-5) and len(losses) == 12
 
 
-def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: PoolOf, folder: Path) -> None:
+def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: Pools, folder: Path) -> None:
     options = options_of(folder, precision="bf16", lr=1e30, steps=100, out=folder / "out")
     outcomes = pool_of(2).outcomes(train_here, options, seconds=60)
     assert all("The gradients of step 2 hold inf or NaN" in outcome.text for outcome in outcomes), outcomes
@@ -215,7 +214,7 @@ def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: PoolO
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: PoolOf, folder: Path) -> None:
+def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: Pools, folder: Path) -> None:
     absent = {"data": (folder / "absent.txt",)}
     outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: absent}, seconds=60)
     assert [outcome.kind for outcome in outcomes] == ["SaidByRanks"] * 2
@@ -224,21 +223,21 @@ def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: PoolOf
     pool_of(2).run(train_here, options_of(folder, steps=1, out=folder / "out"))
 
 
-def test_what_no_rank_can_find_is_said_once(pool_of: PoolOf, folder: Path) -> None:
+def test_what_no_rank_can_find_is_said_once(pool_of: Pools, folder: Path) -> None:
     options = options_of(folder, data=(folder / "absent.txt",), out=folder / "out")
     first, second = pool_of(2).outcomes(train_here, options, seconds=60)
     assert first.kind == second.kind == "SaidByRanks"
     assert first.text.startswith("--data ") and second.text == ""
 
 
-def test_other_text_on_another_rank_is_refused(pool_of: PoolOf, folder: Path) -> None:
+def test_other_text_on_another_rank_is_refused(pool_of: Pools, folder: Path) -> None:
     (folder / "other.txt").write_text("other text " * 400)
     other = {"data": (folder / "other.txt",)}
     outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: other}, seconds=60)
     assert all("rank 1 found other text than rank 0" in outcome.text for outcome in outcomes), outcomes
 
 
-def test_rank_0_chooses_where_to_go_on(pool_of: PoolOf, folder: Path) -> None:
+def test_rank_0_chooses_where_to_go_on(pool_of: Pools, folder: Path) -> None:
     """Also for a rank that was given another folder."""
     options = options_of(folder, save_every=4, out=folder / "out")
     pool_of(2).run(train_here, options)
@@ -271,7 +270,7 @@ def speak_of(folder: Path, words: dict[int, str]) -> None:
     ],
 )
 def test_a_later_error_is_said_once(
-    pool_of: PoolOf, tmp_path: Path, words: dict[int, str], said: list[str | None]
+    pool_of: Pools, tmp_path: Path, words: dict[int, str], said: list[str | None]
 ) -> None:
     """``None``: rank 0 met no error."""
     outcomes = pool_of(2).outcomes(speak_of, tmp_path, words, seconds=60)
@@ -400,7 +399,7 @@ def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("whom", "number"), [("rank 1", signal.SIGTERM), ("torchrun", signal.SIGINT)])
 def test_a_wish_to_stop_stops_all_after_the_same_step(
-    pool_of: PoolOf, folder: Path, whom: str, number: signal.Signals
+    pool_of: Pools, folder: Path, whom: str, number: signal.Signals
 ) -> None:
     out, steps = folder / "out", 400
     with torchrun(folder, "--out", out, "--steps", steps, "--save-every", 0, config="dropout.json") as job:

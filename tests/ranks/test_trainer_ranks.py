@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from gemini.errors import GeminiError
-from tests.ranks.pool import Failure, Pool
+from tests.ranks.pool import Failure, Pools
 
 STEPS = 4
 
@@ -118,7 +117,7 @@ def loop(folder: str) -> list[float]:
     return first + second
 
 
-def test_a_trainer_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_trainer_of_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
     """The whole batch in one process, within rounding; equal bits on both ranks; saving that ends; an exact resume."""
     folder = tmp_path / "two"
     one, two = pool_of(2).run(train, str(folder), 1, seconds=120)
@@ -140,22 +139,20 @@ def test_a_trainer_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) 
         assert all(torch.equal(value, again["masters"][name]) for name, value in one["masters"].items())
 
 
-def test_a_model_that_is_not_of_transformers_is_saved_too(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_model_that_is_not_of_transformers_is_saved_too(pool_of: Pools, tmp_path: Path) -> None:
     """And what one rank cannot write is raised on both."""
     one, two = pool_of(2).run(train_bigram, str(tmp_path / "run"), seconds=60)
     saved = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     assert torch.equal(saved["table.weight"], one) and torch.equal(one, two)
 
 
-def test_a_plain_loop_of_two_ranks(pool_of: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_a_plain_loop_of_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(loop, str(tmp_path / "state"), seconds=120)
     assert one == two
 
 
 @pytest.mark.parametrize("where", ["gather", "gather_function"])
-def test_a_rank_is_lost_in_a_collective_of_the_trainer(
-    where: str, pool_of: Callable[[int], Pool], tmp_path: Path
-) -> None:
+def test_a_rank_is_lost_in_a_collective_of_the_trainer(where: str, pool_of: Pools, tmp_path: Path) -> None:
     """While tokens are counted in training, and while losses are gathered in evaluation."""
     other, died = pool_of(2).outcomes(lose_a_rank, str(tmp_path), where)
     assert isinstance(died, Failure) and died.kind == "Died"

@@ -35,13 +35,15 @@ class Echo:
 def step() -> Iterator[ScriptedStep]:
     workers = Worker("collectives"), Worker("reduce")
     channel: Any = SimpleNamespace(
-        device=CpuDevice(), fetch_ahead=lambda chunk: DONE, launch_gather=lambda chunk, ready: DONE
+        wire=Echo(),
+        device=CpuDevice(),
+        mover=SimpleNamespace(in_worker=False),
+        agreement=SimpleNamespace(waiting=nullcontext),
+        fetch_ahead=lambda chunk: DONE,
+        launch_gather=lambda chunk, ready: DONE,
     )
-    wire: Any = Echo()
-    yield ScriptedStep(
-        SCRIPT, wire, channel, settle=lambda: None, launcher=workers[0], landing=workers[1],
-        is_worker=lambda: False, waiting=nullcontext,
-    )  # fmt: skip
+    fetches: Any = SimpleNamespace(await_begun=lambda: None)
+    yield ScriptedStep(SCRIPT, channel, fetches, launcher=workers[0], landing=workers[1])
     for worker in workers:
         worker.close()
 
@@ -67,10 +69,10 @@ def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: Scripte
 
 
 def test_behind_a_lost_rank_nothing_is_launched(step: ScriptedStep) -> None:
-    step._wire.is_lost = True  # type: ignore[attr-defined]
+    step._channel.wire.is_lost = True  # type: ignore[attr-defined]
     with pytest.raises(RankLost):
         step.gather(CHUNKS[0])
-    step._wire.is_lost = False  # type: ignore[attr-defined]
+    step._channel.wire.is_lost = False  # type: ignore[attr-defined]
     assert step.is_parted and step.gather(CHUNKS[1]) is None
     with pytest.raises(RankLost):
         step.finish()

@@ -74,7 +74,7 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        if ranks.parts is not None or ranks.experts is not None:
+        if ranks.is_cut:
             return self._run_in_parts(ranks)
         result: Any = None
         attempt = Attempt(BaseException)
@@ -123,7 +123,6 @@ class Export:
             for handle in self._by_names.handles:
                 yield handle.name, self._by_names.read_whole(handle, self._dtype_of(handle))
             return
-        assert ranks.stages is not None
         own = {handle.whole_name: handle for handle in self._by_names.handles}
         for name, param in self._of_stages.items():
             owner, doing = param.ranks[0], f"sending {name}"

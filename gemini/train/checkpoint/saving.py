@@ -126,7 +126,6 @@ def save_checkpoint(
     handles, tile = engine.params.handles, engine.store.mover.tile
     if engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
-        assert ranks.stages is not None
         copies = engine.params.copies(ranks.stages.rank)
         handles = [handle for handle in handles if handle not in copies]
     if not ranks.writes_uncut:

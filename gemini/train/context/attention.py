@@ -66,12 +66,12 @@ class ImaginedExchange(Exchange):
         self.rank, self.size, self._sent = size - 1, size, sent
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
-        """Of the shape of ``parts``."""
+        """Give memory of the shape of ``parts``."""
         self._sent["cp"] += parts.nbytes * (self.size - 1) // self.size
         return torch.empty_like(parts.contiguous())
 
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
-        """As many of the shape of ``own`` as there are ranks."""
+        """Give memory for as many of the shape of ``own`` as there are ranks."""
         self._sent["cp"] += own.nbytes * (self.size - 1)
         return own.new_empty((self.size, *own.shape))
 
@@ -97,6 +97,7 @@ class _ExchangeDims(torch.autograd.Function):
     def forward(ctx: Any, exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.how, size = (exchange, split, join), exchange.size
         stacked = [torch.stack(part.chunk(size, split)) for part in parts]
+        # One message for queries, keys and values: what counts on the wire is how many there are.
         received = exchange.all_to_all(torch.cat([part.view(size, -1) for part in stacked], 1))
         pieces = received.split([part[0].numel() for part in stacked], 1)
         return tuple(
@@ -105,6 +106,7 @@ class _ExchangeDims(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # The way back is the same exchange with the dims swapped, so it needs nothing of the forward.
         exchange, split, join = ctx.how
         return None, None, None, *_ExchangeDims.apply(exchange, join, split, *grads)
 
@@ -120,6 +122,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         exchange, dim = ctx.how
         received = exchange.all_to_all(torch.stack(grads[0].chunk(exchange.size, dim)))
+        # In fp32 and in the order of ranks, whatever arrived first: the same bits in every run.
         total = torch.empty_like(received[0], dtype=torch.float32)
         add_up(received.unbind(), total)
         return total.to(received.dtype), None, None
@@ -129,6 +132,7 @@ PREFIX = "gemini_context_"
 ULYSSES, GATHERED = "ulysses", "gathered"
 Attention = Callable[..., tuple[torch.Tensor, Any]]
 
+# transformers knows an attention by its name alone, and calls it with the module: that says whose it is.
 _attending: weakref.WeakKeyDictionary[nn.Module, Attend] = weakref.WeakKeyDictionary()
 
 
@@ -179,7 +183,7 @@ class Attend:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         attention_mask: Any = None, **how: Any,
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-        """As an attention of transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
+        """Compute like transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
         and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
         """
         if not self.in_forward and not torch.is_grad_enabled():  # what is computed again in backward has gradients
@@ -218,6 +222,7 @@ class Attend:
         if times > 1:  # each rank needs a whole number of heads of keys
             key, value = (x.repeat_interleave(times, 1) for x in (key, value))
         query, key, value = exchange_dims(self._exchange, 1, 2, query, key, value)
+        # Kernels of transformers repeat keys by this attribute, which counts the heads of the whole model.
         with _groups_of(module, query.shape[1] // key.shape[1]):
             out, _ = self._compute(module, query, key, value, causal, how)
         return exchange_dims(self._exchange, 1, 2, out)[0], None
@@ -227,8 +232,10 @@ class Attend:
         how: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         tokens, width = query.shape[2], key.shape[-1]
+        # Together, so that keys and values are one message.
         both = gather(self._exchange, torch.cat((key, value), -1), 2)
         if causal:
+            # What comes after this part is seen by none of its tokens: the kernel need not mask it.
             both = both[:, :, : (self._exchange.rank + 1) * tokens]
         return self._compute(module, query, both[..., :width], both[..., width:], causal, how)
 
@@ -252,6 +259,7 @@ class Attend:
             return causal_lower_right(rows, columns)
         sought = (rows, columns, query.device, query.dtype if additive else torch.bool)
         if sought not in self._masks:
+            # Layers in turn ask for the same one; of the sizes before it nobody asks again.
             self._masks.clear()
             sees = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)[None, None]
             if additive:

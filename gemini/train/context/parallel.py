@@ -78,6 +78,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     shifted = whole.pop("shift_labels", None)
     labels, items = whole.pop("labels", None), whole.pop("num_items_in_batch", None)
     if shifted is None and labels is not None:
+        # Before they are cut: the last token of a part predicts the first one of the next.
         shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     _refuse_padding(whole.pop("attention_mask", None), labels if labels is not None else shifted)
     positions = whole.pop("position_ids", None)
@@ -93,6 +94,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
     cut = {name: _cut(name, value, tokens, part) for name, value in whole.items()}
     if shifted is not None:
         cut["labels"] = cut["shift_labels"]
+        # Of the whole batch: a part with few labels must not weigh as much as one with many.
         rated = int((shifted != IGNORED).sum()) if items is None else float(items)
         cut["num_items_in_batch"] = torch.tensor(rated / size, dtype=torch.float32, device=inputs.device)
     sums = [checksum_of(inputs), 0 if shifted is None else checksum_of(shifted)]
@@ -210,10 +212,10 @@ def divide_sequences(model: nn.Module, ranks: Ranks, kind: str, meet: Callable[[
     Raises:
         GeminiError: naming why it cannot; nothing was changed.
     """
-    if ranks.context is None:
+    if ranks.context.size == 1:
         return None
     exchange = Exchange(ranks.context, meet)
-    slices = 1 if ranks.parts is None or ranks.same_batch is None else ranks.same_batch.size
+    slices = 1 if ranks.parts.size == 1 else ranks.same_batch.size
     divided = ContextParallel(model, exchange, kind, ranks.context.global_ranks, slices)
     divided.put()
     return divided
@@ -230,7 +232,7 @@ def imagine_parts(model: nn.Module, size: int, kind: str, sent: Counter[str], *,
 
 
 class ContextParallel:
-    """What was put around one model.
+    """The parts that are put around one model.
 
     Args:
         exchange: among the ranks that have parts of the same sequences.
@@ -253,6 +255,7 @@ class ContextParallel:
             self._attend.kind_for(heads // slices)
         self._configs = list({id(m.config): m.config for m in self._model.modules() if hasattr(m, "config")}.values())
         self._configs = [config for config in self._configs if hasattr(config, "_attn_implementation_internal")]
+        # Another library may have put a forward of its own on this model: it is put back.
         self._before: Any = None
 
     def put(self) -> None:
@@ -280,7 +283,9 @@ class ContextParallel:
             mark = kwargs.pop(MARK, None)
             if mark is None:
                 return self._on_whole_sequences(whole, args, kwargs)
+            # Before any key travels: parts of different batches have shapes that meet, and mean nothing.
             self._compare(mark)
+            # A cache would hold the keys of this part only, and the next token would look at these.
             kwargs.setdefault("use_cache", False)
             self._attend.in_forward, self._attend.num_calls = True, 0
             try:
@@ -357,6 +362,7 @@ class ContextParallel:
             seen.append(how.get("shift_labels") is not None)
             return original(*args, **how)
 
+        # transformers keeps it there, if anybody has set one for this model.
         own = model.__dict__.get("_loss_function")
         model._loss_function = watched
         try:

@@ -75,7 +75,7 @@ def build(
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
     size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
-    spread = cuts if cuts and ranks.experts is not None else ()
+    spread = cuts if cuts and ranks.experts.size > 1 else ()
     decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}

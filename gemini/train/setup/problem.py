@@ -109,15 +109,15 @@ def prepare(
         RankMismatch: if ranks differ.
         ValueError: for settings that do not go with replicas, and modules that do not go with ranks.
     """
-    if ranks.replicas is not None and ranks.experts is None and config.gradients == "transient":
+    if ranks.num_replicas > 1 and ranks.experts.size == 1 and config.gradients == "transient":
         raise ValueError(
             'gradients="transient" updates inside backward, before the gradients of the replicas are added up: '
             'with a 2-D mesh use gradients="retain" or "accumulate", or a mesh of one dimension'
         )
-    if config.memory.durable and (ranks.replicas is not None or ranks.slice_):
+    if config.memory.durable and (ranks.num_replicas > 1 or ranks.slice_):
         raise ValueError(
             f"MemoryBudget(durable=True) is for ranks that divide one model, and this mesh has "
-            f"{'replicas' if ranks.replicas is not None else 'slices'} of it, each with a "
+            f"{'replicas' if ranks.num_replicas > 1 else 'slices'} of it, each with a "
             "store of its own. Leave durable out and use save_checkpoint(folder, ..., wait=False)"
         )
     if ranks.slice_ and config.precision == "fp16" and not ranks.is_one_model:
@@ -154,7 +154,7 @@ def prepare(
     )
     if not filled:
         return
-    experts = cuts if cuts and ranks.experts is not None else ()
+    experts = cuts if cuts and ranks.experts.size > 1 else ()
     every = [(names[0], param) for param, names in named]
     tensors = {name: param.data for name, param in every if id(param) not in experts}
     ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
@@ -261,7 +261,7 @@ def decide(
         trace = trace.with_fp32({param.name for param in own.params if param.fp32})
     own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
-    parts = 1 if ranks.context is None else ranks.context.size
+    parts = ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
             f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "

@@ -10,7 +10,7 @@ Both make the same sums of the same terms; over the wire they are made here, in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,23 +20,22 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, WAIT_SECONDS, AllOf, Event
 from gemini.memory.store import ChunkStore
 from gemini.planning.timeline import Track
+from gemini.ranks.agreement import Agreement, Point
 from gemini.ranks.wire import Pending, Tag, Wire
 
 STREAM = "collectives"
 
 
 class Arrival(Event):
-    """The end of messages on the wire. Who waits first looks after them.
-
-    Args:
-        waiting: around that wait.
-    """
+    """The end of messages on the wire. Who waits first looks after them; from any thread."""
 
     what = "an all-gather"
 
-    def __init__(self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, pending: Pending, agreement: Agreement):
         super().__init__()
-        self._pending, self._waiting, self._turn = pending, waiting, threading.Lock()
+        self._pending = pending
+        self._agreement = agreement
+        self._turn = threading.Lock()
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
         """Block until the weights are there; how long that may take is the process group's.
@@ -44,10 +43,11 @@ class Arrival(Event):
         Raises:
             RankLost: if a rank does not answer.
         """
+        # Two threads may want the same weights: the second one finds them there, or the same error.
         with self._turn:
             if not self.is_complete():
                 try:
-                    with self._waiting():
+                    with self._agreement.waiting(Point.GATHER.words):
                         self._pending.wait()
                 except GeminiError as e:
                     self.finish(e)
@@ -62,17 +62,18 @@ class Channel:
 
     Args:
         scratch: host memory for pieces of gradients.
-        waiting: around a wait for weights.
+        agreement: told of waits for weights.
     """
 
     needs_all = False
     """Whether a rank without any gradient of a chunk takes part in the sum, with zeros."""
 
-    def __init__(
-        self, wire: Wire, store: ChunkStore, scratch: torch.Tensor, waiting: Callable[[], AbstractContextManager[None]]
-    ):
+    def __init__(self, wire: Wire, store: ChunkStore, scratch: torch.Tensor, agreement: Agreement):
+        self.wire = wire
         self.device = store.device
-        self._wire, self._mover, self._scratch, self._waiting = wire, store.mover, scratch, waiting
+        self.mover = store.mover
+        self.agreement = agreement
+        self._scratch = scratch
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -83,10 +84,10 @@ class Channel:
         return fetched
 
     def _fetch(self, chunk: Chunk) -> Event:
-        return self._mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
+        return self.mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
-        """The same ahead of its use: says when it may be read there."""
+        """Begin :meth:`fetch` ahead of its use: the event after which the shard may be read there."""
         return self.fetch(chunk)
 
     def gather(self, chunk: Chunk) -> None:
@@ -97,10 +98,10 @@ class Channel:
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin the same when ``ready`` is complete: the end of it."""
         with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
-            return Arrival(self._begin(chunk), self._waiting)
+            return Arrival(self._begin(chunk), self.agreement)
 
     def _begin(self, chunk: Chunk) -> Pending:
-        return self._wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
+        return self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -120,9 +121,10 @@ class Channel:
             senders: the ranks that have one, and its dtype there.
             is_launched: whether :meth:`launch_reduce` was called.
         """
-        own = whole if self._wire.rank in senders else None
+        # A rank without any of these gradients sends nothing, and the sum has no term of it.
+        own = whole if self.wire.rank in senders else None
         what = f"the reduce-scatter of {chunk.name}"
-        return self._wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
+        return self.wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
@@ -136,31 +138,33 @@ class Channel:
 
     def _travelling(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
         index = chunk.spec.index
-        return self._mover.about(track.value, f"{track.value} chunk {index}", index, track=track)
+        return self.mover.about(track.value, f"{track.value} chunk {index}", index, track=track)
 
     def _section(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of what has a section for each rank."""
-        return whole.chunk(self._wire.size)[self._wire.rank]
+        return whole.chunk(self.wire.size)[self.wire.rank]
 
 
 class LibraryChannel(Channel):
-    """The same by collectives of the library, in the windows themselves."""
+    """The chunks of one model by collectives of the library, in the windows themselves."""
 
     needs_all = True
 
     def fetch(self, chunk: Chunk) -> Event:
         fetched = self._fetch(chunk)
+        # The collective comes behind the copy on the stream: the host need not wait for it.
         fetched.wait_on_device()
         return fetched
 
     def fetch_ahead(self, chunk: Chunk) -> Event:
         fetched = self._fetch(chunk)
-        return AllOf([fetched, self.device.mark()]) if self._mover.computes(chunk) else fetched
+        # A cast on the computing stream fills the window: the launcher has a stream of its own and must follow it.
+        return AllOf([fetched, self.device.mark()]) if self.mover.computes(chunk) else fetched
 
     def gather(self, chunk: Chunk) -> None:
         with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
             what = f"the all-gather of {chunk.name}"
-            self._wire.all_gather_by_library(Tag.WEIGHTS, chunk.flat, self._section(chunk.flat), what)
+            self.wire.all_gather_by_library(Tag.WEIGHTS, chunk.flat, self._section(chunk.flat), what)
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         return self.device.launch(lambda: self.gather(chunk), STREAM, chunk.flat, ready)
@@ -172,7 +176,7 @@ class LibraryChannel(Channel):
         """The sum stands in this rank's section of the whole gradient."""
         what = f"the reduce-scatter of {chunk.name}"
         with self.reducing(chunk):
-            self._wire.reduce_scatter_by_library(Tag.GRADIENTS, self._section(whole), whole, what)
+            self.wire.reduce_scatter_by_library(Tag.GRADIENTS, self._section(whole), whole, what)
 
     def sums(
         self, chunk: Chunk, whole: torch.Tensor | None, senders: Mapping[int, torch.dtype], *, is_launched: bool = False
@@ -180,4 +184,5 @@ class LibraryChannel(Channel):
         assert whole is not None
         if not is_launched:
             self._reduce(chunk, whole)
+        # All at once: the sum stands where the gradient was, and takes no room of its own.
         yield 0, chunk.weights.numel, self._section(whole)

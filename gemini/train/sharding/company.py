@@ -25,7 +25,7 @@ from gemini.train.params.handle import ParamHandle
 
 
 class Company:
-    """Of a rank that shares its params with none."""
+    """The company of a rank that shares its params with none."""
 
     def __init__(self, ranks: Ranks, mover: Mover):
         self.ranks, self._mover = ranks, mover
@@ -41,9 +41,15 @@ class Company:
     # ---- agreeing -----------------------------------------------------------------------------------------------
 
     def agree(
-        self, point: Point, doing: str, facts: Callable[[], Facts] | None = None,
-        refusal: BaseException | None = None, *, among: Wire | None = None, words: str = "values",
-    ) -> None:  # fmt: skip
+        self,
+        point: Point,
+        doing: str,
+        facts: Callable[[], Facts] | None = None,
+        refusal: BaseException | None = None,
+        *,
+        among: Wire | None = None,
+        words: str = "values",
+    ) -> None:
         """Wait until all ranks of the model stand at ``point``, serving those that do not yet; then go on together, or
         not at all: see :func:`gemini.ranks.agree.agree`.
 
@@ -55,6 +61,7 @@ class Company:
         def meet(number: int) -> list[int]:
             return [said for row in self.meet_all(point, number) for said in row]
 
+        # Those with the same params meet first, and serve each other; then all of the job stand together.
         if among is not everyone:
             meet(0)
         agree(among, doing, facts, refusal, swap=meet if among is everyone else None, words=words)
@@ -63,6 +70,7 @@ class Company:
         self, point: Point, doing: str, directory: str | os.PathLike[str], refusal: BaseException | None
     ) -> None:
         """All who write or read one model do it, in folders with the same name, or none does."""
+        # Only the name: mounts and drives differ between machines.
         facts = Facts({"directory": Path(os.fsdecode(directory)).name})
         self.agree(point, doing, lambda: facts, refusal, among=self.ranks.writers, words="folder")
 

@@ -22,28 +22,24 @@ from gemini.memory.devices.device import Event, Window
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job
-from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, adds_up
+from gemini.train.gradients.store import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
-from gemini.train.step import StepState
-from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
-from gemini.train.update.updates import Updates
 
 
 class Completions:
-    """Of the backward that runs, and of the last one that ended."""
+    """Notes on the backward that runs, and on the last one that ended."""
 
     def __init__(self) -> None:
         self._moments: dict[int, int] = {}
@@ -67,19 +63,19 @@ class Completions:
         (self._partial.discard if is_full else self._partial.add)(index)
 
     def end_backward(self) -> None:
-        """What was noted is how the next one may be."""
+        """Keep what was noted: the next backward may be like it."""
         if self._moments:
             self._before, self._moments = self._moments, {}
 
     def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
-        """Of ``chunks`` those whose gradients all ranks have, with their moments, in the order of the last backward."""
+        """Choose of ``chunks`` those whose gradients all ranks have; with their moments, in the last order."""
         known = set(chunks) - self._partial
         return {index: moment for index, moment in self._before.items() if index in known}
 
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
-"""Where in the detail of a request begins what a rank is about to update inside backward."""
+"""The bit in the detail of a request from which on it says what a rank is about to update inside backward."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,6 +97,7 @@ class Reduction(GradientSink):
     """The gradients of a model that is shared with other ranks.
 
     Args:
+        into: takes what comes of it, as in one process.
         dtype: in which they are added up, unless their params stay in fp32.
         room: bytes of the computing tier for whole gradients.
         staging: through which sums go that are added up behind backward, where that is needed.
@@ -110,13 +107,23 @@ class Reduction(GradientSink):
     only_keeps, divides = False, True
 
     def __init__(
-        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
-        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
-        staging: StagingSet | None, sums_each_backward: bool,
-    ):  # fmt: skip
-        super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
+        self,
+        shards: Shards,
+        into: GradientSink,
+        scaling: Scaling,
+        *,
+        dtype: torch.dtype,
+        room: int,
+        staging: StagingSet | None,
+        sums_each_backward: bool,
+    ):
+        store = into.store
+        super().__init__(
+            store, into.state, gradients=into.gradients, updates=into.updates, in_backward=into.in_backward
+        )
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
+        shards.reducing = self
         self._shards, self._channel = shards, shards.channel
         self._ranks = shards.ranks
         self._params, self._device = shards.params, store.device
@@ -132,19 +139,17 @@ class Reduction(GradientSink):
         self._completions = Completions()
         self._spare: dict[int, list[Window]] = {}
         self._plan = (0, 0)
-        across = self._ranks.replicas
-        self._replicas = (
-            None if across is None else ReplicaSums(shards, across, store, each_backward=sums_each_backward)
-        )
-        self._sync = StepSync(shards, self._replicas, state, scaling)
+        self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
+        self._sync = StepSync(shards, self._replicas, into.state, scaling)
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
-        self.has_replicas = across is not None
+        self.has_replicas = self._ranks.num_replicas > 1
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
         chunk = handle.chunk
         self._sync.gradient_arrives()
+        # Its whole gradient is on the wire: what arrives now must not change it.
         while chunk.spec.index in self._behind:  # a param that arrives once more
             self._wait_for_first()
         whole = self._whole.get(chunk.spec.index)
@@ -152,6 +157,7 @@ class Reduction(GradientSink):
             whole = self._open(chunk)
         view = whole.flat[handle.slot.start : handle.slot.stop]
         flat = grad.detach().contiguous().view(-1)
+        # A param that several modules share arrives several times in one backward.
         if handle.name in whole.arrived:
             view.add_(flat, alpha=self._scale)
         else:
@@ -161,13 +167,14 @@ class Reduction(GradientSink):
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived on this rank."""
         index = chunk.spec.index
-        self._completions.note(index, self._manager.foresight.place, self._state.backward_number)
+        self._completions.note(index, self._manager.foresight.place, self.state.backward_number)
         if not self.reduces:
             return
         step = self._shards.step
         if step is None or step.is_parted:
             self._reduce(index)
             return
+        # In the script's order, in which chunks need not become complete: what is early waits for its turn.
         while (following := step.next_reduction) in self._completions and following in self._whole:
             if not self._is_full(following):
                 return
@@ -181,20 +188,24 @@ class Reduction(GradientSink):
         super().end_backward()
 
     def _reduce_rest(self) -> None:
+        # First: until the script is over on all ranks its messages come before any question.
         is_alike = self._shards.finish(at_end=True)
         self._completions.end_backward()
         if not self.reduces:
             return
+        # From the end of the layout, as all ranks do: which of them are open may differ between ranks.
         for index in sorted(self._whole, reverse=True):
             self._reduce(index)
+        # A script that all have followed to its end has said all that this would ask.
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        if self._replicas is not None:
-            self._replicas.end_backward()
+        self._replicas.end_backward()
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
-        """See :class:`gemini.train.sharding.shards.Reducing`."""
+        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
+        True if that holds for all.
+        """
         return self._sync.end_script(has_all=has_all and not self._whole)
 
     def _reduce(self, index: int) -> None:
@@ -212,7 +223,7 @@ class Reduction(GradientSink):
         """The chunks that the next backward reduces behind it, as the last one has them; None if it cannot."""
         if not self.reduces:
             return {}
-        if self._in_backward.transient or (self._staging is None and self._stages):
+        if self.in_backward.transient or (self._staging is None and self._stages):
             return None
         return self._completions.usual(
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
@@ -220,23 +231,23 @@ class Reduction(GradientSink):
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
-        chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
+        chunk, whole, handles = self.store.chunks[index], self._whole[index], self._params.by_chunk[index]
+        # Now, on the training thread: the worker lands it later, when another backward may have begun.
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
         chunk.settle()
-        working, backward = Working(self._mover.watch.moved, staging=self._staging), self._state.backward_number
+        working, backward = Working(self._mover.watch.moved, staging=self._staging), self.state.backward_number
 
         def add_up(brought: list[int]) -> None:
             for handle in handles:
-                self._gradients.apply_clip(handle)
+                self.gradients.apply_clip(handle)
                 handle.norm_sums = []
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
             with self._mover.working(working), self._channel.reducing(chunk):
-                if self._replicas is not None:
-                    self._replicas.begin_landing(chunk, adding=any(adding.values()))
+                self._replicas.begin_landing(chunk, adding=any(adding.values()))
                 for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
                     try:
                         if failure is None:
@@ -246,9 +257,9 @@ class Reduction(GradientSink):
             if failure is not None:
                 raise failure
             whole.is_reduced = True
-            if self._replicas is not None:
-                self._replicas.landed(index, backward)
+            self._replicas.landed(index, backward)
 
+        # What computes the gradient is on the device still: the collective comes behind it.
         ready = self._device.mark()
 
         def launch() -> Event:
@@ -272,12 +283,13 @@ class Reduction(GradientSink):
             if not job.is_complete():
                 return
             del self._behind[index]
+            # Before the error of the job is raised: memory of what was reduced goes back in any case.
             is_reduced = self._whole[index].is_reduced
             if is_reduced:
                 self._close(index)
             job.wait()
             if is_reduced:
-                self._in_backward.use_landed(self._chunks[index])
+                self.in_backward.use_landed(self.store.chunks[index])
 
     def missing(self) -> int:
         """Bytes of the computing tier that fetches ahead leave to whole gradients."""
@@ -286,11 +298,12 @@ class Reduction(GradientSink):
         return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
     def _planned(self) -> int:
-        """What updates inside this backward depend on, as a checksum; 0 if there are none."""
-        if not self._in_backward.transient:
+        """The checksum of all that updates inside this backward depend on; 0 if there are none."""
+        if not self.in_backward.transient:
             return 0
-        if self._plan[0] != self._state.backward_number:  # counters change with the first update
-            self._plan = self._state.backward_number, self._sync.facts_of_updates().checksum
+        # Once per backward, before its first update: all ranks must mean the same moment.
+        if self._plan[0] != self.state.backward_number:  # counters change with the first update
+            self._plan = self.state.backward_number, self._sync.facts_of_updates().checksum
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
@@ -300,9 +313,10 @@ class Reduction(GradientSink):
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
-        chunk = self._chunks[index]
+        chunk = self.store.chunks[index]
         chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
+        # Norms that all ranks knew are those of other gradients now.
         self._sync.undo()
         handles, whole = self._params.by_chunk[index], self._whole.get(index)
         arrived, dtypes = self._who_has_what(index, requests, whole, handles)
@@ -310,19 +324,19 @@ class Reduction(GradientSink):
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
-            self._gradients.promote([chunk])
-        transient = self._in_backward.transient
+            self.gradients.promote([chunk])
+        transient = self.in_backward.transient
         if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)
         if whole is not None:
             for handle in handles:
                 if handle.name not in whole.arrived:
+                    # Another rank has this gradient: here it is zero, and not what the memory held before.
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
         adding = {handle.name: handle.has_grad for handle in present}
-        if self._replicas is not None:
-            self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
+        self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
         for handle in present:
-            self._gradients.apply_clip(handle)
+            self.gradients.apply_clip(handle)
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
@@ -334,18 +348,17 @@ class Reduction(GradientSink):
                     whole.flat[at + start : at + stop].copy_(total)
                     continue
                 self._land(chunk, present, adding, start, stop, total)
-        if self._replicas is not None and arrived.all():
-            self._replicas.landed(index, self._state.backward_number)
+        if arrived.all():
+            self._replicas.landed(index, self.state.backward_number)
         if transient:
             assert whole is not None
-            if self._replicas is not None:
-                section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-                self._replicas.sum_now(chunk, section, present, self._planned())
+            section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
+            self._replicas.sum_now(chunk, section, present, self._planned())
             self._update(chunk, present, whole)
         if whole is not None:
             self._close(index)
         if arrived.all():
-            self._in_backward.use_landed(chunk)
+            self.in_backward.use_landed(chunk)
 
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
@@ -355,7 +368,7 @@ class Reduction(GradientSink):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
             return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
         names = set() if whole is None else whole.arrived
-        dtype = self._dtype_of(self._chunks[index]) if whole is None else whole.flat.dtype
+        dtype = self._dtype_of(self.store.chunks[index]) if whole is None else whole.flat.dtype
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
@@ -376,7 +389,7 @@ class Reduction(GradientSink):
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
             if first < last:
                 piece = rounded[first - start : last - start]
-                sums = self._gradients.land_piece(chunk, piece, first, adding[handle.name])
+                sums = self.gradients.land_piece(chunk, piece, first, adding[handle.name])
                 assert handle.norm_sums is not None
                 handle.norm_sums += sums
 
@@ -384,8 +397,8 @@ class Reduction(GradientSink):
         """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
         at = self._ranks.rank * chunk.weights.numel
         for handle in handles:
-            self._in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
-        self._updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
+            self.in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+        self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:
         return torch.float32 if chunk.spec.fp32 else self._dtype
@@ -395,6 +408,7 @@ class Reduction(GradientSink):
         # Micro-batches inside no_sync are added up here, in fp32.
         dtype = self._dtype_of(chunk) if self.reduces else torch.float32
         num_bytes = chunk.spec.numel * dtype.itemsize
+        # Windows of one size are used again: their address space stays reserved.
         spare = self._spare.setdefault(num_bytes, [])
         window = spare.pop() if spare else self._device.make_window(num_bytes)
         while self._behind and self._manager.room.ledger.held(self._device.tier, _HOLDER) + num_bytes > self._room:
@@ -410,7 +424,7 @@ class Reduction(GradientSink):
             raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
-        self._state.note_unreduced(+1)
+        self.state.note_unreduced(+1)
         return whole
 
     def _reduce_early(self, want: Want) -> bool:
@@ -424,11 +438,11 @@ class Reduction(GradientSink):
         return True
 
     def explain(self, error: BudgetExceeded) -> BudgetExceeded:
-        """What to say of missing room for weights."""
+        """Say more of missing room for weights, where that is known."""
         return error if self.reduces else self.without_room(error)
 
     def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
-        """What to say of it inside ``no_sync``: whole gradients may be what takes the room."""
+        """Say more of it inside ``no_sync``: whole gradients may be what takes the room."""
         return BudgetExceeded(
             f"{error}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
             "out (gradients are then divided after each backward) or raise the budget"
@@ -436,7 +450,7 @@ class Reduction(GradientSink):
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
-        self._state.note_unreduced(-1)
+        self.state.note_unreduced(-1)
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
@@ -444,8 +458,8 @@ class Reduction(GradientSink):
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
-        if self._replicas is not None:
-            self._replicas.give_up()
+        # Sums of the backward that is dropped must not land after it.
+        self._replicas.give_up()
         self._sync.gradients_dropped(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
@@ -458,13 +472,11 @@ class Reduction(GradientSink):
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
         self._sync.end_step(has_gradients=has_gradients)
-        if self._replicas is not None:
-            self._replicas.end_step(has_gradients=has_gradients)
+        self._replicas.end_step(has_gradients=has_gradients)
 
     def leave_replicas(self) -> None:
-        """See :class:`gemini.train.sharding.shards.Reducing`."""
-        if self._replicas is not None:
-            self._replicas.leave()
+        """This rank is about to meet the other replicas, not at the end of a backward."""
+        self._replicas.leave()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
         """Ranks compare what they did."""

@@ -3,11 +3,10 @@
 With ``gradients="retain"`` every backward ends with these sums, as it does in DistributedDataParallel; they are made
 chunk by chunk behind it, where gradients are in host memory. Else they are made once per step, before the norm.
 
-*Behind backward* the ranks that hold the same shard follow an order: that in which chunks were landed in the last
-backward, if all had the same. Each chunk begins with 8 bytes from every rank, and whoever cannot go on says so with
-them: its backward is over or has failed, or it is about to do something else (:meth:`ReplicaSums.leave`). That ends the
-order for all, and what is left is added up when the backward ends. So whoever waits is answered, and both ways make the
-same sums.
+*Behind backward* the ranks that hold the same shard follow a script (:mod:`gemini.train.sharding.scripted`): the order
+in which chunks were landed in the last backward, if all had the same. Whoever cannot go on leaves it: its backward is
+over or has failed, or it is about to do something else (:meth:`ReplicaSums.leave`). What is left then is added up when
+the backward ends. So whoever waits is answered, and both ways make the same sums.
 
 A chunk that is landed on once more after it was added up stays as it is on the first replica, and is zero on the others
 from then on: the sum over replicas is that of all backwards.
@@ -20,6 +19,7 @@ import threading
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import partial
 
 import torch
 
@@ -27,47 +27,46 @@ from gemini import kernels
 from gemini.errors import RankMismatch
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE
 from gemini.memory.movement.mover import Working, tiles
 from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR
+from gemini.planning.script import Reduce, Script
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
+from gemini.train.sharding.channel import Channel
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
+
+_GOES_ON = 1
+"""The word of a rank for each sum behind backward; one that leaves says another."""
 
 
 class _Standing(IntEnum):
-    """What the gradients of a chunk are."""
+    """Whose sum the gradients of a chunk are."""
 
     NONE = 0
     OWN = 1
-    """Of this replica."""
+    """The sum of this replica."""
     SUMMED = 2
-    """Of all replicas."""
+    """The sum of all replicas."""
     REOPENED = 3
-    """Of this replica, and on the first one of all replicas from before."""
-
-
-class _Order:
-    """Of one backward: the chunks that are added up behind it, and how far that is."""
-
-    def __init__(self, chunks: Sequence[int]):
-        self.chunks = chunks
-        self.num_begun = 0
-        self.is_over = False
-        """Whether some rank cannot go on; known to the thread that adds up."""
+    """The sum of this replica, and on the first one beside it that of all replicas from before."""
 
 
 class ReplicaSums:
-    """The sums over the ranks that hold the same shard.
+    """The sums over the ranks that hold the same shard; nothing is done where there is none.
 
     Args:
         each_backward: whether they are made at the end of every backward, and not once per step.
     """
 
-    def __init__(self, shards: Shards, wire: Wire, store: ChunkStore, *, each_backward: bool):
-        self.each_backward = each_backward
+    def __init__(self, shards: Shards, store: ChunkStore, *, each_backward: bool):
+        wire = shards.ranks.replicas
+        self.are_none = wire.size == 1
+        self.each_backward = each_backward and not self.are_none
         self.num_behind = 0
         """Chunks that were added up behind backward."""
         self._shards, self._wire, self._params = shards, wire, shards.params
@@ -77,21 +76,27 @@ class ReplicaSums:
         self._by_chunk: dict[int, Sequence[ParamHandle]] = {}
         self._wires: dict[int, Wire] = {}
         for index, handles in shards.params.by_chunk.items():
-            are_experts = shards.ranks.experts is not None and any(handle.cut is not None for handle in handles)
+            are_experts = shards.ranks.experts.size > 1 and any(handle.cut is not None for handle in handles)
             across = shards.ranks.copies if are_experts else wire
-            if across is not None:
+            if across.size > 1:
                 self._by_chunk[index], self._wires[index] = handles, across
         grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
         self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
+        self._launcher = shards.replica_launcher
+        self._channel = Channel(wire, store, shards.replica_scratch, shards.agreement)
+        self._fetches = store.manager.fetches
         self._lock = threading.Lock()
         self._landed: list[int] = []
         self._backward = -1
         """The number of the backward in which these were landed."""
         self._standing: dict[int, _Standing] = {}
         self._usual: tuple[int, ...] = ()
-        self._order: _Order | None = None
-        self._jobs: dict[int | None, Job] = {}
+        self._step: ScriptedStep | None = None
+        """The sums behind the backward under way, in the order of all replicas."""
+        self._left: list[ScriptedStep] = []
+        """Those of before that this rank has left, and nobody has waited for."""
+        self._jobs: dict[int, Job] = {}
 
     # ---- chunks -------------------------------------------------------------------------------------------------
 
@@ -99,6 +104,7 @@ class ReplicaSums:
         """Sums of a replica are about to be written, or added to what is there."""
         index = chunk.spec.index
         if index in self._jobs:
+            # The sum that is under way reads what is about to be written.
             self._jobs[index].wait()
         if not adding:
             self._standing.pop(index, None)
@@ -110,38 +116,23 @@ class ReplicaSums:
         if self._lane is None or index not in self._by_chunk:
             return
         with WHOLE, self._lock:
+            # Autograd runs on several threads, and a backward that failed never said that it is over.
             if backward != self._backward:
                 if self._landed:  # of a backward that has failed
                     self._leave()
                 self._backward = backward
             self._landed.append(index)
-            order = self._order
-            while order is not None and order.num_begun < len(order.chunks):
-                following = order.chunks[order.num_begun]
-                if following not in self._landed:
-                    return
-                order.num_begun += 1
-                self._jobs[following] = self._submit(order, following)
+            step = self._step
+            # The order is that of all replicas: what landed early waits for what stands before it.
+            while step is not None and (following := step.next_reduction) in self._landed:
+                assert following is not None
+                self._jobs[following] = step.reduce(_GOES_ON, partial(self._sum_behind, following), lambda: DONE)
 
-    def _submit(self, order: _Order, index: int | None) -> Job:
-        """Add up a chunk, or say that this rank does not go on."""
-
-        def run() -> None:
-            if order.is_over:
-                return
-            said = torch.tensor([index is not None], dtype=torch.int64, device="cpu")
-            heard = self._wire.swap(Tag.HEADER, said, "the beginning of a sum across replicas")
-            if not heard.all():
-                order.is_over = True
-                return
-            assert index is not None
-            with self._mover.working(Working(self._mover.watch.moved)):
-                self._add_up(self._chunks[index], [])
-            self.num_behind += 1
-            self._standing[index] = _Standing.SUMMED
-
-        assert self._lane is not None
-        return self._lane.submit(run)
+    def _sum_behind(self, index: int, heard: list[int]) -> None:
+        with self._mover.working(Working(self._mover.watch.moved)):
+            self._add_up(self._chunks[index], [])
+        self.num_behind += 1
+        self._standing[index] = _Standing.SUMMED
 
     def leave(self) -> None:
         """This rank is about to meet the other replicas for something else: they wait for no sum of it."""
@@ -149,10 +140,11 @@ class ReplicaSums:
             self._leave()
 
     def _leave(self) -> None:
-        order, self._order = self._order, None
+        step, self._step = self._step, None
         self._landed.clear()
-        if order is not None and order.num_begun < len(order.chunks):
-            self._jobs[None] = self._submit(order, None)
+        if step is not None:
+            step.part()
+            self._left.append(step)
 
     def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
         """Gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the sum
@@ -165,6 +157,8 @@ class ReplicaSums:
         Raises:
             RankMismatch: on every rank, if a replica has other gradients, or is about to update them in another way.
         """
+        if self.are_none:
+            return
         names = zlib.crc32(json.dumps([handle.name for handle in present]).encode())
         said = torch.tensor([chunk.spec.index, names, plan], dtype=torch.int64, device="cpu")
         heard = self._wire.swap(Tag.HEADER, said, f"the updates of {chunk.name} inside backward")
@@ -193,6 +187,7 @@ class ReplicaSums:
         """
         if not self.each_backward:
             return
+        # Before it is cleared by the end of the order: it may be the usual one of the next backward.
         landed = tuple(self._landed)
         self._finish()
         said = zlib.crc32(json.dumps(landed).encode()) << 1 | any(map(self._is_own, self._by_chunk))
@@ -204,7 +199,7 @@ class ReplicaSums:
 
     def give_up(self) -> None:
         """Gradients are about to be dropped: those of a backward that has failed are not added up any further."""
-        if any(index is not None for index in self._jobs):
+        if self._jobs:
             self._finish()
 
     def _finish(self) -> None:
@@ -214,17 +209,16 @@ class ReplicaSums:
             RankLost: if a rank does not answer.
         """
         self.leave()
-        if not self._jobs:
+        left, self._left = self._left, []
+        jobs, self._jobs = self._jobs, {}
+        if not left:
             return
         with self._mover.about("other ranks", "wait for other ranks"), self._shards.waiting("sums across replicas"):
-            self._await_jobs()
-
-    def _await_jobs(self) -> None:
-        for job in self._jobs.values():
-            job.wait_until_over()
-        jobs, self._jobs = self._jobs, {}
-        for job in jobs.values():
-            job.wait()
+            # All of them, before the first error is raised: none may run on while gradients are dropped.
+            for step in left:
+                step.finish()
+            for job in jobs.values():
+                job.wait()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, which all replicas make."""
@@ -234,8 +228,11 @@ class ReplicaSums:
 
     def _expect(self) -> None:
         """A backward may follow: what it lands in the usual order is added up behind it."""
-        if self._order is None and self._usual and self._lane is not None:
-            self._order = _Order(self._usual)
+        if self._step is not None or not self._usual or self._lane is None or self._launcher is None:
+            return
+        self._finish()  # what was left for another meeting, in which all replicas have left it
+        script = Script((), tuple(Reduce(0, index) for index in self._usual))
+        self._step = ScriptedStep(script, self._channel, self._fetches, launcher=self._launcher, landing=self._lane)
 
     def sum_all(self) -> None:
         """Add up what was not, chunk by chunk in the order of the layout. All replicas come here.
@@ -243,6 +240,8 @@ class ReplicaSums:
         Raises:
             RankMismatch: on every rank, if some have dropped what others have added up.
         """
+        if self.are_none:
+            return
         self._finish()  # of a backward that has failed
         own = [self._standing_of(index) for index in self._by_chunk]
         flags = [handle.has_grad for handle in self._params.handles]
@@ -254,6 +253,7 @@ class ReplicaSums:
             chunk, found = self._chunks[index], set(column)
             if found <= {_Standing.NONE} or found == {_Standing.SUMMED}:
                 continue
+            # Sums of all and of one cannot be added up any more: one of them would count twice.
             if min(found) < _Standing.SUMMED <= max(found):
                 raise RankMismatch(
                     f"the gradients of {chunk.name} were added up over the replicas of this model, and one of them "
@@ -282,6 +282,7 @@ class ReplicaSums:
         sums: dict[str, kernels.Sums] = {handle.name: [] for handle in handles}
         for start, stop in tiles(0, plane.numel, min(self._mover.tile, scratch.numel() // 8)):
             tile, is_staged = self._mover.host_tile(1, plane, start, stop)
+            # Other replicas have these gradients; this one adds zeros, and has them from here on.
             for handle in absent:
                 tile[max(handle.part.start - start, 0) : max(handle.part.stop - start, 0)].zero_()
             across.all_reduce(Tag.REPLICAS, tile, scratch, f"the all-reduce of {chunk.name}")
@@ -290,6 +291,7 @@ class ReplicaSums:
             if GRAD_ERROR in chunk.planes:  # of this replica's part
                 error = chunk.planes[GRAD_ERROR]
                 lost, is_staged = self._mover.host_tile(2, error, start, stop)
+                # The error of rounding was of this replica's part, which is in the sum now.
                 lost.zero_()
                 if is_staged:
                     self._mover.store(error, start, stop, lost)
@@ -303,6 +305,7 @@ class ReplicaSums:
     def _reopen(self, chunk: Chunk) -> None:
         """The first replica keeps the sum, and the others begin anew."""
         self._standing[chunk.spec.index] = _Standing.REOPENED
+        # One of them must keep what all have, or the next sum would lose it.
         if self._wires[chunk.spec.index].rank == 0:
             return
         plane = chunk.planes[GRAD]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -27,13 +27,15 @@ from gemini.errors import GeminiError, RankLost
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, WAIT_SECONDS, Event
+from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.worker import Job, Worker
 from gemini.planning.script import Gather, Script
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.agreement import Agreement, Point
+from gemini.ranks.wire import Tag
 from gemini.train.sharding.channel import Channel
 
 _PARTS = 0
-"""What a rank says that leaves the script, where the others say what they bring."""
+"""The word of a rank that leaves the script, where the others say what they bring."""
 _TAKES_PART = 1
 _STREAM = "landing"
 
@@ -43,20 +45,16 @@ class Parted(GeminiError):
 
 
 class Launch(Event):
-    """The end of a collective that was offered to the launcher.
-
-    Args:
-        waiting: around a wait for the other ranks.
-    """
+    """The end of a collective that was offered to the launcher."""
 
     what = "a collective"
 
-    def __init__(self, waiting: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, agreement: Agreement):
         super().__init__()
         self.job: Job | None = None
         self.end: Event = DONE
         """Once it is launched."""
-        self._waiting = waiting
+        self._agreement = agreement
 
     def await_launch(self) -> None:
         """Block until it is under way; how long that may take is the process group's.
@@ -67,7 +65,7 @@ class Launch(Event):
         """
         assert self.job is not None
         if not self.job.is_complete():
-            with self._waiting():
+            with self._agreement.waiting(Point.GATHER.words):
                 self.job.wait_until_over()
         self.job.wait()
 
@@ -85,32 +83,30 @@ class Launch(Event):
 
 
 class ScriptedStep:
-    """Where this rank is in a script.
+    """The place of this rank in a script, and what it has begun.
 
     Args:
-        wire: among the ranks that follow it.
-        channel: which moves the chunks.
-        settle: waits until the gathers that were given to a worker have begun, or have failed.
+        channel: moves the chunks.
+        fetches: gives gathers ahead of their use to a worker.
         launcher: the worker that launches.
         landing: the worker on which sums land.
-        is_worker: whether the calling thread is not the one that computes.
-        waiting: around a wait for weights.
     """
 
-    def __init__(
-        self, script: Script, wire: Wire, channel: Channel, *, settle: Callable[[], None], launcher: Worker,
-        landing: Worker, is_worker: Callable[[], bool], waiting: Callable[[], AbstractContextManager[None]],
-    ):  # fmt: skip
+    def __init__(self, script: Script, channel: Channel, fetches: Fetches, *, launcher: Worker, landing: Worker):
         self.script = script
         self.is_parted = False
         """Whether a rank has parted: what was not reduced will not be."""
-        self._wire, self._channel, self._settle = wire, channel, settle
-        self._launcher, self._landing, self._is_worker, self._waiting = launcher, landing, is_worker, waiting
+        self._channel = channel
+        self._fetches = fetches
+        self._launcher = launcher
+        self._landing = landing
+        # The training thread and the fetch worker begin gathers; only one of them takes the next place of the script.
         self._turn = threading.RLock()
         self._gathered = 0  # of the script's gathers, how many have begun
         self._given = 0  # the same with those that a worker is about to begin
         self._jobs: list[Job] = []  # the reductions that have begun
         self._num_places = len(script.gathers) + len(script.reductions)
+        # Offers come from the training thread, the fetch worker and autograd's threads.
         self._order = threading.Lock()
         self._next = 0  # the place in the order that is given to the launcher next
         self._offered: dict[int, Job] = {}
@@ -120,7 +116,7 @@ class ScriptedStep:
     # ---- gathers ------------------------------------------------------------------------------------------------
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """What to gather ahead, (moment, chunk): who asks for another one has begun the one before."""
+        """List what to gather ahead, (moment, chunk): who asks for another one has begun the one before."""
         self._given = max(self._given, self._gathered)
         while self._given < len(self.script.gathers) and self._may_come(self._given):
             yield self.script.gathers[self._given]
@@ -150,17 +146,19 @@ class ScriptedStep:
                 self.part()
                 return None
             ready = self._channel.device.mark() if again else self._channel.fetch_ahead(chunk)
-            launch = Launch(self._waiting)
+            launch = Launch(self._channel.agreement)
 
             def run() -> None:
                 self._hear(_TAKES_PART, f"the all-gather of {chunk.name}")
                 with self._launching():
                     launch.end = self._channel.launch_gather(chunk, ready)
 
+            # Counted only behind the offer: who fails before it has taken no part, and the others hear that it parts.
             launch.job = self._offer(number + self.script.reductions_before_gather(number), run)
             self._gathered += 1
-        if not self._is_worker():
+        if not self._channel.mover.in_worker:
             try:
+                # If nothing comes of it the caller asks the others itself, and they wait for that now.
                 launch.await_launch()
             except Parted:
                 return None
@@ -191,6 +189,7 @@ class ScriptedStep:
                 end = launch()
 
         def land() -> None:
+            # In the order of the script: the landing worker takes one reduction after the other.
             offered.wait_until_over()
             if isinstance(offered.error, Parted):
                 return
@@ -203,13 +202,14 @@ class ScriptedStep:
 
         with WHOLE:
             offered = self._offer(number + self.script.gathers_before[number], run)
+            # Both or neither: an interrupt in between would leave a launch that nobody lands.
             job = self._landing.submit(land, number)
             self._jobs.append(job)
         return job
 
     def before_waiting_for(self, job: Job) -> None:
         """This rank is about to wait for a reduction."""
-        self._settle()
+        self._fetches.await_begun()
         if self._gathered < self.script.gathers_before[self._jobs.index(job)]:
             self.finish()
 
@@ -225,9 +225,11 @@ class ScriptedStep:
 
     def _give(self) -> None:
         """The launcher gets what is at the next places; all that was offered, if this rank leaves."""
+        # The launcher never sees a collective before all that stand before it: it has no order of its own to keep.
         while self._next in self._offered:
             self._launcher.put(self._offered.pop(self._next))
             self._next += 1
+        # Behind the place where this rank leaves all end as parted, so that no thread waits for them.
         for place in sorted(self._offered) if self._leaves else ():
             self._launcher.put(self._offered.pop(place))
 
@@ -245,10 +247,11 @@ class ScriptedStep:
         Raises:
             Parted: if one of them parts, or has before, or they bring different things.
         """
+        # Once a rank has parted nobody says anything more: the others have left at the same place.
         if not self.is_parted:
             said, whole = torch.tensor([says], dtype=torch.int64, device="cpu"), False
             try:
-                heard: list[int] = self._wire.swap(Tag.HEADER, said, what).view(-1).tolist()
+                heard: list[int] = self._channel.wire.swap(Tag.HEADER, said, what).view(-1).tolist()
                 whole = _PARTS not in heard and len(set(heard)) == 1
             finally:  # nor does anything come of what stands behind a rank that is lost
                 self.is_parted = not whole
@@ -265,6 +268,7 @@ class ScriptedStep:
             if self._leaves:
                 return
             self._leaves = True
+            # At the next place and no later one: what was launched before it ends on all ranks.
             if self._next < self._num_places:
                 job = Job(self._say_parting, self._next)
                 self._launches.append(job)
@@ -280,9 +284,10 @@ class ScriptedStep:
         Raises:
             RankLost: if one of them does not answer.
         """
-        self._settle()
+        self._fetches.await_begun()
         is_through = self.next_gather() is None and self.next_reduction is None and not self._leaves
         self.part()
+        # Launches first: what a lost rank left behind ends there, and the sums behind it with it.
         for job in [*self._launches, *self._jobs]:
             job.wait_until_over()
             if isinstance(job.error, RankLost):

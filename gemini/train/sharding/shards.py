@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +27,11 @@ from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
-from gemini.planning.script import Script
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
@@ -40,6 +39,9 @@ from gemini.train.sharding.channel import Channel, LibraryChannel
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.step import StepState
+
+if TYPE_CHECKING:
+    from gemini.train.sharding.reduction import Reduction
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
 _TRAFFIC = {
@@ -55,35 +57,6 @@ _TRAFFIC = {
 }
 
 
-class Reducing(Protocol):
-    """Who adds up gradients (:class:`gemini.train.sharding.reduction.Reduction`)."""
-
-    def reduce(self, index: int, requests: list[Request]) -> None:
-        """All ranks add up the gradients of a chunk."""
-
-    def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step."""
-
-    def leave_script(self) -> None:
-        """No reduction is behind backward any more."""
-
-    def leave_replicas(self) -> None:
-        """This rank is about to meet the other replicas, not at the end of a backward."""
-
-    def end_script(self, *, has_all: bool) -> bool:
-        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
-        True if that holds for all.
-        """
-
-    def completed(self) -> Mapping[int, int] | None:
-        """The chunks that a backward reduces behind it, with the moments in which their gradients are complete. None if
-        this model's backward cannot.
-        """
-
-    def without_reducing(self) -> AbstractContextManager[None]:
-        """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-
-
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
     """Whether a call of the model is under way, for another thread; None when there is no model any more."""
 
@@ -97,7 +70,7 @@ def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
 
 
 class Shards(Company):
-    """What a model has to do with other ranks that have the same params.
+    """The company of a rank that shares its params with others.
 
     Args:
         exchange: bytes of host memory for pieces on the wire.
@@ -106,26 +79,37 @@ class Shards(Company):
     """
 
     def __init__(
-        self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
-        kinds: tuple[PlaneKind, ...], follows: bool = False,
-    ):  # fmt: skip
+        self,
+        ranks: Ranks,
+        params: ParamSet,
+        store: ChunkStore,
+        state: StepState,
+        *,
+        exchange: int,
+        kinds: tuple[PlaneKind, ...],
+        follows: bool = False,
+    ):
         super().__init__(ranks, store.mover)
         self.params = params
-        across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
+        across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
-        self.channel = kind(ranks.wire, store, self.scratch, self._awaiting_weights)
-        self._agreement = Agreement(ranks.wire)
-        self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
+        self.agreement = Agreement(ranks.wire)
+        self.channel = kind(ranks.wire, store, self.scratch, self.agreement)
+        self._watch = Watch(self.agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
-        self._reducing: Reducing | None = None
+        self.reducing: Reduction
+        """The part that adds up gradients when all ranks stand there; it sets itself here as it is made."""
+        # Without a second rank, or where attention asks in between, nothing follows a script.
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
-        """Where reductions land behind backward."""
+        """The worker on which reductions land behind backward."""
         self._launcher = None if self.lane is None else Worker("collectives")
-        self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
-        """Where sums over replicas run behind backward."""
+        sums_behind = follows and ranks.num_replicas > 1
+        self.replica_lane = Worker("replicas") if sums_behind else None
+        """The worker on which sums over replicas run behind backward."""
+        self.replica_launcher = Worker("replica collectives") if sums_behind else None
         self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
@@ -138,24 +122,18 @@ class Shards(Company):
         """The model ends: nobody watches any more, and nobody waits for disks."""
         if self._watch is not None:
             self._watch.stop()
-        for lane in (self.lane, self.replica_lane, self._launcher):
+        for lane in (self.lane, self._launcher, self.replica_lane, self.replica_launcher):
             if lane is not None:
                 lane.close()
 
-    def connect(self, reducing: Reducing) -> None:
-        """Who adds up gradients when all ranks stand there."""
-        self._reducing = reducing
-
     def without_reducing(self) -> AbstractContextManager[None]:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
-        assert self._reducing is not None
-        return self._reducing.without_reducing()
+        return self.reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step: what was sent since the last one is what the report shows."""
-        self._agreement.num_steps += 1
-        if self._reducing is not None:
-            self._reducing.end_step(has_gradients=has_gradients)
+        self.agreement.num_steps += 1
+        self.reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total
@@ -167,7 +145,7 @@ class Shards(Company):
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
         for wire in wires:
-            for tag, num_bytes in wire.sent.items() if wire is not None else ():
+            for tag, num_bytes in wire.sent.items():
                 total[_TRAFFIC[tag]] += num_bytes
         return total
 
@@ -177,36 +155,30 @@ class Shards(Company):
         """A forward that a backward may follow begins: if all ranks are about to do the same, they follow a script."""
         if self.lane is None:
             return
-        assert self._reducing is not None
         self.finish()
+        # Ranks that left their script twice in a row ask each other for some steps: a script costs its first message.
         if self._num_left_out:
             self._num_left_out -= 1
             return
-        completed = self._reducing.completed()
+        completed = self.reducing.completed()
         if completed is None:
             return
+        # Windows that are filled on this rank may be empty on another: they are part of what the checksum says.
         there = [chunk.spec.index for chunk in self._chunks if chunk.window is not None and chunk.gathered]
         script = self._manager.foresight.script(there, completed)
         if script is None or not (script.gathers or script.reductions):
             return
         heard = self.reach(Request(Point.BEGIN_STEP, 0, script.checksum))
+        # One that does something else has heard of it in this message, and asks for what it needs.
         if any(other.point is not Point.BEGIN_STEP or other.detail != script.checksum for other in heard):
             return
         self.num_scripted += 1
-        self.step = self._follow(script, self.lane)
-
-    def _follow(self, script: Script, lane: Worker) -> ScriptedStep:
         assert self._launcher is not None
-        return ScriptedStep(
-            script, self.ranks.wire, self.channel, settle=self._manager.fetches.await_begun, launcher=self._launcher,
-            landing=lane, is_worker=lambda: self._mover.in_worker, waiting=self._awaiting_weights,
-        )  # fmt: skip
-
-    def _awaiting_weights(self) -> AbstractContextManager[None]:
-        return self._agreement.waiting(Point.GATHER.words)
+        fetches = self._manager.fetches
+        self.step = ScriptedStep(script, self.channel, fetches, launcher=self._launcher, landing=self.lane)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
-        """What the script gathers next, (moment, chunk); nothing where ranks ask each other."""
+        """List what the script gathers next, (moment, chunk); nothing where ranks ask each other."""
         return iter(()) if self.step is None else self.step.upcoming()
 
     def follow(self) -> None:
@@ -216,6 +188,7 @@ class Shards(Company):
             chunk = self._chunks[following.chunk]
             if following.moment > place or not chunk.gathered:
                 return
+            # Other ranks may have let go of it, and the script gathers it on all.
             arrival = step.gather(chunk, again=True)
             if arrival is None:
                 return
@@ -234,29 +207,30 @@ class Shards(Company):
         step = self.step
         if step is None:
             return False
-        assert self._reducing is not None
-        with self._mover.about("other ranks", "wait for other ranks"), self._agreement.waiting("the end of a script"):
+        with self._mover.about("other ranks", "wait for other ranks"), self.agreement.waiting("the end of a script"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
+            # A step that is left once is an accident, one that is left again a habit of this program.
             self._num_strange = 0 if is_through else self._num_strange + 1
             if self._num_strange > 1:
+                # Longer each time, and never for ever: a program may become regular again.
                 self._num_left_out = 2 ** min(self._num_strange - 1, 6)
             has_all = False
             try:
-                self._reducing.leave_script()
+                self.reducing.leave_script()
                 has_all = is_through and at_end
             finally:  # also when a reduction has failed here: the others wait for what this rank says
-                is_alike = bool(step.script.reductions) and self._reducing.end_script(has_all=has_all)
+                is_alike = bool(step.script.reductions) and self.reducing.end_script(has_all=has_all)
         return is_alike
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Around a wait for other ranks."""
-        return self._agreement.waiting(what)
+        return self.agreement.waiting(what)
 
     @property
     def num_rounds(self) -> int:
         """How often the ranks have asked each other since the start."""
-        return self._agreement.num_exchanges
+        return self.agreement.num_exchanges
 
     def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         """A tile of this rank's shard as modules read it, on the host."""
@@ -277,11 +251,11 @@ class Shards(Company):
         self.finish()
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
-                return self._agreement.reach(request, self)
+                return self.agreement.reach(request, self)
             except RankMismatch:
-                if self.ranks.replicas is not None:
-                    with contextlib.suppress(RankLost):
-                        self._tell_replicas(self.ranks.replicas, _PARTED)
+                # The other replicas wait for this one at another point, and would wait until the timeout.
+                with contextlib.suppress(RankLost):
+                    self._tell_replicas(_PARTED)
                 raise
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
@@ -303,9 +277,9 @@ class Shards(Company):
         Raises:
             RankMismatch: on every rank, if they want other things.
         """
-        if self.ranks.replicas is None:
+        if self.ranks.num_replicas == 1:
             return [row]
-        said = self._tell_replicas(self.ranks.replicas, point, *row)
+        said = self._tell_replicas(point, *row)
         if any(other[0] != point for other in said):
             where = "; ".join(
                 f"the ranks of replica {number} disagree, their own error says about what"
@@ -319,18 +293,17 @@ class Shards(Company):
             )
         return [other[1 : 1 + len(row)] for other in said]
 
-    def _tell_replicas(self, wire: Wire, point: int, *details: int) -> list[list[int]]:
-        """What the ranks of one shard stand at; always as many numbers, so that different points meet as well."""
-        if self._reducing is not None and point != Point.END_BACKWARD:
-            self._reducing.leave_replicas()
+    def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
+        """Hear where the ranks of one shard stand; always as many numbers, so that different points meet as well."""
+        if point != Point.END_BACKWARD:
+            self.reducing.leave_replicas()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
-        return wire.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
+        return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up the gradients of a chunk."""
-        assert self._reducing is not None
-        self._reducing.reduce(index, requests)
+        self.reducing.reduce(index, requests)
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -339,8 +312,10 @@ class Shards(Company):
         arrival = None if self.step is None else self.step.gather(chunk)
         if arrival is not None:
             return arrival
+        # A worker must not ask the others: the training thread may be asking them for something else.
         if self._mover.in_worker:  # it is gathered when it is needed
             raise GeminiError(f"it is not the turn of {chunk.name} in the script of this step")
+        # Where all ranks gather it, serving says when the copy out of its home is over; else nothing is copied behind.
         chunk.fetched = DONE
         self.reach(Request(Point.GATHER, chunk.spec.index))
         return chunk.fetched
@@ -354,6 +329,7 @@ class Shards(Company):
             self._serve_read(self.params.handles[number], self._kinds[kind], receivers)
             return
         self._chunks[index].settle()
+        # If all want it an all-gather is the shortest way; else nobody may be made to hold a whole chunk.
         if len(receivers) == self.ranks.size:
             chunk = self._chunks[index]
             chunk.fetched = self.channel.fetch(chunk)
@@ -393,6 +369,7 @@ class Shards(Company):
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        # Where the others' parts go while this rank serves and is served.
         self._read = out
         try:
             self.reach(Request(Point.READ, self._numbers[handle.name] * len(self._kinds) + self._kinds.index(kind)))

@@ -30,9 +30,15 @@ def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
 
 
 def facts_of_step(
-    handles: Sequence[ParamHandle], optimizers: Sequence[Stepper], scaling: Scaling, state: StepState, *,
-    clippings: Sequence[str], num_backwards: int, num_dropped: int,
-) -> Facts:  # fmt: skip
+    handles: Sequence[ParamHandle],
+    optimizers: Sequence[Stepper],
+    scaling: Scaling,
+    state: StepState,
+    *,
+    clippings: Sequence[str],
+    num_backwards: int,
+    num_dropped: int,
+) -> Facts:
     """Everything that an update by these optimizers depends on, but the gradients themselves."""
     values = {
         "clip_grad_norm_": ", ".join(clippings) or "not called",
@@ -78,9 +84,9 @@ def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:
 
 
 class StepSync:
-    """What the ranks of one model have said to each other about the step under way."""
+    """The step under way, as far as the ranks of one model have told each other of it."""
 
-    def __init__(self, shards: Shards, replicas: ReplicaSums | None, state: StepState, scaling: Scaling):
+    def __init__(self, shards: Shards, replicas: ReplicaSums, state: StepState, scaling: Scaling):
         self.is_done = False
         """Whether gradients are the same thing on every rank: every rank knows their norms."""
         self._shards, self._ranks, self._params = shards, shards.ranks, shards.params
@@ -100,7 +106,7 @@ class StepSync:
         Raises:
             GeminiError: if it does.
         """
-        if self.is_done and self._replicas is not None and any(h.has_grad for h in self._params.handles):
+        if self.is_done and not self._replicas.are_none and any(h.has_grad for h in self._params.handles):
             raise GeminiError("a backward after clip_grad_norm_: clip after the last backward of a step")
         self.undo()
 
@@ -110,17 +116,20 @@ class StepSync:
         """
         handles = self._params.handles
         checksum = facts_of_gradients(handles).checksum
-        norms = self._own_norms() if self._replicas is None else []  # which come once replicas have been added up
+        # In the message that ends the script, so that the norm costs no wait of its own.
+        norms = self._own_norms() if self._replicas.are_none else []  # which come once replicas have been added up
         own = torch.tensor([has_all, checksum, *norms], dtype=torch.float64, device="cpu")
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "the end of a backward and the gradient norm")
+        # Some rank has more to reduce: these norms are not those of whole gradients.
         if not rows[:, 0].all():
             return False
-        if self._replicas is None and bool((rows[:, 1] == checksum).all()):
+        if self._replicas.are_none and bool((rows[:, 1] == checksum).all()):
             self._take_norms(rows[:, 2:])
         return True
 
     def backward_ended(self, *, is_alike: bool) -> None:
         """One outside of ``no_sync``; ``is_alike``: it followed its script to the end."""
+        # Ranks compare it: one that made a backward more has other sums.
         self._num_backwards += 1
         if not is_alike:
             self.undo()  # nobody had a gradient
@@ -160,20 +169,20 @@ class StepSync:
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         gradients = facts_of_gradients(self._params.handles)
+        # Before replicas are added up: a missing gradient would be zeros in the sum, and noticed by nobody.
         said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum)
         if any(len(set(row)) > 1 for row in said):  # replicas may have other gradients until here
             self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", gradients)
-        if self._replicas is not None:
-            self._replicas.sum_all()
+        self._replicas.sum_all()
         norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
         self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 
     def _own_norms(self) -> list[float]:
-        """Of every param, the sum of squares of this rank's part of its gradient; 0 where there is none."""
+        """Sum up the squares of this rank's part of every param's gradient; 0 where there is none."""
         return kernels.totals([handle.norm_sums or [] for handle in self._params.handles])
 
     def _take_norms(self, rows: torch.Tensor) -> None:
-        """What all ranks say of it: ranks x params."""
+        """Take over what all ranks say of it: ranks x params."""
         for handle, parts in zip(self._params.handles, rows.T.tolist(), strict=True):
             if handle.norm_sums is not None:
                 handle.norm_sums = parts
@@ -186,6 +195,7 @@ class StepSync:
             RankMismatch: on every rank; no weight was changed.
         """
         self.sync_grads(whole)
+        # Gradients first: where they differ, that is what an error should name.
         facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])
         self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
 
@@ -199,18 +209,23 @@ class StepSync:
         self.is_done = False
 
     def facts_of_updates(self) -> Facts:
-        """What updates inside backward depend on."""
+        """Collect all that updates inside backward depend on."""
         return self._facts_of_step(owners(self._params.handles))
 
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
         return facts_of_step(
-            self._params.handles, optimizers, self._scaling, self._state, clippings=self._clippings,
-            num_backwards=self._num_backwards, num_dropped=self._num_dropped,
-        )  # fmt: skip
+            self._params.handles,
+            optimizers,
+            self._scaling,
+            self._state,
+            clippings=self._clippings,
+            num_backwards=self._num_backwards,
+            num_dropped=self._num_dropped,
+        )
 
 
 def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:
-    """What the ranks compare, and the error says."""
+    """Describe a call of ``clip_grad_norm_``, for ranks to compare and errors to say."""
     if handles is None:
         return f"max_norm {max_norm!r}"
     names = sorted(handle.name for handle in handles)

@@ -31,7 +31,7 @@ _WHAT = "an exchange of tokens (expert parallel)"
 
 
 class Point(IntEnum):
-    """Where a rank stands; numbers are two apart, and one more without gradients."""
+    """Places of a rank in a layer; numbers are two apart, and one more without gradients."""
 
     DISPATCH = 0
     COMBINE = 2
@@ -67,6 +67,7 @@ class ExpertExchange:
             RankLost: if one does not answer.
         """
         said = torch.zeros(2 + self._most, dtype=torch.int64, device="cpu")
+        # One that evaluates stands elsewhere: it makes no backward, in which the others would wait for it.
         said[0], said[1] = point + (not torch.is_grad_enabled()), layer
         if numbers is not None:
             said[2 : 2 + len(numbers)] = numbers
@@ -114,6 +115,7 @@ class _SwapRows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         way: _Way = ctx.way
+        # Backwards of layers may run in another order on a rank that took another path.
         way.exchange.meet(*way.back)
         return None, *(way.exchange.swap_rows(grad, way.received, way.sent) for grad in grads)
 
@@ -140,8 +142,10 @@ def dispatched_forward(
     num_here = int(self.num_experts)  # type: ignore[arg-type]
     (num_tokens, top_k), size = top_k_index.shape, exchange.size
     experts = top_k_index.reshape(-1)
+    # Stable, so that rows of one expert stay in the order of tokens: sums depend on it.
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=num_here * size).cpu()
+    # On the CPU: the sizes of the next messages are needed there before they can begin.
     told = exchange.meet(Point.DISPATCH, layer, counts).view(size, size, num_here)
     sent = told[exchange.rank].sum(-1).tolist()
     of_here = told[:, exchange.rank]  # by the rank they come from, and by expert
@@ -153,7 +157,9 @@ def dispatched_forward(
     num_rows = len(rows)
     if not num_rows:  # a row of zeros, so that backward comes through here and these experts have a gradient
         rows, weights, numbers = rows.sum(0, keepdim=True), weights.sum(0, keepdim=True), numbers.new_zeros(1)
+    # The module's own kernel, with one expert for each row and its weight.
     made = type(self).forward(self, rows, numbers.unsqueeze(-1), weights.unsqueeze(-1))
+    # Again: a rank that failed in its experts is heard of here, and not by rows that never come.
     exchange.meet(Point.COMBINE, layer)
     (back,) = _SwapRows.apply(_Way(exchange, received, sent, (Point.COMBINE_BACKWARD, layer)), made[:num_rows])
     by_token = back[order.argsort()].view(num_tokens, top_k, -1)
@@ -165,7 +171,7 @@ _MODULES, _PARAMS = "ep_dispatch_experts", "grouped_gemm"
 
 
 class SpreadExperts(WholeParams):
-    """What became of a model that has some of its experts.
+    """A model that has some of its experts.
 
     Attributes:
         params: by every name of a param that is cut, which slice of it is here.
@@ -178,11 +184,11 @@ class SpreadExperts(WholeParams):
 
     def put_on(self, model: nn.Module, ranks: Ranks) -> None:
         """Let experts compute for the tokens of all ranks."""
-        assert ranks.experts is not None
         here = {name: module for name, module in model.named_modules() if name in self._modules}
         most = max((int(module.num_experts) for module in here.values()), default=0)  # type: ignore[arg-type]
         exchange = ExpertExchange(ranks.experts, list(here), most)
         for number, module in enumerate(here.values()):
+            # Kernels count the experts that are here by this attribute.
             module.num_experts = int(module.num_experts) // self._size  # type: ignore[arg-type, assignment]
             module.__dict__["_gemini_experts"] = exchange, number
             module.forward = MethodType(dispatched_forward, module)  # type: ignore[method-assign]

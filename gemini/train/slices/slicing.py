@@ -104,7 +104,7 @@ def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
 
 
 class WholeParams:
-    """What params were before they became slices.
+    """The params of a model that become slices, and what they were before.
 
     Attributes:
         params: by every name of a param that is cut, which slice of it is here.
@@ -119,7 +119,9 @@ class WholeParams:
         named = dict(model.named_parameters(remove_duplicate=False))
         self.params = dict(cuts)
         for param, cut in {id(named[name]): (named[name], cut) for name, cut in cuts.items()}.values():
+            # Kept until the model is managed: what is refused later gives the whole model back.
             self._whole.append((param, param.data))
+            # In place: optimizers and ties hold this very object.
             SET_DATA(param, cut.of(param.data))
 
     def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
@@ -144,7 +146,7 @@ _NOTHING = object()
 
 
 class SlicedModel(WholeParams):
-    """What became of a model whose params are slices.
+    """A model whose params are slices.
 
     Attributes:
         slices: the ranks that have the others.
@@ -184,6 +186,7 @@ class SlicedModel(WholeParams):
         of other ranks.
         """
         for name, module in model.named_modules():
+            # Of a stage on another rank: it has no params here, and computes nothing.
             if getattr(type(module), STANDS_IN, False):
                 continue
             for attribute in self._counts.get(name, ()):
@@ -200,6 +203,7 @@ class SlicedModel(WholeParams):
                 config: Any = model.config
                 self._put(module, "_gemini_rope_dim", config.get_text_config().qk_rope_head_dim)
             self._put(module, "forward", MethodType(sliced_forward, module))
+        # Always, also after an error: what one forward has shared must not be taken for that of the next.
         self._hook = model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
         self._put(model, "_gemini_sliced", self)
 
@@ -278,6 +282,7 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
             f"tensor parallel over {slices.size} ranks: the plan cuts no param of this {type(model).__name__}. Its "
             f"names are for example {', '.join(list(plan or plan_of(model))[:3])}"
         )
+    # Before anything is changed, so that nothing need be undone.
     _check_heads(model, styles, slices.size)
     counts = {name: found for name, _ in model.named_modules() if plan is None and (found := counts_of(model, name))}
     sliced = SlicedModel(slices, styles, counts)
@@ -286,7 +291,7 @@ def _cut_params(model: nn.Module, slices: Slices, plan: Mapping[str, str] | None
 
 
 def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel | None:
-    """What becomes of a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
+    """Cut a model that is to be managed over ``mesh``: None if it has been cut by hand, or need not be cut.
 
     Args:
         is_filled: it has its values; else it is whole, and the same on every rank.
@@ -325,7 +330,7 @@ def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
 
 
 def sliced_in(model: nn.Module) -> SlicedModel | None:
-    """What :func:`slice_tensors` has made of a model, or of a module in it."""
+    """Find what :func:`slice_tensors` has made of a model, or of a module in it."""
     return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
 
 
@@ -423,6 +428,7 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
                 continue
             how = cutting_of(styles[full], module, name, param) if full in styles else None
             cut = None if how is None else TensorSlice(tuple(param.shape), how.dim, how.groups, rank, size)
+            # A tied param is cut once, whatever its names are called in the plan.
             first = by_param.setdefault(id(param), (full, cut))
             if first[1] != cut:
                 raise ValueError(

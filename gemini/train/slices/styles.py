@@ -40,6 +40,7 @@ class Slices:
         if not (torch.is_grad_enabled() and value.requires_grad):
             return value
         if self._given is not value or self._taken is None:
+            # Queries, keys and values read one input: one sum of its gradient, in place of three.
             self._given, self._taken = value, SumInBackward.apply(value, self)
         return self._taken
 
@@ -53,6 +54,7 @@ class Slices:
         Raises:
             RankLost: if another rank does not answer.
         """
+        # The sum is made in place, and autograd may still need what it was made of.
         value = value.contiguous().clone()
         self._sum(value)
         return value
@@ -101,6 +103,7 @@ class SumInBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        # A recomputed forward gives a tensor of its own, which must not be met with the one before.
         ctx.slices.forget()
         return ctx.slices.add_up(grads[0]), None
 
@@ -177,7 +180,7 @@ def parts_of(style: str) -> tuple[str, int]:
 
 
 def _linear(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Of a layer cut by rows: without its bias."""
+    """Compute a layer cut by rows without its bias."""
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     if is_transposed(module):
@@ -211,6 +214,7 @@ def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: tor
     assert isinstance(weight, torch.Tensor)
     rows = weight.shape[0]
     here = ids - slices.rank * rows
+    # Other slices have the other rows: here they count as zeros, and the sum brings them.
     is_here = (here >= 0) & (here < rows)
     found = own(here.clamp(0, rows - 1))
     return SumInForward.apply(found * is_here.unsqueeze(-1), slices)
@@ -223,6 +227,7 @@ def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
     kept = {name: param for name, param in module._parameters.items() if param is not None}
     for name in kept:
+        # So that the module reads the summed view under the param's name, also where it asks its attributes.
         del module._parameters[name]
     try:
         for name, param in kept.items():
@@ -284,7 +289,7 @@ STYLES: dict[str, Callable[..., Any] | None] = {
     "local_params": None,
     "replicate": None,
 }
-"""What a module does with its own forward; None: nothing else."""
+"""Styles by name, as functions around a module's own forward; None: nothing is around it."""
 
 
 def sliced_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

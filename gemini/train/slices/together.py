@@ -35,8 +35,8 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
     Raises:
         ValueError: naming the remedy.
     """
-    dim = "tp" if ranks.experts is None else "ep"
-    if config.gradients == "transient" and ranks.experts is None:
+    dim = "tp" if ranks.experts.size == 1 else "ep"
+    if config.gradients == "transient" and ranks.experts.size == 1:
         raise ValueError(
             'gradients="transient" updates inside backward, when a slice of a model (tp) can only check its own '
             'part of each gradient for inf and NaN: use gradients="retain" or "accumulate"'
@@ -46,18 +46,18 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
             f"the optimizer {rule.name} looks at whole params, and a mesh with {dim} leaves slices of them on a rank: "
             f"use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of {dim}"
         )
-    if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts is not None):
+    if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts.size > 1):
         raise ValueError(
             f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): layers that communicate with other "
             "ranks cannot be computed in tiles. Leave tile_tokens out"
         )
     trace = config.placement.trace if isinstance(config.placement, Plan) else config.trace
-    if ranks.experts is not None and trace is not None and trace.source is Source.AHEAD:
+    if ranks.experts.size > 1 and trace is not None and trace.source is Source.AHEAD:
         raise ValueError(
             "a trace (or plan) made with gemini.trace includes all experts, but with ep each rank has only some of "
             "them. Leave it out (trace=, placement=)"
         )
-    if ranks.stages is not None and not in_stages:
+    if ranks.stages.size > 1 and not in_stages:
         raise ValueError(
             "a mesh with pp and tp: GeminiDDP cuts matrices (tp), and gemini.Pipeline makes stages (pp) as well. Give "
             "the whole model to that, or use dp in place of pp"
@@ -90,13 +90,17 @@ class OtherSlices:
         for handle, row in zip(handles, rows, strict=True):
             missing = [total == _NONE for total in row]
             if any(missing) and not all(missing):
-                ranks = [[self._wire.global_ranks[i] for i, gone in enumerate(missing) if gone is which]
-                         for which in (False, True)]  # fmt: skip
+                ranks = [
+                    [self._wire.global_ranks[i] for i, gone in enumerate(missing) if gone is which]
+                    for which in (False, True)
+                ]
                 raise RankMismatch(
                     f"{handle.name!r} has a gradient on ranks {ranks[0]} and none on ranks {ranks[1]}, which have "
                     "other slices of the model (tp, ep): all of them must run the same forward and backward. No weight "
                     "was changed"
                 )
+            # A param that all have has the same gradient everywhere; one that is not finite anywhere must be found by
+            # all.
             is_sum = handle.cut is not None or not all(map(math.isfinite, row))
             totals.append(None if all(missing) else sum(row) if is_sum else row[0])
         return totals
@@ -126,6 +130,7 @@ def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:
             return
         named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
         compare_batches(wire, named, values=True)
+        # Once: what is compared is how the data is dealt out, which does not change.
         handle.remove()
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)

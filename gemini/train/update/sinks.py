@@ -36,8 +36,11 @@ class GradientSink:
         self, store: ChunkStore, state: StepState, *, gradients: GradientStore, updates: Updates,
         in_backward: InBackward,
     ):  # fmt: skip
-        self._chunks, self._state = store.chunks, state
-        self._gradients, self._updates, self._in_backward = gradients, updates, in_backward
+        self.store = store
+        self.state = state
+        self.gradients = gradients
+        self.updates = updates
+        self.in_backward = in_backward
 
     def begin_adding(self) -> None:
         """The first gradient of a further backward has arrived, while those of an earlier one wait.
@@ -46,33 +49,33 @@ class GradientSink:
             GeminiError: if these are kept nowhere.
             BudgetExceeded: if there is no room to accumulate.
         """
-        self._in_backward.refuse_adding()
-        self._gradients.promote(self._chunks)
+        self.in_backward.refuse_adding()
+        self.gradients.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """A param's gradient has arrived."""
         if stepping_in_backward:
-            self._in_backward.refuse_used(handle)
+            self.in_backward.refuse_used(handle)
         if handle.norm_sums is not None:
-            self._gradients.promote([handle.chunk])
-        self._gradients.land(handle, grad)
+            self.gradients.promote([handle.chunk])
+        self.gradients.land(handle, grad)
 
     def complete(self, chunk: Chunk) -> None:
         """Every gradient of a chunk has arrived."""
         if stepping_in_backward:
-            self._updates.complete(chunk)
-            self._in_backward.use_landed(chunk)
+            self.updates.complete(chunk)
+            self.in_backward.use_landed(chunk)
 
     def end_backward(self) -> None:
         """No more will come of this backward."""
-        if self._gradients.landing:
-            self._gradients.drain()
+        if self.gradients.landing:
+            self.gradients.drain()
         if not stepping_in_backward:
             return
-        self._updates.complete_all()
-        if self._state.takes_gradients:
-            for chunk in reversed(self._chunks):
-                self._in_backward.use_landed(chunk)
+        self.updates.complete_all()
+        if self.state.takes_gradients:
+            for chunk in reversed(self.store.chunks):
+                self.in_backward.use_landed(chunk)
 
     def settle(self) -> None:
         """Make gradients and their norms those of all ranks, all of which must come here."""
@@ -101,4 +104,4 @@ class UsedAtOnce(GradientSink):
     only_keeps = False
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        self._in_backward.use(handle, grad)
+        self.in_backward.use(handle, grad)
