@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from gemini.memory.chunks.chunk import Chunk, MemoryPlane
+from gemini.memory.chunks.chunk import Chunk, MemoryPlane, PendingUpdate
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
@@ -29,6 +29,9 @@ class ChunkStore:
     """Bytes of the computing tier that a step takes at most beside planes."""
     durable: StoreFolder | None = None
     """Where weights and states outlive the process."""
+
+    updating: dict[int, PendingUpdate] = field(default_factory=dict)
+    """Updates in flight (``Chunk.update``), by chunk, in the order in which they were handed over."""
 
     @cached_property
     def moves(self) -> bool:

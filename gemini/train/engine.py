@@ -113,13 +113,13 @@ class Engine:
             built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set, built.durable
         )  # fmt: skip
 
+        exposure = Exposure(params, store, state)
         updates = self.updates = Updates(
-            store, state, self.write_observers, rule, built.first_use, alone=ranks is None, slots=slots,
+            store, state, exposure, self.write_observers, rule, built.first_use, alone=ranks is None, slots=slots,
             threads=config.update_threads,
         )  # fmt: skip
-        exposure = Exposure(params, store, state, updates)
         saved_weights = SavedWeights(manager, lock, observers)
-        calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
+        calls = Calls(manager, exposure)
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         stages = None if in_job is None or of_stages is None else in_job.stages
         norms = GradientNorms(
@@ -132,7 +132,6 @@ class Engine:
             worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
             norms=norms,
         )  # fmt: skip
-        updates.connect(exposure)
         activations = self.activations = make_activation_store(
             store, calls, built.decision.offload_activations, overlap
         )
@@ -154,6 +153,8 @@ class Engine:
                 staging=behind, sums_each_backward=config.gradients == "retain",
             )  # fmt: skip
             shards.connect(reduction)
+            if not alone:
+                manager.gather_from(shards)
         self.shards = shards
         by_names = self.by_names = ByName(
             params.handles, store,
@@ -192,14 +193,6 @@ class Engine:
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(by_names, store, self.write_observers, opened=forward.opened)
-        manager.connect(
-            on_evict=exposure.poison,
-            gather=None if alone or shards is None else shards.gather,
-            is_lent=saved_weights.is_lent,
-            explain=(lambda error: error) if reduction is None else reduction.explain,
-            upcoming=None if alone or shards is None else shards.upcoming,
-            follow=(lambda: None) if alone or shards is None else shards.follow,
-        )
         self.adoption = Adoption(
             params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
         )

@@ -14,46 +14,66 @@ it (see :mod:`gemini.memory.devices.cuda_streams`). For the manager, which gives
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Protocol
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
+from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.worker import Job, Worker
 from gemini.planning.timeline import Track
 
 
+class WeightSource(Protocol):
+    """Where the weights come from that windows are filled with."""
+
+    in_order: bool
+    """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
+
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill the populated window of a chunk: the end of that."""
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """Say what is fetched ahead from here on, (moment, chunk)."""
+
+    def follow(self) -> None:
+        """Do what comes behind the chunk that was just acquired."""
+
+
+class Homes:
+    """The chunks' own homes as the source, in the order that the foresight plans."""
+
+    in_order = False
+
+    def __init__(self, mover: Mover, foresight: Foresight):
+        self.gather, self.upcoming = mover.gather, foresight.upcoming
+
+    def follow(self) -> None:
+        """Nothing comes behind it."""
+
+
 class Fetches:
     """The fetches of one manager.
 
     Args:
+        source: where the weights come from.
         worker: where fetches ahead begin, with ``staging`` of its own; without one there are none.
     """
 
     def __init__(
         self,
         mover: Mover,
+        source: WeightSource,
         worker: Worker | None,
         staging: StagingSet | None,
     ):
-        self.worker = worker
+        self.source, self.worker = source, worker
         self.ahead: dict[int, Chunk] = {}
         """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
         self._mover, self._staging = mover, staging
-        self.in_order = False
-        """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
-
-    def connect(
-        self,
-        gather: Callable[[Chunk], Event] | None,
-        *,
-        in_order: bool,
-    ) -> None:
-        """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
-        self.gather = gather or self._mover.gather
-        self.in_order = in_order
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Whether the worker can fetch it."""
@@ -64,14 +84,14 @@ class Fetches:
     def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
         """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
         assert self.worker is not None
-        update, gather, mover = chunk.update, self.gather, self._mover
+        update, source, mover = chunk.update, self.source, self._mover
         working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
             if update is not None:
                 update.wait()
             with mover.working(working):
-                chunk.fetched = gather(chunk)
+                chunk.fetched = source.gather(chunk)
 
         with WHOLE:  # nobody would wait for one that is not known, and its window is given to others
             chunk.arriving = self.worker.submit(fetch, moment)
@@ -83,7 +103,7 @@ class Fetches:
         Raises:
             StorageError, GeminiError: if it failed; nothing is under way any more.
         """
-        chunk.fetched = self.gather(chunk)
+        chunk.fetched = self.source.gather(chunk)
         try:
             self._wait_on_device(chunk)
         except BaseException:
@@ -96,7 +116,7 @@ class Fetches:
         assert self.worker is not None
         if not job.is_complete():
             chunk.settle()
-            if not self.in_order:
+            if not self.source.in_order:
                 self.worker.hurry(job)
             with self._waiting_for(chunk):
                 job.wait_until_over()
@@ -162,7 +182,7 @@ class Fetches:
 
     def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
         index = chunk.spec.index
-        cause = Track.GATHER.value if self.in_order else f"fetch from {chunk.weights.tier.value}"
+        cause = Track.GATHER.value if self.source.in_order else f"fetch from {chunk.weights.tier.value}"
         return self._mover.about(cause, f"wait for chunk {index}", index)
 
     def _give_up(self, chunk: Chunk) -> None:

@@ -113,7 +113,7 @@ class ForwardPass:
                 self.observers.recording.end_call()
             if record is not None and record.parent is not None:
                 for chunk in record.chunks:
-                    if self._saved_weights.is_lent(chunk):
+                    if chunk.is_lent:
                         self.lend(chunk)
             self.exposure.rest_if_idle()
             if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
@@ -222,5 +222,5 @@ class ForwardPass:
         """An operation that read these is over: if its result is a view of weights, the call around it goes on."""
         with self._lock:
             for chunk in chunks:
-                if self._saved_weights.is_lent(chunk):
+                if chunk.is_lent:
                     self.lend(chunk)

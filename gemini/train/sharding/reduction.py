@@ -104,6 +104,7 @@ class Reduction:
         self._sync = StepSync(shards, self._replicas, state, scaling)
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
+        store.ledger.register_remark("windows", self.explain)
 
     @property
     def has_replicas(self) -> bool:

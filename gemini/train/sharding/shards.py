@@ -107,6 +107,8 @@ class Shards:
         follows: whether steps may follow a script.
     """
 
+    in_order = True
+
     def __init__(
         self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
         kinds: tuple[PlaneKind, ...], follows: bool = False,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Mapping
+from typing import cast
 
 import torch
 
@@ -47,7 +48,7 @@ class Updates:
     """
 
     def __init__(
-        self, store: ChunkStore, state: StepState, observers: WriteObservers, rule: UpdateRule,
+        self, store: ChunkStore, state: StepState, exposure: Exposure, observers: WriteObservers, rule: UpdateRule,
         first_use: Mapping[int, int], *, alone: bool, slots: list[StagingSet] | None, threads: int | None,
     ):  # fmt: skip
         self.order = "next use"
@@ -56,10 +57,10 @@ class Updates:
         self._mover, self._manager, self._state = store.mover, store.manager, state
         self._moves = store.moves
         self._observers, self._rule = observers, rule
-        self._exposure: Exposure | None = None
+        self._exposure = exposure
         self._first_use = first_use
-        self.pending: dict[int, UpdateJob] = {}
-        """Updates that may still be under way, by chunk."""
+        self.pending = cast(dict[int, UpdateJob], store.updating)
+        """Updates that may still be under way, by chunk. Nobody else puts any there."""
         self.guesses = GuessRecord()
         self._number = 0
         self._collected: dict[int, list[ParamUpdate]] = {}
@@ -71,10 +72,6 @@ class Updates:
             self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
-
-    def connect(self, exposure: Exposure) -> None:
-        """Who needs this and is needed here: the guards of the model's params."""
-        self._exposure = exposure
 
     @property
     def runs_beside(self) -> bool:
@@ -107,7 +104,7 @@ class Updates:
             assert self._worker is not None
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
-                self._guards.withdraw(job.chunk)  # a step inside gathered()
+                self._exposure.withdraw(job.chunk)  # a step inside gathered()
             self._put(self._worker, jobs)
         for update in now:
             if self.pending:
@@ -238,7 +235,7 @@ class Updates:
         if self._observers:
             self._observers.before_updates()
         update = self._chunk_update(chunk, params)
-        self._guards.look_for_writes(chunk)
+        self._exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
         self._state.note_update_in_backward()
         self.unseen.num_chunks += 1
@@ -290,7 +287,7 @@ class Updates:
             self._manager.drop([job.chunk])
         else:
             self._manager.begin_update(job.chunk)
-        self._guards.withdraw(job.chunk)
+        self._exposure.withdraw(job.chunk)
         self._put(worker, [job])
 
     def drop_guesses(self, indices: Container[int] | None = None) -> None:
@@ -441,13 +438,6 @@ class Updates:
         self.pending.clear()
         if self._worker is not None:
             self._worker.close()
-
-    # ---- inside -------------------------------------------------------------------------------------------------
-
-    @property
-    def _guards(self) -> Exposure:
-        assert self._exposure is not None
-        return self._exposure
 
 
 def _in_a_backward() -> bool:
