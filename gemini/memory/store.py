@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
-from gemini.memory.chunks.chunk import Chunk, MemoryPlane, PendingUpdate
+from gemini.memory.chunks.chunk import Chunk, MemoryPlane
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger
@@ -23,15 +24,13 @@ class ChunkStore:
     device: Device
     ledger: Ledger
     mover: Mover
+    transfers: Transfers
     manager: Manager
     spill: SpillFile | None
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     durable: StoreFolder | None = None
     """Where weights and states outlive the process."""
-
-    updating: dict[int, PendingUpdate] = field(default_factory=dict)
-    """Updates in flight (``Chunk.update``), by chunk, in the order in which they were handed over."""
 
     @cached_property
     def moves(self) -> bool:

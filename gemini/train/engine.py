@@ -24,7 +24,7 @@ from gemini.config import GeminiConfig
 from gemini.memory.devices.device import make_device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Transfers
 from gemini.memory.store import ChunkStore
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
@@ -102,15 +102,16 @@ class Engine:
         alone, overlap = ranks is None or ranks.size == 1, config.overlap
 
         mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
+        transfers = Transfers(mover, beside=overlap)
         # Staging is short where budgets are tight: updates first, which have nothing without it.
         slots = mover.staging.take_slots() if config.overlap else None
         behind = mover.staging.take() if overlap and not alone else None
         manager = Manager(
             built.chunks, ledger=built.ledger, device=device, mover=mover, foresight=built.foresight,
-            worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
+            transfers=transfers, staging=mover.staging.take() if overlap else None,
         )  # fmt: skip
         store = self.store = ChunkStore(
-            built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set, built.durable
+            built.chunks, device, built.ledger, mover, transfers, manager, built.spill, built.working_set, built.durable
         )  # fmt: skip
 
         exposure = Exposure(params, store, state)
@@ -129,8 +130,7 @@ class Engine:
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
             working_set=store.working_set if ranks is not None or store.moves else 0,
-            worker=Worker("landing") if overlap and ranks is None and device.tier is Tier.GPU else None,
-            norms=norms,
+            transfers=transfers, lands_behind=overlap and ranks is None and device.tier is Tier.GPU, norms=norms,
         )  # fmt: skip
         activations = self.activations = make_activation_store(
             store, calls, built.decision.offload_activations, overlap
@@ -225,7 +225,9 @@ class Engine:
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
         self.drain()
+        self.store.transfers.check_invariants()
         self.store.manager.check_invariants()
+        self.activations.check_invariants()
         self.store.check_planes(self.stepping.rule.spec.kinds)
         if not self.state.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.params.handles)
@@ -235,8 +237,9 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
         self.forward.close()  # its hooks are over those of activations
-        for workers in (self.updates, self.store.manager, self.backward.gradients, self.activations):
-            workers.close()
+        self.store.transfers.close()
+        for part in (self.updates, self.store.manager, self.activations):
+            part.close()
         take_apart(self.store.chunks, self.params.handles)
         if self.shards is not None:
             self.shards.close()

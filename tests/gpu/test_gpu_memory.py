@@ -151,7 +151,7 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
 
     def let_land(wait: Callable[[GradientStore], Any]) -> Callable[[GradientStore], Any]:
         def letting(store: GradientStore) -> Any:
-            waiting.append(sum(not job.is_complete() for job in store.landing))
+            waiting.append(sum(not job.is_complete() for job in store.landing.values()))
             segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
             others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
             taken.append(sum(segments) + others)

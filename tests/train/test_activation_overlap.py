@@ -22,7 +22,7 @@ from gemini.errors import parse_bytes
 from gemini.memory.nvme import SpillFile
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
-from gemini.train.activations import workers as activation_workers
+from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
@@ -168,7 +168,7 @@ def test_beside_as_in_turn(
         in_file = {"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0} if seed % 2 else {}
         placement: Any = gemini.StaticPlacement(**in_file) if in_file else "auto"
         model = wrap(tmp_path, there, offload, spoils=seed % 4 > 1, placement=placement, overlap=seed != 5)
-        workers = model._gemini_engine.activations.workers
+        workers = model._gemini_engine.activations.flights
         assert (workers is None) == (seed == 5)
         if workers is not None:
             begun: list[Any] = []
@@ -210,7 +210,7 @@ def assert_(condition: bool) -> None:
 
 def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
-    monkeypatch.setattr(activation_workers, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(activation_flights, "DEPTH", 2 * INPUT)
     model = wrap(tmp_path)
     reads, workers = list[int](), list[str]()
     real = SpillFile.read
@@ -231,7 +231,7 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
     assert set(workers) <= {"gemini-restore", "MainThread"} and workers.count("gemini-restore") > LAYERS
     inputs = [place for place in reads if reads.count(place) == 1]
     assert inputs == sorted(inputs, reverse=True)  # slots of a new file are in the order of saving
-    assert not model._gemini_engine.activations.workers._order  # backward has come to all of them
+    assert not model._gemini_engine.activations.flights._order  # backward has come to all of them
     model.zero_grad()
 
 
@@ -277,7 +277,7 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
             for one in (Tier.GPU, Tier.CPU, Tier.NVME):
                 if one in model._gemini_engine.store.ledger.tiers:
                     assert model._gemini_engine.store.ledger.peak(one) <= model._gemini_engine.store.ledger.budget(one)
-            lanes = model._gemini_engine.activations.workers
+            lanes = model._gemini_engine.activations.flights
             if lanes is not None:
                 flying.append(lanes._largest)
         same(*results)

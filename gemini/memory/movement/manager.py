@@ -24,7 +24,7 @@ from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
 from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
 from gemini.tiers import Ledger, Turn, Want
@@ -34,8 +34,7 @@ class Manager:
     """Owns the windows of ``chunks``.
 
     Args:
-        worker: where fetches ahead begin, with ``worker_staging`` of its own; without one every fetch begins when it is
-            needed.
+        transfers: where fetches ahead begin, with ``staging`` of their own.
     """
 
     def __init__(
@@ -47,13 +46,14 @@ class Manager:
         mover: Mover,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
-        worker: Worker | None = None,
-        worker_staging: StagingSet | None = None,
+        transfers: Transfers | None = None,
+        staging: StagingSet | None = None,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.num_gathers = 0
-        self.fetches = Fetches(mover, Homes(mover, self.foresight), worker, worker_staging)
+        transfers = Transfers(mover, beside=False) if transfers is None else transfers
+        self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers, staging)
         self._device = device
         self._clock = 0
         self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)
@@ -220,7 +220,7 @@ class Manager:
 
     def look_ahead(self) -> None:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
-        if self.fetches.worker is None:
+        if not self.fetches.begins_ahead:
             return
         self._end_updates()
         source = self.fetches.source
@@ -270,7 +270,7 @@ class Manager:
         """The last of what is fetched ahead is not wanted any more; False if there is nothing."""
         if not self.fetches.ahead:
             return False
-        self._call_back(next(reversed(self.fetches.ahead.values())))
+        self._call_back(next(reversed(self.fetches.ahead.values())).of)
         return True
 
     def _fail(self, chunk: Chunk) -> None:

@@ -26,7 +26,7 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import Device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
@@ -38,6 +38,8 @@ from gemini.train.params.handle import Leftover, ParamHandle
 HOLDER = "gradients in flight"
 
 _SUMS = PlaneSpec(GRAD, "float32")
+
+_WAIT = "gradient landing", "wait for gradients to land"
 
 _LANDING = WELCOME | {Turn.LANDINGS}
 """Asked for gradients that wait for their landing: windows that are fetched again anyway, and those before them."""
@@ -77,20 +79,21 @@ class GradientStore:
         manager: Manager,
         spill: SpillFile | None,
         working_set: int,
-        worker: Worker | None = None,
+        transfers: Transfers,
+        lands_behind: bool = False,
         norms: GradientNorms | None = None,
     ):
         """
         Args:
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-            worker: where gradients that leave the device land behind backward; without one each is waited for.
+            lands_behind: whether gradients that leave the device land behind backward, if there is staging for that;
+                else each is waited for.
             norms: of these gradients.
         """
-        staging = None if worker is None else mover.staging.take()
-        self._worker = None if staging is None else worker
-        self._worker_staging = staging
+        self._staging_behind = mover.staging.take() if lands_behind else None
         ledger.register(Turn.LANDINGS, self.relieve, device.tier)
-        self.landing: list[Job] = []
+        self._transfers = transfers
+        self.landing = transfers.open[Lane.LANDING]
         """Gradients on their way."""
         self.synchronous = False
         """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
@@ -112,7 +115,7 @@ class GradientStore:
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        if self._worker is None or not self._lands_behind(handle.chunk, flat):
+        if self._staging_behind is None or not self._lands_behind(handle.chunk, flat):
             views = handle.chunk.prepared.get(handle)
             if views is None:
                 start = handle.slot.start
@@ -125,14 +128,14 @@ class GradientStore:
             else:
                 handle.norm_sums = kernels.copy_grad(view, flat)
             return
-        ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.watch.moved, staging=self._worker_staging)
+        ledger, tier, num_bytes, transfers = self._ledger, self._device.tier, flat.nbytes, self._transfers
+        working = Working(self._mover.watch.moved, staging=self._staging_behind)
         written = self._device.mark()
 
         def land() -> None:
             try:
                 written.wait()
-                with torch.profiler.record_function("gemini::land"), self._mover.working(working):
+                with transfers.working("gemini::land", working):
                     handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             except BaseException:
                 handle.norm_sums = None  # what was there of it may be torn
@@ -142,7 +145,7 @@ class GradientStore:
 
         with WHOLE:
             handle.norm_sums = []  # it is there; its sums come with it
-            self.landing.append(self._worker.submit(land, len(self.landing)))
+            self._transfers.submit(Transfer(Lane.LANDING, land, len(self.landing)))
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
@@ -163,10 +166,9 @@ class GradientStore:
 
     def relieve(self, want: Want) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none."""
-        waiting = next((job for job in self.landing if not job.is_complete()), None)
-        if waiting is not None:
-            with self._mover.about("gradient landing", "wait for gradients to land"):
-                waiting.wait()
+        waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
+        if waiting is not None and (error := self._transfers.wait(waiting, *_WAIT)) is not None:
+            raise error
         return waiting is not None
 
     def drain(self) -> None:
@@ -175,21 +177,7 @@ class GradientStore:
         Raises:
             StorageError and whatever else kept one from it; what has landed stays.
         """
-        jobs, self.landing = self.landing, []
-        try:
-            for job in jobs:
-                if not job.is_complete():
-                    with self._mover.about("gradient landing", "wait for gradients to land"):
-                        job.wait()
-                job.wait()
-        except BaseException:
-            self.landing = [job for job in jobs if not job.is_complete()]
-            raise
-
-    def close(self) -> None:
-        """The model ends."""
-        if self._worker is not None:
-            self._worker.close()
+        self._transfers.drain(Lane.LANDING, *_WAIT)
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.train.params.guard import managed_kind, nan_of
 from gemini.train.params.handle import SET_DATA, ParamHandle, ParamSet, notes_a_write, written_to
@@ -26,7 +27,7 @@ class Exposure:
 
     def __init__(self, params: ParamSet, store: ChunkStore, state: StepState):
         self._by_chunk, self._chunks, self._manager = params.by_chunk, store.chunks, store.manager
-        self._state, self._updating = state, store.updating
+        self._state, self._updating = state, store.transfers.open[Lane.UPDATE]
         self._never_move = {chunk.spec.index: chunk for chunk in store.chunks if chunk.resident}
         self._in_place = [handle for index in self._never_move for handle in params.by_chunk.get(index, ())]
         """The params of those, together: most steps expose and guard them all at once."""

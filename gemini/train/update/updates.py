@@ -19,6 +19,7 @@ import torch
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import OF_BUDGET, Tier, Turn, Want
@@ -59,8 +60,9 @@ class Updates:
         self._observers, self._rule = observers, rule
         self._exposure = exposure
         self._first_use = first_use
-        self.pending = cast(dict[int, UpdateJob], store.updating)
-        """Updates that may still be under way, by chunk. Nobody else puts any there."""
+        self._transfers = store.transfers
+        self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
+        """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
         self._number = 0
         self._collected: dict[int, list[ParamUpdate]] = {}
@@ -70,6 +72,7 @@ class Updates:
         if slots is not None:
             on_device = store.mover.staging.on_device
             self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
+            store.transfers.use(Lane.UPDATE, self._worker)
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
 
@@ -105,7 +108,7 @@ class Updates:
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
                 self._exposure.withdraw(job.chunk)  # a step inside gathered()
-            self._put(self._worker, jobs)
+            self._put(jobs)
         for update in now:
             if self.pending:
                 self.wait(update.chunk)
@@ -122,16 +125,17 @@ class Updates:
         self.guesses.num_kept += 1
         return True
 
-    def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
-        """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
+    def _put(self, jobs: list[UpdateJob]) -> None:
+        """Hand jobs over, all or none: an interrupt must leave no update under way that nobody knows."""
         try:
-            for job in jobs:
-                self.pending[job.chunk.spec.index] = job.chunk.update = job
-            worker.put(*jobs)
+            with WHOLE:
+                for job in jobs:
+                    job.chunk.update = job
+                self._transfers.submit(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
-                if worker.cancel(job) or job.worker is None:
+                if self.pending.get(job.chunk.spec.index) is not job:
                     self._forget(job)
                     job.finish(e)
                     if self._drop(job):
@@ -257,7 +261,7 @@ class Updates:
         def release() -> None:
             ledger.release(tier, num_bytes, HOLDER)
 
-        self._begin_inside(worker, self._job(update, release if behind and num_bytes else None))
+        self._begin_inside(self._job(update, release if behind and num_bytes else None))
         if not behind:
             self.wait(chunk)
 
@@ -279,16 +283,16 @@ class Updates:
             if self._observers:
                 self._observers.before_updates()
             chunk.is_guessed = True
-            self._begin_inside(worker, self._job(update._replace(window=self._window_of(update)), guess=guess))
+            self._begin_inside(self._job(update._replace(window=self._window_of(update)), guess=guess))
 
-    def _begin_inside(self, worker: UpdateWorker, job: UpdateJob) -> None:
+    def _begin_inside(self, job: UpdateJob) -> None:
         """Hand over an update inside backward. Calls that compute still may read the old weights in their window."""
         if job.update.window is None:
             self._manager.drop([job.chunk])
         else:
             self._manager.begin_update(job.chunk)
         self._exposure.withdraw(job.chunk)
-        self._put(worker, [job])
+        self._put([job])
 
     def drop_guesses(self, indices: Container[int] | None = None) -> None:
         """Undo the guesses of these chunks, or all: nobody is going to ask for them."""
@@ -408,7 +412,7 @@ class Updates:
         job.wait()
 
     def _forget(self, job: UpdateJob) -> None:
-        self.pending.pop(job.chunk.spec.index, None)
+        self._transfers.end(job)
         job.chunk.update = None
 
     def _drop(self, job: UpdateJob) -> bool:
@@ -436,8 +440,6 @@ class Updates:
         for job in self.pending.values():
             job.chunk.update = None
         self.pending.clear()
-        if self._worker is not None:
-            self._worker.close()
 
 
 def _in_a_backward() -> bool:

@@ -22,14 +22,15 @@ from gemini.memory.chunks.chunk import Chunk, PendingUpdate
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import Job, JobThread
+from gemini.memory.movement.transfers import Lane, Transfer
+from gemini.memory.movement.worker import JobThread
 from gemini.memory.watching.watch import Moved
 from gemini.train.update.guess import Guess
 from gemini.train.update.streamed import STREAM, streamed_tiles
 from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
 
 
-class UpdateJob(Job, PendingUpdate):
+class UpdateJob(Transfer, PendingUpdate):
     """The update of one chunk.
 
     Args:
@@ -58,7 +59,7 @@ class UpdateJob(Job, PendingUpdate):
         guess: Guess | None = None,
         owner: Any,
     ):
-        super().__init__(lambda: None, urgency)
+        super().__init__(Lane.UPDATE, _tile_by_tile, urgency, key=update.chunk.spec.index)
         self._owner = weakref.ref(owner)  # a worker must not keep a model alive
         self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
@@ -284,6 +285,10 @@ class UpdateWorker(JobThread):
         self._open = {}
         for job in ended:
             job.finish(error)
+
+
+def _tile_by_tile() -> None:
+    """What :class:`UpdateWorker` does with a job."""
 
 
 def _deleted() -> GeminiError:
