@@ -37,7 +37,7 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.policy import NextUse
 from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
-from gemini.train.update.threads import update_threads
+from gemini.train.update.worker import update_threads
 
 GOAL = 0.9
 WINDOW = 256

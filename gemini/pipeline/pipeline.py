@@ -33,7 +33,7 @@ from gemini.tracing.batches import batch_for
 from gemini.train.context.batch import sequence_batch
 from gemini.train.context.same_batch import compare_batches
 from gemini.train.ddp import Fill, manage
-from gemini.train.gradients.tied import sum_tied
+from gemini.train.gradients.store import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gemini.memory.devices.arena import Arena
+from gemini.memory.devices.pinned import Arena
 from gemini.memory.devices.windows import FramePool, PageWindow, Window
 
 

@@ -30,9 +30,8 @@ from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.tiers import Tier, Turn
 from gemini.train.activations.store import make_activation_store
-from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaled_backward import LossScale, Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.renormalized import Rewriting

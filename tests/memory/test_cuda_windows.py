@@ -18,10 +18,10 @@ from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
 from memory_cases import World
 
 from gemini.memory.chunks.states import Use
-from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pinned import Arena
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.transfers import Transfers

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.memory.movement.lending import ACTIVATIONS
+from gemini.memory.movement.room import ACTIVATIONS
 from gemini.planning.machines import machine
 from gemini.planning.plan import Plan, borrowable
 from gemini.planning.speeds import Speeds

@@ -11,7 +11,7 @@ import torch
 from gemini.errors import GeminiError, StorageError
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from gemini.train.update.undo import HOLDER
+from gemini.train.update.guess import HOLDER
 from tests.plain import Plain
 from tests.train.guesses import ALWAYS, NEVER, counts, guess_always, guessing, let_guesses_end, plainly, train
 from tests.train.helpers import (

@@ -29,11 +29,11 @@ from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
+from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
-from gemini.train.gradients.make_way import move_moments_down
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
-from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 
 HOLDER = "gradients in flight"
 
@@ -246,11 +246,8 @@ class GradientStore:
                 self._mover.store(plane, base + start, end, target)
         return sums
 
-    def promote(self, chunks: list[Chunk], *, idle: bool = False) -> None:
+    def promote(self, chunks: list[Chunk]) -> None:
         """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
-
-        Args:
-            idle: no update is in flight, so that states may make way for what the sums need.
 
         Raises:
             BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
@@ -263,7 +260,7 @@ class GradientStore:
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
         try:
-            wide = self._make_wide(narrow, num_bytes if idle else None)
+            wide = self._make_wide(narrow)
         except (BudgetExceeded, StorageError) as e:
             raise type(e)(
                 "a second backward before optimizer.step() needs fp32 sums of the gradients, "
@@ -281,11 +278,9 @@ class GradientStore:
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
-    def _make_wide(self, narrow: list[Chunk], may_move: int | None) -> list[Plane]:
-        """Planes for the sums, and staging if they need it: everything is reserved here, or nothing.
-
-        Staging goes last, else first, and at last some states make way for it: ``may_move`` is how many bytes the sums
-        may then need below, None for never.
+    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
+        """Make planes for the sums, and staging if they need it: everything is reserved here, or nothing. Staging goes
+        last, else first.
 
         Raises:
             BudgetExceeded: what the last way had no room for.
@@ -297,16 +292,7 @@ class GradientStore:
             except BudgetExceeded:
                 if self._mover.staging.is_reserved:
                     raise
-            try:
-                return self._try_wide(narrow, staging_first=True)
-            except BudgetExceeded:
-                if may_move is None or self._device.tier is not Tier.CPU:
-                    raise
-            chunks = {handle.chunk.spec.index: handle.chunk for handle in self._handles}.values()
-            staging = self._mover.staging.num_bytes
-            move_moments_down(chunks, staging, may_move, ledger=self._ledger, mover=self._mover, spill=self._spill)
-            self._mover.staging.reserve()  # for good: the states need it from now on
-            return self._try_wide(narrow, staging_first=False)
+            return self._try_wide(narrow, staging_first=True)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
@@ -466,3 +452,31 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
 
 def _grad_numel(chunk: Chunk) -> int:
     return chunk.planes[GRAD].numel
+
+
+# ---- params of two stages --------------------------------------------------------------------------------------------
+
+# Gradients of params that two stages of a pipeline read (tied embeddings): each adds the other's to its own.
+#
+# Of two terms the order does not matter, so both ranks have the same bits, and their copies of the param stay the same.
+
+
+def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
+    """After the last backward of a step; all stages come here.
+
+    Raises:
+        RankLost: if another one does not.
+    """
+    by_name = {handle.whole_name: handle for handle in params.handles}
+    for name, shared in params.of_stages.items():
+        if len(shared.ranks) < 2 or stages.rank not in shared.ranks:
+            continue
+        handle = by_name[name]
+        own = gradients.own_part(handle)
+        others = [torch.empty_like(own) for _ in shared.ranks[1:]]
+        peers = [rank for rank in shared.ranks if rank != stages.rank]
+        stages.start(
+            Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"
+        ).wait()  # fmt: skip
+        for other in others:
+            gradients.add_part(handle, other)

@@ -231,7 +231,7 @@ class BackwardPass:
                     'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
                     'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
                 )
-            self.gradients.promote(self._chunks, idle=True)
+            self.gradients.promote(self._chunks)
         self._state.take_gradients()
 
     @property

@@ -29,10 +29,17 @@ from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.guess import Guess, GuessRecord
-from gemini.train.update.streamed import streamed_in_turn
-from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, TilesInPlace, path_of, tiles_of
-from gemini.train.update.worker import UpdateJob, UpdateWorker
+from gemini.train.update.tiles import (
+    ChunkUpdate,
+    ParamUpdate,
+    Path,
+    Tile,
+    TilesInPlace,
+    path_of,
+    streamed_in_turn,
+    tiles_of,
+)
+from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
 from gemini.train.write_observers import WriteObservers
 
 _WAITING = OF_BUDGET - {Turn.FLIGHTS}
