@@ -25,7 +25,7 @@ from gemini.errors import human_bytes
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
-from gemini.memory.nvme import SpillFile, FileTransfer, free_bytes
+from gemini.memory.nvme import FileTransfer, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure

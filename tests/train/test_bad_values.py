@@ -213,11 +213,11 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that fails halfway through wrapping leaves the model as it was."""
-    from gemini.memory.nvme import SpillFile, Transfer
+    from gemini.memory.nvme import FileTransfer, SpillFile
 
     write, num_writes = SpillFile.begin_write, 0
 
-    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> Transfer:
+    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> FileTransfer:
         nonlocal num_writes
         num_writes += 1
         if num_writes > 9:
