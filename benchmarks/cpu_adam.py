@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks._report import add_out, head, publish, table
 from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
+from gemini.optim.compact import CompactRule
+from gemini.rules import AdamRule, Arrays, Segment, Where
 
 HUGE_PAGE = 2 << 20
 HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -77,6 +79,11 @@ def contenders(n: int) -> list[Contender]:
     g16.copy_(g)
     kernels.split_master(p, hi, lo)
 
+    rule = CompactRule(AdamRule())
+    states = {s.kind: torch.zeros(s.num_items(n), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes}
+    halved = Arrays(hi, torch.zeros(n, dtype=getattr(torch, rule.spec.residual)), states, g16)
+    whole = [Segment(0, n, rule.scalars(rule.defaults, 1000, 1.0), Where("weight", 0))]
+
     fused, weights = adamw(p, m, v, fused=True)
     foreach, foreach_weights = adamw(p, m, v, foreach=True)
     hyper = kernels.AdamHyper(step=1000, **HYPER)
@@ -98,6 +105,7 @@ def contenders(n: int) -> list[Contender]:
         Contender("memory stream, 3 updated + 1 read", 28, run_stream),
         Contender("gemini fp32", 28, lambda: kernels.adam_update(p, None, m, v, g, hyper)),
         Contender("gemini split master, bf16 grad", 26, lambda: kernels.adam_update(hi, lo, m, v, g16, hyper)),
+        Contender("gemini compact states, bf16 grad", int(rule.spec.touched), lambda: rule.run(halved, whole)),
         Contender("torch AdamW fused fp32", 28, lambda: run_torch(fused, weights, g)),
         Contender("torch cast + fused + copy to bf16", 40, run_cast),
         Contender("torch AdamW foreach fp32", 28, lambda: run_torch(foreach, foreach_weights, g)),
@@ -115,9 +123,12 @@ def speeds(all_of_them: list[Contender], times: dict[str, list[float]], n: int) 
 
 def goals(times: dict[str, list[float]]) -> list[str]:
     """How many times as quick the first is as the second, against what we set ourselves."""
-    stream, fp32, split, fused, cast, foreach = times
+    stream, fp32, split, compact, fused, cast, foreach = times
     rows = []
-    wanted = ((fp32, stream, 0.95), (fp32, fused, 1.0), (split, fused, 1.05), (split, cast, 1.6), (fp32, foreach, None))
+    wanted = (
+        (fp32, stream, 0.95), (fp32, fused, 1.0), (split, fused, 1.05), (split, cast, 1.6), (fp32, foreach, None),
+        (compact, fused, None),
+    )  # fmt: skip
     for ours, theirs, goal in wanted:
         ratio = median_ratio(times[theirs], times[ours])
         verdict = ["", ""] if goal is None else [f">= {goal:.2f}", "met" if ratio >= goal else "missed"]

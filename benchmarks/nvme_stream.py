@@ -7,33 +7,28 @@ of 4, gradients of 2), in tiles; per tile 14 bytes an element are read and 12 wr
 cache takes part; buffers are huge pages, reused. Every *way* below is a function that goes through the whole file once;
 in each round all of them run, in another order, and ratios are taken inside a round. The script
 checks the bits of the streamed state in the end. `fio` measures the same disk in the same rounds (with pages of 4 KiB:
-its huge ones need pages that the system has set apart); `--sweep` compares numbers of I/O threads, and kinds of pages,
-instead.
+its huge ones need pages that the system has set apart).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import mmap
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._report import add_out, head, publish, table
-from benchmarks._rounds import in_turn, median_ratio
+from benchmarks._rounds import in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile
@@ -51,16 +46,14 @@ READ_BYTES = sum(dtype.itemsize for dtype in PLANES.values())  # per element
 WRITTEN_BYTES = sum(PLANES[name].itemsize for name in UPDATED)
 HYPER = kernels.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1000)
 IO_SETS = 6  # staging sets in flight where only the disk is to be measured
-SMALL_PAGES = "4, with pages of 4 KiB"
 ADAM_SETS = 8  # and where only Adam is: more than a cache holds
 
 
 class Staging:
-    """One tile of every plane, in page-aligned memory that was touched: huge pages, or 4 KiB ones to compare with."""
+    """One tile of every plane, in page-aligned memory that was touched: huge pages."""
 
-    def __init__(self, tile: int, huge: bool = True):
-        new = host_bytes if huge else small_pages
-        self.planes = {name: new(tile * dtype.itemsize).zero_().view(dtype) for name, dtype in PLANES.items()}
+    def __init__(self, tile: int):
+        self.planes = {name: host_bytes(tile * dtype.itemsize).zero_().view(dtype) for name, dtype in PLANES.items()}
 
     def fill(self) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -76,12 +69,6 @@ class Staging:
         kernels.adam_update(p["weights"], p["residual"], p["exp_avg"], p["exp_avg_sq"], p["grad"], HYPER)
 
 
-def small_pages(num_bytes: int) -> Tensor:
-    mapping = mmap.mmap(-1, num_bytes)
-    mapping.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(mapping, dtype=torch.uint8)  # it keeps the mapping
-
-
 class Disk:
     """The spill file with its planes one after the other, and the queue that reads and writes their tiles."""
 
@@ -93,7 +80,6 @@ class Disk:
         self.queue = kernels.IoQueue(io_threads)
         self.bases = {name: self.file.allocate(num_tiles * tile * dtype.itemsize) for name, dtype in PLANES.items()}
         self.staging = [Staging(tile) for _ in range(max(IO_SETS, ADAM_SETS))]
-        self.cpu_seconds = 0.0  # of all threads in the last pass
         self.updates = 0  # how often every tile was updated: all are equal before and after each pass
 
     def read(self, number: int, into: Staging) -> list[int]:
@@ -207,19 +193,11 @@ MOVED = {  # bytes per element
 }
 
 
-def cpu_seconds() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
 def one_pass(disk: Disk, name: str, way: Callable[[Disk], None]) -> float:
     """Seconds of one pass. Before it the buffers get the tile that every place of the file holds."""
     for staging in disk.staging:
         disk.wait(disk.read(0, staging))
-    cpu, begin = cpu_seconds(), time.perf_counter()
-    way(disk)
-    seconds = time.perf_counter() - begin
-    disk.cpu_seconds = cpu_seconds() - cpu
+    seconds = seconds_of(lambda: way(disk))
     disk.updates += name in STREAMING
     return seconds
 
@@ -306,20 +284,6 @@ def fio_table(rates: dict[str, list[float]], times: dict[str, list[float]], num_
     return table(["fio, GB/s at 4 MiB", *FIO_MODES], [*rows, ["Gemini's queue / the round's best of fio", *over]])
 
 
-def sweep_table(
-    times: dict[str, list[float]], cpu: dict[str, list[float]], cases: list[str], num_elements: int
-) -> list[str]:
-    rows = []
-    for case in cases:
-        rows.append([case])
-        for mode in RAW:
-            mine, moved = times[f"{case}: {mode}"], MOVED[mode] * num_elements
-            spent = statistics.median(cpu[f"{case}: {mode}"]) * 1e6 / (moved / MIB)
-            over = median_ratio(times[f"4: {mode}"], mine)
-            rows[-1] += [f"{moved / statistics.median(mine) / 1e9:.2f}", f"{over:.3f}", f"{spent:.0f}"]
-    return table(["I/O threads", *(name for m in RAW for name in (f"{m}, GB/s", "/ 4", "CPU, us/MiB"))], rows)
-
-
 def compare(args: argparse.Namespace, disk: Disk) -> list[str]:
     ways = RAW | ALONE | STREAMING
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -341,29 +305,6 @@ def compare(args: argparse.Namespace, disk: Disk) -> list[str]:
     if args.fio:
         lines += fio_table(rates, times, disk.num_tiles * disk.tile)
     return lines
-
-
-def sweep(args: argparse.Namespace, disk: Disk) -> list[str]:
-    counts = sorted({4, *args.sweep})
-    queues = {str(count): kernels.IoQueue(count) for count in counts}
-    cases = [*queues, SMALL_PAGES]
-    times: dict[str, list[float]] = {f"{case}: {mode}": [] for case in cases for mode in RAW}
-    cpu: dict[str, list[float]] = {name: [] for name in times}
-    own, huge, small = disk.queue, disk.staging, [Staging(disk.tile, huge=False) for _ in disk.staging]
-    for number, name in in_turn(times, args.rounds, order="shuffled"):
-        case, mode = name.split(": ", 1)
-        disk.queue = queues["4" if case == SMALL_PAGES else case]
-        disk.staging = small if case == SMALL_PAGES else huge
-        seconds = one_pass(disk, mode, RAW[mode])
-        print(f"{'' if number >= 0 else '(warm-up) '}{name}: {seconds:.4g}", flush=True)
-        if number >= 0:
-            times[name].append(seconds)
-            cpu[name].append(disk.cpu_seconds)
-    disk.queue = own
-    for queue in queues.values():
-        queue.close()
-    check(disk)
-    return sweep_table(times, cpu, cases, disk.num_tiles * disk.tile)
 
 
 def head_of(args: argparse.Namespace, disk: Disk) -> list[str]:
@@ -391,9 +332,6 @@ def main() -> None:
     parser.add_argument("--fio", action="store_true", help="measure with fio too; it has to be installed")
     parser.add_argument("--fio-seconds", type=float, default=3, help="of each of its 9 runs in a round")
     parser.add_argument("--fio-size-mib", type=int, default=1024)
-    parser.add_argument(
-        "--sweep", type=int, nargs="+", metavar="THREADS", help="compare numbers of I/O threads instead"
-    )
     add_out(parser)
     args = parser.parse_args()
     if args.fio and shutil.which("fio") is None:
@@ -404,7 +342,7 @@ def main() -> None:
     disk = Disk(args.directory, args.size_mib * MIB // (args.tile * READ_BYTES), args.tile, args.io_threads)
     try:
         fill(disk)
-        lines = [*head_of(args, disk), *(sweep if args.sweep else compare)(args, disk)]
+        lines = [*head_of(args, disk), *compare(args, disk)]
     finally:
         disk.close()
     publish(lines, args.out)

@@ -19,7 +19,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,10 +30,89 @@ from benchmarks._models import add_model_arguments, llama_config, shape_of, skew
 from benchmarks._processes import Group, run_script
 from benchmarks._report import add_report_arguments, head, mb, publish, table
 from benchmarks._rounds import in_turn, median_ratio
-from benchmarks.tuning import estimate, methods, wrap
 
 HOMES = ("ram", "nvme")
 BASE = "AdamW"
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+class Method(NamedTuple):
+    lr: float
+    make: Callable[[Any, float], Any]
+    config: Callable[[], dict[str, Any]] = dict
+    lora: bool = False
+
+
+def methods() -> dict[str, Method]:
+    import gemini
+    from gemini import optim
+
+    compact = {"states": "compact"}
+
+    def adopted() -> Any:
+        return optim.adopt(torch.optim.Adafactor)
+
+    def of(rule: Any, **more: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: {"optimizer": rule(), **more}
+
+    def lomo(params: Any, lr: float) -> Any:
+        return optim.LOMO(params, lr=lr)
+
+    found = {
+        "AdamW": Method(3e-4, lambda p, lr: gemini.HybridAdam(p, lr=lr)),
+        "AdamW, compact": Method(3e-4, lambda p, lr: gemini.HybridAdam(p, lr=lr), lambda: compact),
+        "Lion": Method(3e-5, lambda p, lr: optim.Lion(p, lr=lr), of(optim.LionRule)),
+        "Lion, compact": Method(3e-5, lambda p, lr: optim.Lion(p, lr=lr), of(optim.LionRule, **compact)),
+        "SGD, momentum": Method(1e-2, lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9), of(optim.SGDRule)),
+        "SGD, momentum, compact": Method(
+            1e-2, lambda p, lr: optim.SGD(p, lr=lr, momentum=0.9), of(optim.SGDRule, **compact)
+        ),
+        "LOMO": Method(3e-2, lomo, of(optim.PlainSGDRule, gradients="transient")),
+        "AdaLomo": Method(3e-3, lambda p, lr: optim.AdaLomo(p, lr=lr), of(optim.AdaLomoRule)),
+        "Adafactor, adopted": Method(1e-3, lambda p, lr: adopted().make(p, lr=lr), of(adopted)),
+        "Adan": Method(3e-4, lambda p, lr: optim.Adan(p, lr=lr), of(optim.AdanRule)),
+        "Sophia-G": Method(3e-5, lambda p, lr: optim.SophiaG(p, lr=lr, bs=512), of(optim.SophiaGRule)),
+        "Sophia-H": Method(3e-5, lambda p, lr: optim.SophiaH(p, lr=lr), of(optim.SophiaHRule)),
+        "Muon": Method(
+            3e-4,
+            lambda p, lr: optim.Muon(p, lr=lr, adjust_lr="match_rms_adamw"),
+            of(optim.MuonRule),
+        ),
+        "LoRA, rank 8, AdamW": Method(1e-3, lambda p, lr: gemini.HybridAdam(p, lr=lr), lora=True),
+    }
+    return found
+
+
+def wrap(model: Any, method: Method, lr: float, **config: Any) -> tuple[Any, Any]:
+    """The model, managed, and what the optimizer of the method is given."""
+    import gemini
+    from gemini import optim
+
+    if method.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    settings = {"precision": "bf16", "device": "cpu", **config, **method.config()}
+    model = gemini.GeminiDDP(model, gemini.GeminiConfig(**settings))
+    if isinstance(settings.get("optimizer"), optim.MuonRule):
+        return model, optim.muon_groups(model, lr=lr / 3)
+    return model, [param for param in model.parameters() if param.requires_grad]
+
+
+def estimate(model: Any, optimizer: Any, batch: dict[str, Any]) -> None:
+    """Sophia's estimates of the Hessian, of a part of the batch."""
+    from gemini import optim
+
+    part = {name: value[:2] for name, value in batch.items()}
+    if isinstance(optimizer, optim.SophiaH):
+        optimizer.estimate_hessian(model(**part).loss)
+    if isinstance(optimizer, optim.SophiaG):
+        logits = model(input_ids=part["input_ids"]).logits.float()
+        labels = torch.distributions.Categorical(logits=logits).sample()
+        with optimizer.estimating_hessian():
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
 
 
 # ---- a process -------------------------------------------------------------------------------------------------------
@@ -56,8 +137,8 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         method = methods()[settings["method"]]
         plain = build(config)
         numel = sum(param.numel() for param in plain.parameters())
-        state["model"], trained = wrap(plain, method, method.rates[0], **how)
-        state["optimizer"], state["step"], state["shape"] = method.make(trained, method.rates[0]), 0, shape
+        state["model"], trained = wrap(plain, method, method.lr, **how)
+        state["optimizer"], state["step"], state["shape"] = method.make(trained, method.lr), 0, shape
         del plain
         trim()
         return {"params": numel}

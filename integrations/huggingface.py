@@ -21,6 +21,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import StorageError
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
+from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.foreign import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
@@ -28,7 +29,6 @@ from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
-from gemini.train.sharding.consensus import agree
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -250,18 +250,15 @@ class GeminiTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """All ranks come here; the first one writes while the others serve what they keep."""
         engine = self.model.__dict__.get("_gemini_engine")
-        refusal: Exception | None = None
-        try:
-            if self.args.should_save or engine is None:
+        if engine is None:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            return
+        with Attempt() as attempt:
+            if self.args.should_save:
                 super()._save(output_dir, state_dict)  # type: ignore[misc]
             elif state_dict is None and isinstance(self.model, GeminiDDP) and _is_pretrained(self.model):
                 self.model.save_pretrained(output_dir or self.args.output_dir)
-        except Exception as e:
-            refusal = e
-        if engine is not None:
-            agree(engine.ranks, engine.shards, Point.EXPORT, "saving the model", refusal)
-        elif refusal is not None:
-            raise refusal
+        engine.shards.agree(Point.EXPORT, "saving the model", refusal=attempt.refusal, among=engine.ranks.writers)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save_states(self, output_dir)

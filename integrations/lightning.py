@@ -22,6 +22,7 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import torch_device_of
+from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import torch_file
 from gemini.train.checkpoint.torch_file import Promises
@@ -31,7 +32,6 @@ from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.grad_reads import refuse_in
 from gemini.train.passes.hooks import call_as_forward
-from gemini.train.sharding.consensus import agree
 
 from .lightning_optimizers import hybrids_of
 from .settings import warn_half
@@ -262,16 +262,14 @@ class GeminiStrategy(DDPStrategy):
         """Written by rank 0 while the others serve its reads; a failure is raised on all of them."""
         if not isinstance(self.model, GeminiDDP):
             return super().save_checkpoint(checkpoint, filepath, storage_options)
-        refusal: Exception | None = None
-        try:
+        with Attempt() as attempt:
             if self.is_global_zero and self._is_local(filepath) and storage_options is None:
                 torch_file.write(checkpoint, Path(filepath))
             elif self.is_global_zero:
                 values = torch_file.keep_promises(checkpoint)
                 self.checkpoint_io.save_checkpoint(values, filepath, storage_options=storage_options)
-        except Exception as e:
-            refusal = e
-        agree(self.engine.ranks, self.engine.shards, Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal)
+        among, refusal = self.engine.ranks.writers, attempt.refusal
+        self.engine.shards.agree(Point.SAVE_CHECKPOINT, "Trainer.save_checkpoint", refusal=refusal, among=among)
 
     def _is_local(self, path: Any) -> bool:
         """Whether the file may be written here; through a CheckpointIO or a URL go values, 12 bytes per param."""

@@ -18,7 +18,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # From the ground up. A file may import from its own floor and from those below it.
 FLOORS = [
-    ("gemini.errors", "gemini.waiting", "gemini.tiers", "gemini.memory.chunks.states", "gemini.version"),
+    (
+        "gemini.errors",
+        "gemini.schema",
+        "gemini.tiers",
+        "gemini.waiting",
+        "gemini.memory.chunks.states",
+        "gemini.version",
+    ),  # fmt: skip
     ("gemini.planning",),
     (
         "gemini.config",
@@ -64,7 +71,7 @@ PUBLIC = {
     "GeminiError", "BudgetExceeded", "IllegalTransition", "PlanMismatch", "StorageError", "Tier", "MemoryTrace",
     "MemoryTracer", "trace",
 }  # fmt: skip
-SOFT_LIMIT, HARD_LIMIT = 450, 540
+SOFT_LIMIT, HARD_LIMIT = 600, 800
 
 
 def module_of(path: Path) -> str:

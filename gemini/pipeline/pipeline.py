@@ -222,7 +222,7 @@ class Pipeline:
         self._backwards_left = len(parts) * len(self._stages)
         loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
         ranks = self.model._gemini_engine.ranks
-        if ranks is None or ranks.context is None:
+        if ranks.context is None:
             return loss
         of_parts = ranks.context.swap(Tag.VALUES, loss.float().cpu(), "the loss of the parts of sequences")
         return of_parts.mean().to(loss.device)  # type: ignore[no-any-return]
@@ -236,7 +236,7 @@ class Pipeline:
             refusal = e
         if self._size > 1:
             wire: Wire = self.model._gemini_engine.ranks.stages
-            compare_batches(wire, batch, "pp", values=self._runner is None, refusal=refusal)
+            compare_batches(wire, batch, values=self._runner is None, refusal=refusal)
         elif refusal is not None:
             raise refusal
         return parts

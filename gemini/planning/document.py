@@ -1,7 +1,7 @@
 """JSON in and out for the values that people keep in files: traces, hardware, plans, timelines.
 
-Every file says what it is and in which version it was written, so that a file of another kind or version is refused in
-words and not by a KeyError somewhere inside.
+A :class:`Document` is written and read as its fields are declared. Every file says what it is and in which version it
+was written, so that a file of another kind or version is refused in words and not by a KeyError somewhere inside.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import msgspec
+
+from gemini import schema
 from gemini.errors import PlanMismatch
 
 T = TypeVar("T")
+D = TypeVar("D", bound="Document")
 
 _WRITTEN_BY = {
     "plan": "`gemini plan --out FILE`",
@@ -24,34 +28,65 @@ _WRITTEN_BY = {
 """By kind, what makes one."""
 
 
-def to_json(kind: str, version: int, body: dict[str, Any]) -> str:
-    """The file of a value: one line that says what it is, then its fields."""
-    return json.dumps({"gemini": kind, "version": version, **body}, separators=(",", ":"))
+class Document:
+    """A value with a file form: its fields by name, unless a class says otherwise in ``_to_body`` and ``_from_body``.
 
-
-def from_json(text: str, kind: str, version: int, make: Callable[[dict[str, Any]], T]) -> T:
-    """Read what :func:`to_json` wrote and let ``make`` build the value.
-
-    Raises:
-        PlanMismatch: if the text is no JSON, is of another kind or version, or lacks a field.
+    Args:
+        kind: what the file says that it is.
+        version: of the form of the file.
     """
-    try:
-        body = json.loads(text)
-    except ValueError as e:
-        raise PlanMismatch(f"this is not a {kind}: it is not JSON ({e})") from e
-    if not isinstance(body, dict) or "gemini" not in body:
-        raise PlanMismatch(f'this is JSON, but not a {kind} that Gemini wrote: it has no "gemini" field')
-    if body["gemini"] != kind:
-        raise PlanMismatch(f"a {kind} is needed, and this is a {body['gemini']}: {_WRITTEN_BY[kind]} writes one")
-    if body.get("version") != version:
-        raise PlanMismatch(
-            f"this {kind} was written in version {body.get('version')}, and version {version} is read here: "
-            "make it again with this version of Gemini"
-        )
-    try:
-        return make(body)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as e:
-        raise PlanMismatch(f"this {kind} is damaged: {type(e).__name__}: {e}") from e
+
+    _kind: ClassVar[str]
+    _version: ClassVar[int]
+
+    def __init_subclass__(cls, *, kind: str, version: int = 1) -> None:
+        cls._kind, cls._version = kind, version
+
+    def to_json(self) -> str:
+        """One JSON object; :meth:`from_json` reads it back to an equal value."""
+        return json.dumps({"gemini": self._kind, "version": self._version, **self._to_body()}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls: type[D], text: str) -> D:
+        """Read what :meth:`to_json` wrote, now or in an older release.
+
+        Raises:
+            PlanMismatch: if the text is no JSON, is of another kind or version, or does not say what it should.
+        """
+        kind = cls._kind
+        try:
+            body = json.loads(text)
+        except ValueError as e:
+            raise PlanMismatch(f"this is not a {kind}: it is not JSON ({e})") from e
+        if not isinstance(body, dict) or "gemini" not in body:
+            raise PlanMismatch(f'this is JSON, but not a {kind} that Gemini wrote: it has no "gemini" field')
+        if body["gemini"] != kind:
+            raise PlanMismatch(f"a {kind} is needed, and this is a {body['gemini']}: {_WRITTEN_BY[kind]} writes one")
+        if body.get("version") != cls._version:
+            raise PlanMismatch(
+                f"this {kind} was written in version {body.get('version')}, and version {cls._version} is read here: "
+                "make it again with this version of Gemini"
+            )
+        try:
+            return cls._from_body(body)
+        except ValueError as e:
+            raise PlanMismatch(f"this {kind} is damaged: {e}") from e
+        except (KeyError, TypeError, IndexError, AttributeError) as e:
+            raise PlanMismatch(f"this {kind} is damaged: {type(e).__name__}: {e}") from e
+
+    def _to_body(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        body: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return body
+
+    @classmethod
+    def _from_body(cls: type[D], body: dict[str, Any]) -> D:
+        """The value of such fields, or of those that an older release wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError, AttributeError: for what no release wrote.
+        """
+        return schema.read(body, cls, "it")
 
 
 def load(path: str | Path, what: str, parse: Callable[[str], T]) -> T:

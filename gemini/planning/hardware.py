@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemini.errors import MissingFigure, human_bytes
-from gemini.planning import document
+from gemini.planning.document import Document
 from gemini.tiers import Tier
-
-VERSION = 1
 
 FIGURES: dict[str, str] = {
     "num_gpus": "GPUs of one machine",
@@ -57,15 +55,16 @@ _OLD = {"adam_cpu": "update_cpu", "adam_gpu": "update_gpu", "adam_cpu_one": "upd
 """What figures are called in older files."""
 
 
-class Figure(NamedTuple):
+@dataclass(frozen=True)
+class Figure:
     """A number in the unit of :data:`FIGURES`, and where it comes from ("measured 2026-11-21", a data sheet, ...)."""
 
-    value: float
+    value: int | float
     source: str
 
 
 @dataclass(frozen=True)
-class Hardware:
+class Hardware(Document, kind="hardware"):
     """A machine: its name, and its figures (speeds, capacities), each with its source.
 
     Raises:
@@ -81,7 +80,7 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: unknown figure {key!r}; the known ones are {', '.join(FIGURES)}"
                 )
-            value = figure.value
+            value: object = figure.value
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 raise ValueError(f"hardware {self.name!r}: {key} must be a positive number, got {value!r}")
 
@@ -128,19 +127,10 @@ class Hardware:
         """The same machine with some figures replaced."""
         return Hardware(self.name, {**self.figures, **{key: Figure(v, source) for key, v in values.items()}})
 
-    def to_json(self) -> str:
-        figures = {key: {"value": f.value, "source": f.source} for key, f in self.figures.items()}
-        return document.to_json("hardware", VERSION, {"name": self.name, "figures": figures})
-
-    @classmethod
-    def from_json(cls, text: str) -> Hardware:
-        """Raises: PlanMismatch: for text that is no hardware, one of another version, or with damaged figures."""
-        return document.from_json(text, "hardware", VERSION, cls._from_body)
-
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Hardware:
-        figures = {_OLD.get(key, key): Figure(f["value"], str(f["source"])) for key, f in body["figures"].items()}
-        return cls(str(body["name"]), figures)
+        figures = {_OLD.get(key, key): figure for key, figure in body["figures"].items()}
+        return super()._from_body({**body, "figures": figures})
 
     def __str__(self) -> str:
         """A line per figure, with its source."""

@@ -7,20 +7,21 @@ trace it was made for, so that it can be played and checked by itself.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import msgspec
+
+from gemini import schema
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning import document
+from gemini.planning.document import Document
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.planes import ADAM, GRADS, WEIGHTS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import Tier
-
-VERSION = 1
 
 
 class Moves(NamedTuple):
@@ -33,7 +34,7 @@ class Moves(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Document, kind="plan"):
     """Where everything is stored and what moves when. Made by :func:`gemini.plan`.
 
     Attributes:
@@ -123,64 +124,42 @@ class Plan:
         fetched = [i for batch in range(self.accumulate) for moves in self.moves_of(batch) for i in moves.fetch]
         return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
 
-    def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` reads it back to an equal value."""
-        problem = self.problem
-        body: dict[str, Any] = {
-            "trace": self.trace.to_json(),
-            "ranks": self.layout.ranks,
-            "max_chunk": problem.max_chunk,
-            "precision": problem.precision,
-            "gradients": problem.gradients,
-            "budgets": {tier.value: n for tier, n in problem.budgets.items()},
-            "compute": problem.compute.value,
-            "spoken_for": {name: getattr(problem, name) for name in _SPOKEN_FOR},
-            "homes": [{kind: tier.value for kind, tier in homes.items()} for homes in self.placement.homes],
-            "streamed": sorted(self.placement.streamed),
-            "moves": [[list(moves.evict), list(moves.fetch)] for moves in self.moves],
-            "again": [[list(moves.evict), list(moves.fetch)] for moves in self.again],
-            "offload_activations": self.offload_activations,
-            "offload_to": None if problem.offload_to is None else problem.offload_to.value,
-            "accumulate": self.accumulate,
-            "rule": problem.rule.to_body(),
-            "quiet": list(problem.quiet),
-            "durable": problem.durable,
-        }
-        return document.to_json("plan", VERSION, body)
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Raises: PlanMismatch: for text that is no plan, or one of another version."""
-        return document.from_json(text, "plan", VERSION, cls._from_body)
+    def _to_body(self) -> dict[str, Any]:
+        """Of the problem what the trace does not say: its layout is cut anew when the plan is read."""
+        problem = {field.name: getattr(self.problem, field.name) for field in fields(self.problem)}
+        del problem["layout"]
+        spoken_for = {name: problem.pop(name) for name in _SPOKEN_FOR}
+        body: dict[str, Any] = msgspec.to_builtins(
+            {
+                **problem,
+                "trace": self.trace.to_json(),
+                "ranks": self.layout.ranks,
+                "rule": self.problem.rule.to_body(),
+                "spoken_for": spoken_for,
+                "homes": self.placement.homes,
+                "streamed": sorted(self.placement.streamed),
+                "moves": self.moves,
+                "again": self.again,
+                "offload_activations": self.offload_activations,
+                "accumulate": self.accumulate,
+            },
+            str_keys=True,
+        )
+        return body
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> Plan:
         trace = MemoryTrace.from_json(body["trace"])
-        spoken_for = {**dict.fromkeys(_NEW, 0), **body["spoken_for"]}
         rule = RuleSpec.from_body(body["rule"]) if "rule" in body else ADAM  # older plans are Adam's
-        problem = Problem(
-            layout=trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule),
-            precision=body["precision"],
-            gradients=body["gradients"],
-            budgets={Tier(tier): n for tier, n in body["budgets"].items()},
-            compute=Tier(body["compute"]),
-            max_chunk=body["max_chunk"],
-            rule=rule,
-            quiet=tuple(map(int, body.get("quiet", ()))),  # older plans have none
-            durable=bool(body.get("durable", False)),
-            offload_to=None if body["offload_to"] is None else Tier(body["offload_to"]),
-            **{name: int(spoken_for[name]) for name in _SPOKEN_FOR},
-        )
-        homes = tuple({kind: Tier(tier) for kind, tier in homes.items()} for homes in body["homes"])
-        moves, again = (  # older plans have no moves of further micro-batches
-            tuple(Moves(tuple(evict), tuple(fetch)) for evict, fetch in body.get(name, ())) for name in _MOVES
-        )
-        lengths = {len(moves), len(again) or len(moves)}
-        lengths |= {len(problem.quiet) or len(moves)}
-        if len(homes) != len(problem.layout.chunks) or lengths != {len(trace.moments)}:
+        layout = trace.layout(ranks=body["ranks"], max_chunk=body["max_chunk"], rule=rule)
+        posed = {**body, **body["spoken_for"], "rule": rule, "layout": layout}
+        problem = schema.read(posed, Problem, "it")
+        placement = schema.read(body, Placement, "it")
+        plan = super()._from_body({**body, "trace": trace, "problem": problem, "placement": placement})
+        per_moment = {len(plan.moves), len(plan.again or plan.moves), len(problem.quiet or plan.moves)}
+        if len(placement.homes) != len(layout.chunks) or per_moment != {len(trace.moments)}:
             raise ValueError("it does not have one home per chunk, or one list of moves per moment")
-        placement = Placement(homes, frozenset(map(int, body.get("streamed", ()))))  # older plans stream nothing
-        return cls(trace, problem, placement, moves, body["offload_activations"], body["accumulate"], again)
+        return plan
 
     def check_for(self, trace: MemoryTrace) -> None:
         """Refuse a plan of another model.
@@ -230,13 +209,19 @@ class Plan:
         return "\n".join(lines)
 
 
-_NEW = ("device_staging", "factors", "beside", "waiting")
-"""Fields that older plans lack."""
-
-_MOVES = ("moves", "again")
-
-_SPOKEN_FOR = ("working_set", "staging", "activations", "in_flight", "exchange", "offloaded", *_NEW)
-"""Fields of a problem that are bytes."""
+_SPOKEN_FOR = (
+    "working_set",
+    "staging",
+    "device_staging",
+    "activations",
+    "in_flight",
+    "waiting",
+    "exchange",
+    "offloaded",
+    "factors",
+    "beside",
+)
+"""Fields of a problem that are bytes; they stand together in a file."""
 
 
 def window_room(problem: Problem, placement: Placement) -> int:

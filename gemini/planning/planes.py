@@ -30,7 +30,7 @@ ALIGN = 2048
 ITEMSIZES = {"uint8": 1, "int8": 1, "int16": 2, "bfloat16": 2, "float16": 2, "int32": 4, "float32": 4}
 
 COMPACT_WORK = 3.4
-"""Decoding and encoding compact states is arithmetic, not memory; measured by ``benchmarks/compact_states.py``."""
+"""Decoding and encoding compact states is arithmetic, not memory; measured by ``benchmarks/cpu_adam.py``."""
 
 
 PlaneKind: TypeAlias = str

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gemini.errors import human_bytes
-from gemini.planning import document
+from gemini.planning.document import Document
 from gemini.tiers import Tier
-
-VERSION = 1
 
 
 class Track(Enum):
@@ -64,7 +62,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Document, kind="timeline"):
     """One optimizer step, predicted (:func:`gemini.simulate`) or measured (``model.recording()``).
 
     Attributes:
@@ -119,41 +117,6 @@ class Timeline:
     def bound_by(self) -> Track:
         """The track that is busiest. To make a step faster, speed this up first."""
         return max(self.busy.items(), key=lambda item: item[1], default=(Track.COMPUTE, 0.0))[0]
-
-    def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` reads it back to an equal value."""
-        body: dict[str, Any] = {
-            "source": self.source, "title": self.title, "step_seconds": self.step_seconds, "tokens": self.tokens,
-            "flops": self.flops, "spans": [[s.track.value, *s[1:]] for s in self.spans], "stalls": dict(self.stalls),
-            "moved": dict(self.moved), "budgets": {tier.value: n for tier, n in self.budgets.items()},
-            "samples": [[s.seconds, s.moment, {t.value: dict(h) for t, h in s.held.items()}] for s in self.samples],
-            "moments": list(self.moments),
-        }  # fmt: skip
-        return document.to_json("timeline", VERSION, body)
-
-    @classmethod
-    def from_json(cls, text: str) -> Timeline:
-        """Raises: PlanMismatch: for text that is no timeline, or one of another version."""
-        return document.from_json(text, "timeline", VERSION, cls._from_body)
-
-    @classmethod
-    def _from_body(cls, body: dict[str, Any]) -> Timeline:
-        return cls(
-            source=body["source"],
-            title=body["title"],
-            step_seconds=float(body["step_seconds"]),
-            tokens=body["tokens"],
-            flops=body["flops"],
-            spans=tuple(Span(Track(track), *rest) for track, *rest in body["spans"]),
-            stalls=body["stalls"],
-            moved=body["moved"],
-            samples=tuple(
-                Sample(seconds, moment, {Tier(tier): h for tier, h in held.items()})
-                for seconds, moment, held in body["samples"]
-            ),
-            budgets={Tier(tier): n for tier, n in body["budgets"].items()},
-            moments=tuple(body["moments"]),
-        )
 
     def __str__(self) -> str:
         """Step time, what bounds it, where it waited, what moved, and each tier's peak."""

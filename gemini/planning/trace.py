@@ -16,12 +16,10 @@ from enum import Enum
 from typing import Any
 
 from gemini.errors import PlanMismatch, human_bytes
-from gemini.planning import document
+from gemini.planning.document import Document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.products import Attention, Product
-
-VERSION = 1
 
 
 class Phase(Enum):
@@ -109,7 +107,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class MemoryTrace:
+class MemoryTrace(Document, kind="trace"):
     """One forward and backward of a model on one micro-batch.
 
     Attributes:
@@ -221,46 +219,30 @@ class MemoryTrace:
                 )
         raise PlanMismatch(f"{what} has its params in another order than the model at hand: trace this model anew")
 
-    def to_json(self) -> str:
-        """One JSON object; :meth:`from_json` reads it back to an equal value."""
-        body: dict[str, Any] = {
-            "model": self.model, "precision": self.precision, "batch": {k: list(v) for k, v in self.batch.items()},
-            "tokens": self.tokens, "target": self.target, "source": self.source.value,
-            "buffer_bytes": self.buffer_bytes, "checkpointing": self.checkpointing,
-            "tile_tokens": self.tile_tokens, "context_parallel": self.context_parallel,
-            "tensor_parallel": self.tensor_parallel,
+    def _to_body(self) -> dict[str, Any]:
+        """Params and moments as lists of values, which take a third of the room."""
+        body = super()._to_body()
+        together = body.pop("read_together")
+        return {
+            **body,
             "tiled": None if self.tiled is None else self.tiled.to_json(),
-            "together": [list(indices) for indices in self.read_together],
-            "params": [[list(p.names), list(p.shape), p.trainable, p.apart, p.coded, p.fp32] for p in self.params],
-            "moment_fields": list(_FIELDS),
-            "moments": [[_plain(getattr(moment, name)) for name in _FIELDS] for moment in self.moments],
-        }  # fmt: skip
-        return document.to_json("trace", VERSION, body)
-
-    @classmethod
-    def from_json(cls, text: str) -> MemoryTrace:
-        """Raises: PlanMismatch: for text that is no trace, or one of another version."""
-        return document.from_json(text, "trace", VERSION, cls._from_body)
+            "together": together,
+            "params": [list(param.values()) for param in body["params"]],
+            "moment_fields": _fields_of(Moment),
+            "moments": [list(moment.values()) for moment in body["moments"]],
+        }
 
     @classmethod
     def _from_body(cls, body: dict[str, Any]) -> MemoryTrace:
-        names = body["moment_fields"]
-        trace = cls(
-            model=body["model"],
-            precision=body["precision"],
-            batch={name: tuple(shape) for name, shape in body["batch"].items()},
-            tokens=body["tokens"],
-            target=body["target"],
-            source=Source(body["source"]),
-            params=tuple(TracedParam(tuple(n), tuple(shape), *map(bool, how)) for n, shape, *how in body["params"]),
-            buffer_bytes=body["buffer_bytes"],
-            checkpointing=body["checkpointing"],
-            tile_tokens=body.get("tile_tokens"),
-            context_parallel=body.get("context_parallel", 1),
-            tensor_parallel=body.get("tensor_parallel", 1),
-            tiled=cls.from_json(body["tiled"]) if body.get("tiled") else None,
-            read_together=tuple(tuple(indices) for indices in body["together"]),
-            moments=tuple(_moment(dict(zip(names, values, strict=True))) for values in body["moments"]),
+        names = body["moment_fields"]  # an older trace has fewer
+        trace = super()._from_body(
+            {
+                **body,
+                "tiled": cls.from_json(body["tiled"]) if body.get("tiled") else None,
+                "read_together": body["together"],
+                "params": [dict(zip(_fields_of(TracedParam), values, strict=False)) for values in body["params"]],
+                "moments": [dict(zip(names, values, strict=True)) for values in body["moments"]],
+            }
         )
         for indices in (*trace.read_together, *((*moment.params, *moment.gradients) for moment in trace.moments)):
             for index in indices:
@@ -299,20 +281,8 @@ class MemoryTrace:
         return "\n".join(lines)
 
 
-_FIELDS = tuple(Moment.__dataclass_fields__)
-
-
-def _plain(value: Any) -> Any:
-    return value.value if isinstance(value, Phase) else list(value) if isinstance(value, tuple) else value
-
-
-def _moment(fields: dict[str, Any]) -> Moment:
-    fields["phase"] = Phase(fields["phase"])
-    for name in ("params", "gradients"):
-        fields[name] = tuple(fields[name])
-    fields["products"] = tuple(Product(*product) for product in fields.get("products", ()))
-    fields["attention"] = Attention(*fields.get("attention", ()))
-    return Moment(**fields)
+def _fields_of(kind: type[Any]) -> list[str]:
+    return list(kind.__dataclass_fields__)
 
 
 def _said(param: TracedParam | None) -> str:

@@ -28,47 +28,30 @@ from gemini.ranks.wire import Tag, Wire
 
 
 class Point(IntEnum):
-    """Where a rank stands."""
+    """Where a rank stands, and how an error says so."""
 
-    GATHER = 0
-    READ = 1
-    REDUCE = 2
-    END_BACKWARD = 3
-    SYNC_GRADS = 4
-    SAVE_CHECKPOINT = 5
-    LOAD_CHECKPOINT = 6
-    EXPORT = 7
-    WRITE = 8
-    STEP = 9
-    LOAD_MODEL = 10
-    LOAD_OPTIMIZER = 11
-    COPY = 12
-    CONTEXT = 13
-    BEGIN_STEP = 14
+    words: str
 
+    def __new__(cls, number: int, words: str = "") -> Point:
+        point = int.__new__(cls, number)
+        point._value_, point.words = number, words
+        return point
 
-_WORDS = {
-    Point.GATHER: "a forward or backward (it needs weights)",
-    Point.READ: "reading a param by name",
-    Point.REDUCE: "a backward (its gradients are to be reduced)",
-    Point.END_BACKWARD: "the end of a backward",
-    Point.SYNC_GRADS: "clip_grad_norm_ or optimizer.step()",
-    Point.SAVE_CHECKPOINT: "save_checkpoint",
-    Point.LOAD_CHECKPOINT: "load_checkpoint",
-    Point.EXPORT: "save_pretrained",
-    Point.WRITE: "gathered(write=True)",
-    Point.STEP: "optimizer.step()",
-    Point.LOAD_MODEL: "load_state_dict",
-    Point.LOAD_OPTIMIZER: "optimizer.load_state_dict",
-    Point.COPY: "a write to a param (param.copy_)",
-    Point.CONTEXT: "attention over the parts of a sequence",
-    Point.BEGIN_STEP: "a forward or backward (it begins)",
-}
-
-
-def word_for(point: Point) -> str:
-    """What a rank does there, for error messages."""
-    return _WORDS[point]
+    GATHER = 0, "a forward or backward (it needs weights)"
+    READ = 1, "reading a param by name"
+    REDUCE = 2, "a backward (its gradients are to be reduced)"
+    END_BACKWARD = 3, "the end of a backward"
+    SYNC_GRADS = 4, "clip_grad_norm_ or optimizer.step()"
+    SAVE_CHECKPOINT = 5, "save_checkpoint"
+    LOAD_CHECKPOINT = 6, "load_checkpoint"
+    EXPORT = 7, "save_pretrained"
+    WRITE = 8, "gathered(write=True)"
+    STEP = 9, "optimizer.step()"
+    LOAD_MODEL = 10, "load_state_dict"
+    LOAD_OPTIMIZER = 11, "optimizer.load_state_dict"
+    COPY = 12, "a write to a param (param.copy_)"
+    CONTEXT = 13, "attention over the parts of a sequence"
+    BEGIN_STEP = 14, "a forward or backward (it begins)"
 
 
 _SERVED = (Point.GATHER, Point.READ)
@@ -152,7 +135,7 @@ class Agreement:
         said = torch.tensor(
             [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
         )
-        with self.waiting(_WORDS[request.point]):
+        with self.waiting(request.point.words):
             rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
@@ -177,7 +160,7 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
 
 def _explain(requests: Sequence[Request], steps: Sequence[int], ranks: Sequence[int]) -> str:
     where = "; ".join(
-        f"rank {rank} is at {_WORDS[request.point]} after {num_steps} steps"
+        f"rank {rank} is at {request.point.words} after {num_steps} steps"
         for rank, request, num_steps in zip(ranks, requests, steps, strict=True)
     )
     return (

@@ -9,14 +9,9 @@ import json
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import torch
-
-from gemini.errors import RankMismatch
-from gemini.ranks.agreement import Point
-from gemini.ranks.group import checksum_of
-from gemini.ranks.wire import Wire
 
 _COLUMNS: dict[str, Callable[[str], str]] = {
     "the gradient": lambda value: "there" if value == "1" else "none",
@@ -30,66 +25,58 @@ _COLUMNS: dict[str, Callable[[str], str]] = {
 
 
 class Facts:
-    """Values by what they are called, and columns with a value for each param in the order of the model."""
+    """Values (as in JSON) by what they are called, in the order in which an error looks for one that differs.
 
-    def __init__(self, values: dict[str, str], columns: dict[str, array[Any]]):
-        self.values = values
-        self.columns = columns
+    A value that is an array is a column: it has an item for each param. ``names``: of these, the same on all ranks.
+    """
+
+    def __init__(self, values: Mapping[str, Any], names: Sequence[str] = ()):
+        self.values, self.names = values, names
+
+    def __or__(self, other: Facts) -> Facts:
+        """These and those of ``other``, about the same params."""
+        return Facts({**self.values, **other.values}, self.names or other.names)
 
     @property
     def checksum(self) -> int:
-        """Of 32 bits, never 0."""
-        found = zlib.crc32(json.dumps(self.values).encode())
-        for column in self.columns.values():
-            found = zlib.crc32(column.tobytes(), found)
+        """Of 32 bits, never 0; in whichever order."""
+        plain = {name: value for name, value in self.values.items() if not isinstance(value, array)}
+        found = zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode())
+        for column in self.values.values():
+            found = zlib.crc32(column.tobytes(), found) if isinstance(column, array) else found
         return found or 1
 
-    def to_json(self) -> str:
-        """For the other ranks, who have the same params."""
-        return json.dumps({"values": self.values, "columns": {n: list(map(repr, c)) for n, c in self.columns.items()}})
+    def told(self) -> dict[str, Any]:
+        """As the other ranks hear it, who have the same params."""
+        return {name: list(map(repr, v)) if isinstance(v, array) else v for name, v in self.values.items()}
 
 
-def tell_differing(
-    wire: Wire, whose: str, doing: str, facts: Facts, names: Sequence[str], *, untouched: str = "No weight"
-) -> NoReturn:
-    """All ranks of ``wire`` come here when their checksums differ: they tell each other the facts.
+class Difference(NamedTuple):
+    """What two ranks differ in, with the value of each."""
 
-    Args:
-        whose: the ranks, as an error calls them.
-        names: of the params that columns are about.
+    what: str
+    first: Any
+    other: Any
 
-    Raises:
-        RankMismatch: on every rank, naming the first fact that differs, both values and both ranks.
-    """
-    heard = [json.loads(text) for text in wire.exchange_texts(facts.to_json(), doing)]
-    for rank, other in zip(wire.global_ranks, heard, strict=True):
-        found = first_difference(heard[0], other, names)
-        if found is not None:
-            what, first, second = found
-            raise RankMismatch(
-                f"{doing}: {whose} disagree about {what}: {first} on rank {wire.global_ranks[0]}, {second} on rank "
-                f"{rank}. {untouched} was changed. What is done on one rank must be done on all of them, with the same "
-                "values"
-            )
-    raise RankMismatch(f"{doing}: {whose} disagree. {untouched} was changed")
-
-
-class Agree(Protocol):
-    """Every rank is about to write the same values, or none writes any."""
-
-    def __call__(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: Exception | None = None) -> None:
-        """See :func:`gemini.train.sharding.alike.agree_on_values`."""
-
-
-def alone(point: Point, doing: str, facts: Callable[[], Facts], refusal: Exception | None = None) -> None:
-    """:class:`Agree` in one process."""
-    if refusal is not None:
-        raise refusal
+    @property
+    def against(self) -> str:
+        """Both values; of a table, how many of its entries differ, and the first of them."""
+        a, b = self.first, self.other
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+            return f"{len(keys)} differ, the first is {keys[0]!r}: {b.get(keys[0])} against {a.get(keys[0])}"
+        return f"{b!r} against {a!r}"
 
 
 def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     """Checksums of tensors, by what they are called. One after the other: nothing is kept of them."""
-    return Facts({f"the values of {name!r}": checksum_text(value) for name, value in values}, {})
+    return Facts({f"the values of {name!r}": checksum_text(value) for name, value in values})
+
+
+def checksum_of(tensor: torch.Tensor) -> int:
+    """Of the bits of its values, in 32 bits; not of its dtype and shape."""
+    data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
+    return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
 
 
 def checksum_text(value: torch.Tensor) -> str:
@@ -109,16 +96,14 @@ def plain(value: Any) -> Any:
         return str(value)
 
 
-def first_difference(
-    first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]
-) -> tuple[str, str, str] | None:
-    """What two ranks differ in, with the value of each, by what :meth:`Facts.to_json` says; ``names`` of the params."""
-    for label in {**first["values"], **other["values"]}:
-        a, b = first["values"].get(label, "none"), other["values"].get(label, "none")
-        if a != b:
-            return label, a, b
-    for label, column in first["columns"].items():
-        for name, a, b in zip(names, column, other["columns"][label], strict=True):
-            if a != b:
-                return f"{label} of {name!r}", _COLUMNS[label](a), _COLUMNS[label](b)
+def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Difference | None:
+    """What two ranks differ in, by what :meth:`Facts.told` says; ``names`` of the params."""
+    for label in {**first, **other}:
+        a, b = first.get(label, "none"), other.get(label, "none")
+        if a == b:
+            continue
+        if label not in _COLUMNS:
+            return Difference(label, a, b)
+        name, a, b = next(of for of in zip(names, a, b, strict=True) if of[1] != of[2])
+        return Difference(f"{label} of {name!r}", _COLUMNS[label](a), _COLUMNS[label](b))
     return None

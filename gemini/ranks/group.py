@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.errors import RankMismatch
 from gemini.ranks import launch
+from gemini.ranks.agree import agree
+from gemini.ranks.facts import Facts, checksum_of
 from gemini.ranks.meeting import start_group
 from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
 from gemini.ranks.subgroup import end_subgroup, make_subgroup
@@ -138,17 +139,19 @@ class Ranks:
                 end_subgroup(group)
         self.waiting.close()
 
+    @property
+    def are_alone(self) -> bool:
+        """Whether this process is all there is."""
+        return self.job.size == 1
+
     def check_same(self, of_job: Mapping[str, Any], of_params: Mapping[str, Any]) -> None:
         """Compare facts (name to plain value) with the other ranks: those of the job, and those with the same params.
 
         Raises:
             RankMismatch: on every rank, naming the first fact that differs and both values.
         """
-        if self.job is self.everyone:
-            _compare(self.job, {**of_job, **of_params})
-        else:
-            _compare(self.job, of_job)
-            _compare(self.everyone, of_params)
+        for wire, facts in ((self.job, of_job), (self.everyone, of_params)):
+            agree(wire, "the comparison of ranks at the start", partial(Facts, facts), words="start")
 
     def refuse_one_folder(self, doing: str, folder: str) -> None:
         """Slices that the caller has cut are written into folders of their own; all ranks of the job come here.
@@ -156,7 +159,7 @@ class Ranks:
         Raises:
             ValueError: on every rank, if two slices are to be written into the same one.
         """
-        if self.is_one_model:
+        if self.is_one_model or self.are_alone:
             return
         texts = self.job.exchange_texts(json.dumps([folder, self.slice_]), f"comparing the folders of {doing}")
         slices: dict[str, set[str]] = {}
@@ -183,6 +186,8 @@ class Ranks:
         Returns the names of those that differed on any rank.
         """
         wire = self.job if of_job else self.alike if of_experts else self.everyone
+        if wire.size == 1:
+            return []
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
         everyone = wire.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
@@ -196,42 +201,14 @@ class Ranks:
         return names
 
 
-def _compare(wire: Wire, facts: Mapping[str, Any]) -> None:
-    texts = wire.exchange_texts(json.dumps(facts, default=str), "the comparison of ranks at the start")
-    first = json.loads(texts[0])
-    for rank, text in zip(wire.global_ranks, texts, strict=True):
-        other = json.loads(text)
-        for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                raise RankMismatch(
-                    f"rank {rank} was started with another {name} than rank {wire.global_ranks[0]}: "
-                    f"{_differing(first, other, name)}. "
-                    "All ranks must run the same program with the same settings on the same versions"
-                )
-
-
-def _differing(first: Mapping[str, Any], other: Mapping[str, Any], name: str) -> str:
-    a, b = first.get(name), other.get(name)
-    if isinstance(a, dict) and isinstance(b, dict):
-        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-        return f"{len(keys)} differ, the first is {keys[0]!r}: {b.get(keys[0])} against {a.get(keys[0])}"
-    return f"{b!r} against {a!r}"
-
-
-def checksum_of(tensor: torch.Tensor) -> int:
-    """Of the bits of its values, in 32 bits; not of its dtype and shape."""
-    data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
-    return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
-
-
 def join(
     process_group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     *,
     cuda: bool = False,
     in_parts: bool = False,
-) -> Ranks | None:
-    """The ranks this process shares a job with; None if it is alone.
+) -> Ranks:
+    """The ranks this process shares a job with, itself among them.
 
     ``mesh``: by the names of its dims (:mod:`gemini.ranks.mesh`); without names one dimension shards, of two the first
     replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
@@ -248,12 +225,12 @@ def join(
         return _of_mesh(mesh, cuda=cuda, in_parts=in_parts)
     if process_group is None:
         if not dist.is_initialized() and not _start_default(cuda=cuda):
-            return None
+            return alone()
         process_group = dist.group.WORLD
         assert process_group is not None
     ranks = dist.get_process_group_ranks(process_group)
     if len(ranks) == 1:
-        return None
+        return alone()
     everyone = _wire(ranks, process_group)
     return Ranks(
         wire=everyone,
@@ -267,6 +244,14 @@ def join(
     )
 
 
+def alone() -> Ranks:
+    """A process alone is a group of one."""
+    own = Wire(None)
+    return Ranks(
+        wire=own, everyone=own, alike=own, job=own, writers=own, waiting=WaitingGroup(own.global_ranks), local_size=1
+    )  # fmt: skip
+
+
 def _start_default(*, cuda: bool) -> bool:
     """Make the default process group of a process that torchrun has started, if there are others."""
     if launch.num_processes() == 1 or not dist.is_available():
@@ -275,11 +260,11 @@ def _start_default(*, cuda: bool) -> bool:
     return True
 
 
-def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks | None:
+def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     names = names_of(mesh)
     in_job = ranks_along(mesh, *names)
     if len(in_job) == 1:
-        return None
+        return alone()
     parent = mesh.get_group(0)
 
     def along(*dims: str, within: Wire | None = None) -> Wire:

@@ -89,10 +89,10 @@ class Handshake:
         return dist.get_global_rank(self._group, rank)
 
 
-def error_called(name: str) -> type[GeminiError]:
-    """The class of ours with that name, or the base of them all: what another rank raised, raised here."""
+def error_called(name: str, default: type[GeminiError] = GeminiError) -> type[GeminiError]:
+    """The class of ours with that name, else ``default``: what another rank raised, raised here."""
     found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, GeminiError) else GeminiError
+    return found if isinstance(found, type) and issubclass(found, GeminiError) else default
 
 
 def _as_failure(cause: BaseException) -> Failure:

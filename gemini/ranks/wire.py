@@ -81,7 +81,7 @@ class Wire:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.global_ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        self.global_ranks = [_own_rank()] if group is None else dist.get_process_group_ranks(group)
         self.sent: Counter[Tag] = Counter()
 
     @property
@@ -259,6 +259,10 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo need not know its dtype."""
     assert tensor.is_contiguous()
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _some(work: dist.Work | None) -> dist.Work:

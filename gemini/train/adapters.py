@@ -13,16 +13,17 @@ from typing import Any
 
 from torch import nn
 
-from gemini.errors import GeminiError, RankLost, RankMismatch
+from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
+from gemini.ranks.agree import Attempt
+from gemini.ranks.agreement import Point
 from gemini.train.engine import Engine
 from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of
 from gemini.train.params.state_dict import own_state
-from gemini.train.sharding.consensus import tell
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.company import Company
 from gemini.train.unmanage import unmanage
 
 
@@ -49,22 +50,22 @@ class ManagedAdapters:
 
         With several ranks all of them call it with the same directory; the first one writes.
         """
-        shards = _engine(self).shards
+        company = _engine(self).shards
         kwargs |= {
             "safe_serialization": safe_serialization,
             "selected_adapters": selected_adapters,
             "save_embedding_layers": save_embedding_layers,
-            "is_main_process": is_main_process and (shards is None or shards.ranks.is_first),
+            "is_main_process": is_main_process and company.ranks.is_first,
         }
         # Prompt tuning calls its encoder to save what it gives.
-        if shards is None:
+        if not company.ranks.shares_params:
             prompts = self._modules.get("prompt_encoder", nn.Module())
             with self.gathered(prompts.parameters()):  # some of them are saved as they are
                 call_without_grad(super().save_pretrained, save_directory, **kwargs)  # type: ignore[misc]
         else:
-            call_without_grad(self._save_together, shards, Path(save_directory), kwargs)
+            call_without_grad(self._save_together, company, Path(save_directory), kwargs)
 
-    def _save_together(self, shards: Shards, directory: Path, kwargs: dict[str, Any]) -> None:
+    def _save_together(self, company: Company, directory: Path, kwargs: dict[str, Any]) -> None:
         """All ranks go through PEFT's saving side by side, for what it reads takes all of them."""
         engine = _engine(self)
         engine.state.check_whole()
@@ -81,15 +82,10 @@ class ManagedAdapters:
                 for handle in [handle_of(value)]
                 if handle is None or handle.param.requires_grad or id(value) in kept
             }
-        failure: BaseException | None = None
-        try:
+        with Attempt(BaseException) as attempt:
             self._gemini_original.save_pretrained(self, directory, **kwargs)
-        except (RankLost, RankMismatch):
-            raise
-        except BaseException as e:
-            failure = e
-        shards.ranks.waiting.wait_for_all("save_pretrained")
-        tell(shards.ranks.writers, "save_pretrained", failure, directory=directory.name)
+        company.ranks.waiting.wait_for_all("save_pretrained")
+        company.agree_on_folder(Point.EXPORT, "save_pretrained", directory, attempt.refusal)
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> Any:
         """As in PEFT: the base model with the adapters merged into its weights, as an *ordinary* model on the CPU.

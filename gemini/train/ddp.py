@@ -30,7 +30,7 @@ from gemini.train.managed_class import managed_class
 from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import warn_of_fp16, whys_of
+from gemini.train.modules.mixed import move_buffers, warn_of_fp16, whys_of
 from gemini.train.modules.reading import is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
@@ -128,8 +128,7 @@ class GeminiDDP(nn.Module):
         share: far less memory, more communication, the same sums within rounding.
         """
         engine = _engine(self)
-        not_reducing = contextlib.nullcontext() if engine.shards is None else engine.shards.without_reducing()
-        with not_reducing, engine.state.accumulate():
+        with engine.shards.without_reducing(), engine.state.accumulate():
             yield
 
     @contextlib.contextmanager
@@ -144,7 +143,7 @@ class GeminiDDP(nn.Module):
             GeminiError: inside another ``step_scope``.
         """
         engine = _engine(self)
-        with contextlib.nullcontext() if engine.shards is not None else engine.store.manager.foresight.scope():
+        with contextlib.nullcontext() if engine.ranks.shares_params else engine.store.manager.foresight.scope():
             yield
 
     def clip_grad_norm_(
@@ -173,7 +172,7 @@ class GeminiDDP(nn.Module):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must not be negative, got {max_norm}")
         ranks = _engine(self).ranks
-        if ranks is not None and ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
+        if ranks.slice_ and not _engine(self).backward.gradients.norms.knows_all:
             raise GeminiError(
                 f"clip_grad_norm_ of a model that was sliced by hand (this rank has {ranks.slice_}): Gemini does not "
                 "know which params are slices and which are whole on every rank, so it cannot compute their norm. "
@@ -351,11 +350,10 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        if engine.ranks is not None:
-            engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
+        engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            ranks=engine.ranks, shards=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
+            company=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
         ).run()  # fmt: skip
 
     # ---- refused ------------------------------------------------------------------------------------------------
@@ -363,10 +361,10 @@ class GeminiDDP(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         refuse_stock_loop()
         engine = _engine(self)
-        dtype = COMPUTE_DTYPES[engine.config.precision]
-        probe = torch.empty(0, dtype=dtype, device=engine.store.device.torch_device)
+        probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
+            move_buffers(self, fn, engine.params.in_fp32)
             return self
         raise GeminiError(
             f"this model is managed by Gemini: its params are {probe.dtype} on {probe.device} and cannot be moved to "
@@ -446,7 +444,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
     return manage(model, config, process_group=process_group, mesh=mesh)
 
 
-Fill = Callable[[ByName, Ranks | None], nn.Module]
+Fill = Callable[[ByName, Ranks], nn.Module]
 """Writes the values of params that hold none yet to their homes, and returns the model that has them."""
 
 
@@ -464,7 +462,7 @@ def manage(
         sliced, spread: what the model became when it was cut; without it the model is cut here where the mesh says so.
     """
 
-    def note(homes: ByName, ranks: Ranks | None) -> None:
+    def note(homes: ByName, ranks: Ranks) -> None:
         nonlocal model
         assert fill is not None
         model = fill(homes, ranks)
@@ -506,8 +504,7 @@ def manage(
         if tiles is not None:
             model.__dict__["_gemini_token_tiles"] = tiles
         model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
-        if engine.ranks is not None:
-            join_others(model, engine.ranks, engine.shards, engine.config.context_attention, spread)
+        join_others(model, engine.shards, engine.config.context_attention, spread)
         model.__class__ = _class_for(type(model))
     except BaseException:
         for hook in model.__dict__.pop("_gemini_hooks", ()):

@@ -53,13 +53,14 @@ from gemini.train.setup.adoption import Adoption, take_apart
 from gemini.train.setup.build import build
 from gemini.train.setup.problem import prepare, reduce_dtype
 from gemini.train.setup.trained import TrainedParams
-from gemini.train.sharding.alike import agree_on_values
+from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.suited import refuse_unsuited
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
+from gemini.train.update.sinks import GradientSink, UsedAtOnce
 from gemini.train.update.updates import Updates
 from gemini.train.write_observers import ChangedChunks, WriteObservers
 
@@ -75,7 +76,7 @@ class Engine:
 
     def __init__(
         self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-        fill: Callable[[ByName, Ranks | None], None] | None = None,
+        fill: Callable[[ByName, Ranks], None] | None = None,
         cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
@@ -84,21 +85,20 @@ class Engine:
         lock, observers = threading.RLock(), Observers()
         self.write_observers = WriteObservers()
         device = make_device(config.device)
-        in_job = self.ranks = join(
+        ranks = self.ranks = join(
             process_group, mesh, cuda=device.torch_device.type == "cuda", in_parts=bool(cuts) or of_stages is not None
         )  # fmt: skip
-        if in_job is not None:
-            prepare(model, config, in_job, filled=fill is None, cuts=cuts)
+        if not ranks.are_alone:
+            prepare(model, config, ranks, filled=fill is None, cuts=cuts)
         others = None
-        if in_job is not None and cuts and (with_others := in_job.same_batch or in_job.experts) is not None:
-            refuse_unsuited(config, rule.spec, in_job, in_stages=of_stages is not None)
+        if cuts and (with_others := ranks.same_batch or ranks.experts) is not None:
+            refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
             others = OtherSlices(with_others)
-        ranks = in_job if in_job is not None and in_job.shares_params else None
-        built = build(model, config, device, own, in_job, cuts)
+        built = build(model, config, device, own, ranks, cuts)
         self.decision, params = built.decision, built.params
         self.params = params
         params.of_stages = of_stages or {}
-        alone, overlap = ranks is None or ranks.size == 1, config.overlap
+        alone, shared, overlap = ranks.size == 1, ranks.shares_params, config.overlap
 
         mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
         transfers = Transfers(mover, beside=overlap)
@@ -115,21 +115,21 @@ class Engine:
 
         exposure = Exposure(params, store, state)
         updates = self.updates = Updates(
-            store, state, exposure, self.write_observers, rule, built.first_use, alone=ranks is None, slots=slots,
+            store, state, exposure, self.write_observers, rule, built.first_use, alone=not shared, slots=slots,
             threads=config.update_threads,
         )  # fmt: skip
         saved_weights = SavedWeights(manager, lock, observers)
         calls = Calls(manager, exposure)
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
-        stages = None if in_job is None or of_stages is None else in_job.stages
+        stages = None if of_stages is None else ranks.stages
         norms = GradientNorms(
             params.handles, others, stages, copies=[] if stages is None else params.copies(stages.rank),
-            knows_all=in_job is None or not in_job.slice_ or in_job.is_one_model,
+            knows_all=not ranks.slice_ or ranks.is_one_model,
         )  # fmt: skip
         gradients = GradientStore(
             params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
-            working_set=store.working_set if ranks is not None or store.moves else 0,
-            transfers=transfers, lands_behind=overlap and ranks is None and device.tier is Tier.GPU, norms=norms,
+            working_set=store.working_set if shared or store.moves else 0,
+            transfers=transfers, lands_behind=overlap and not shared and device.tier is Tier.GPU, norms=norms,
         )  # fmt: skip
         activations = self.activations = make_activation_store(
             store, calls, built.decision.offload_activations, overlap
@@ -139,14 +139,16 @@ class Engine:
             params, state, mover, rule, updates, gradients, scaling, transient=config.gradients == "transient"
         )
 
-        shards = reduction = None
-        if ranks is not None:
+        company, shards = Company(ranks, mover), None
+        kind = UsedAtOnce if in_backward.transient else GradientSink
+        sink = kind(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
+        if shared:
             exchange = built.decision.problem.exchange
-            shards = Shards(
+            company = shards = Shards(
                 ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds,
                 follows=overlap and ranks.context is None,  # whose attention asks in between
             )  # fmt: skip
-            reduction = Reduction(
+            sink = reduction = Reduction(
                 shards, store, state, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
                 gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward,
                 staging=behind, sums_each_backward=config.gradients == "retain",
@@ -154,11 +156,10 @@ class Engine:
             shards.connect(reduction)
             if not alone:
                 manager.gather_from(shards)
-        self.shards = shards
+        self.shards = company
         by_names = self.by_names = ByName(
-            params.handles, store,
-            observers=self.write_observers, shards=shards, agree=partial(agree_on_values, shards),
-            slices=others, all_agree=in_job is not None and in_job.experts is not None,
+            params.handles, store, observers=self.write_observers, company=company,
+            slices=others, all_agree=ranks.experts is not None,
         )  # fmt: skip
         trained = TrainedParams(
             params,
@@ -173,33 +174,33 @@ class Engine:
         forward = self.forward = ForwardPass(
             store, state, calls, lock=lock, observers=observers, exposure=exposure, saved_weights=saved_weights,
             activations=activations, updates=updates, trained=trained,
-            begin_step=(lambda: None) if alone or shards is None else shards.begin_step,
+            begin_step=company.begin_step,
         )  # fmt: skip
         backward = self.backward = BackwardPass(
             params, store, state, calls, lock=lock, observers=observers, exposure=exposure, activations=activations,
             gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward, by_names=by_names,
-            reduction=reduction,
+            sink=sink,
         )  # fmt: skip
         recovery = self.recovery = Recovery(
             params, store, state, forward, backward, exposure, activations, gradients, updates
         )
         self.stepping = Stepping(
             params, store, state, rule, gradients=config.gradients, backward=backward, scaling=scaling,
-            updates=updates, exposure=exposure, recovery=recovery, observers=self.write_observers, shards=shards,
-            reduction=reduction, slices=others,
+            updates=updates, exposure=exposure, recovery=recovery, observers=self.write_observers, company=company,
+            slices=others,
         )  # fmt: skip
 
         self.reads = StrayReads(forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, self.write_observers, lock)
         self.gathering = Gathering(by_names, store, self.write_observers, opened=forward.opened)
         self.adoption = Adoption(
-            params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shards is not None
+            params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shared
         )
         if store.durable is not None:
             self.write_observers.append(ChangedChunks(store.chunks))
         state.mark_made()
         if fill is not None:
-            fill(by_names, in_job)
+            fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)
         mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
@@ -240,10 +241,8 @@ class Engine:
         for part in (self.updates, self.store.manager, self.activations):
             part.close()
         take_apart(self.store.chunks, self.params.handles)
-        if self.shards is not None:
-            self.shards.close()
-        if self.ranks is not None:
-            self.ranks.close()
+        self.shards.close()
+        self.ranks.close()
         if self.store.spill is not None:
             self.store.spill.close()
         if self.store.durable is not None:

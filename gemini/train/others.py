@@ -7,14 +7,14 @@ import weakref
 from torch import nn
 
 from gemini.ranks.agreement import Point
-from gemini.ranks.group import Ranks
 from gemini.train.context.parallel import divide_sequences
 from gemini.train.context.same_batch import compare_first_batch
+from gemini.train.sharding.company import Company
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts
 
 
-def join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: str, spread: SpreadExperts | None) -> None:
+def join_others(model: nn.Module, company: Company, kind: str, spread: SpreadExperts | None) -> None:
     """Put it around the modules of ``model``.
 
     Args:
@@ -23,11 +23,11 @@ def join_others(model: nn.Module, ranks: Ranks, shards: Shards | None, kind: str
     """
 
     # What transformers knows of attention outlives the model.
-    reference = None if shards is None else weakref.ref(shards)
+    reference, ranks = weakref.ref(company), company.ranks
 
     def meet() -> None:
-        found = None if reference is None else reference()
-        assert found is not None, "ranks with parts of a sequence share params"
+        found = reference()
+        assert isinstance(found, Shards), "ranks with parts of a sequence share params"
         found.meet(Point.CONTEXT)
 
     divided = divide_sequences(model, ranks, kind, meet)

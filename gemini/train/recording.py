@@ -60,7 +60,7 @@ class Recording:
         self._recorder = Recorder(engine.store.device.synchronize)
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__
-        ranks = 1 if engine.shards is None else engine.shards.ranks.size * engine.shards.ranks.num_replicas
+        ranks = engine.ranks.everyone.size
         self._ranks = ranks
         self._title = f"{self._name}, {engine.config.precision}, {engine.store.device.name}"
         self._title += f", 1 of {ranks} ranks" if ranks > 1 else ""

@@ -13,7 +13,7 @@ from gemini.planning.layout import Layout
 from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
 from gemini.tiers import Ledger, Tier
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.company import Company
 from gemini.train.update.guess import GuessRecord
 
 _FOR_RANKS = ("other ranks", Track.GATHER.value, Track.REDUCE.value)
@@ -109,7 +109,7 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
 
 
 def make_report(
-    store: ChunkStore, layout: Layout, shards: Shards | None, guesses: GuessRecord, tile_tokens: int | None = None,
+    store: ChunkStore, layout: Layout, company: Company, guesses: GuessRecord, tile_tokens: int | None = None,
     kept: Iterable[str] = (),
 ) -> MemoryReport:  # fmt: skip
     """The report of a model as it stands, nothing being in flight.
@@ -133,8 +133,8 @@ def make_report(
         report["allocator"] = allocator
     report["moved"] = dict(sorted(store.mover.watch.moved_last_step.counts().items()))
     report["stalls"] = dict(store.mover.watch.stalls)
-    if shards is not None:
-        report["sent"] = dict(sorted(shards.sent_last_step.items()))
+    if company.ranks.shares_params:
+        report["sent"] = dict(sorted(company.sent_last_step.items()))
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = layout.ranks  # each holds an equal shard

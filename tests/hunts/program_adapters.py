@@ -83,7 +83,11 @@ ADAPTER_HABITS: dict[str, Habit] = {
         side.lay_out()
         try:
             with torch.no_grad(), model.disable_adapter():
-                side.see("merged and off", take(model, {call}(batch(side, 70 + step))))
+                first = take(model, {call}(batch(side, 70 + step)))
+                side.lay_out()
+                side.see("unmerged and off", take(model, {call}(batch(side, 70 + step))))
+            if "OFT" not in str(model.peft_config["default"].peft_type):  # transposes weights in memory
+                side.see("merged and off", first)
         finally:
             model.unmerge_adapter()
             side.lay_out()
@@ -155,7 +159,9 @@ ADAPTER_HABITS: dict[str, Habit] = {
         if step == 1:
             folder = side.folder("adapter")
             model.save_pretrained(folder)
-            opened = peft.PeftModel.from_pretrained(side.cast(Model()), folder, autocast_adapter_dtype=False)
+            with torch.random.fork_rng():
+                torch.manual_seed(7)  # what the file lacks (pruned weights) is drawn
+                opened = peft.PeftModel.from_pretrained(side.cast(Model()), folder, autocast_adapter_dtype=False)
             side.see("saved", sorted(peft.get_peft_model_state_dict(opened)))
             side.see("saved values", [v for _, v in sorted(peft.get_peft_model_state_dict(opened).items())])
         """,

@@ -6,6 +6,8 @@ what, into the same objects or into new ones.
 
 from __future__ import annotations
 
+import re
+
 from tests.hunts.program_parts import Habit
 from tests.hunts.program_parts import make_habit as _habit
 
@@ -30,13 +32,14 @@ def _anew(order: str) -> Habit:
 
 
 def _back(order: str) -> Habit:
+    name = re.sub(r"\W+", "_", order)  # a program may have several of these
     return _habit(
         "before",
         f"""
         if step == 1:
-            saved = side.saved(model, optimizer, scheduler, {order!r})
+            saved_{name} = side.saved(model, optimizer, scheduler, {order!r})
         if step == 2:
-            side.restore(saved, model, optimizer, scheduler, {order!r})
+            side.restore(saved_{name}, model, optimizer, scheduler, {order!r})
         """,
     )
 

@@ -32,6 +32,7 @@ from gemini import kernels_reference as reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
+from gemini.ranks.group import Ranks, alone
 from gemini.tiers import Tier
 from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
@@ -57,18 +58,18 @@ class Where:
     speculates: bool = False
     durable: bool = False
 
-    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Any = None) -> gemini.GeminiConfig:
+    def config(self, model: nn.Module, precision: str, folder: Path, ranks: Ranks | None = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
         if self.static is None:
             return self._config(precision, gemini.MemoryBudget(cpu="256MiB"), model)
         sizes: dict[str, Any] = {"cpu": "256MiB", "nvme": "256MiB", "nvme_path": folder, "durable": self.durable}
         if self.device == "standin":
             sizes["gpu"] = "256MiB"
-        device = make_device(self.device)
+        device, ranks = make_device(self.device), ranks or alone()
         decision = decide(model, self._config(precision, gemini.MemoryBudget(**sizes), model), device, ranks)
         needed = bytes_per_tier(decision.problem, decision.placement)
         needed[device.tier] += self.slack * decision.problem.working_set
-        local = 1 if ranks is None else ranks.local_size  # which divide the memory and the drive of their machine
+        local = ranks.local_size  # which divide the memory and the drive of their machine
         sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
         sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
         return self._config(precision, gemini.MemoryBudget(**sizes), model)
@@ -355,7 +356,7 @@ class ManagedSide(Side):
 
     managed = True
 
-    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Any = None):
+    def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Ranks | None = None):
         self._how_managed, self._stores = (where, ranks), itertools.count()
         super().__init__(model, precision, folder)
         self.model = model = self.another(model)

@@ -177,7 +177,7 @@ def run(job: Job) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         engine.check_invariants()
-        out.sent.append(dict(engine.shards.sent_last_step) if engine.shards is not None else {})
+        out.sent.append(dict(engine.shards.sent_last_step))
     out.num_gathers = engine.store.manager.num_gathers
     for handle in engine.params.handles:
         for kind in handle.chunk.planes:

@@ -322,7 +322,7 @@ def _batch(play: Play, step: int, number: int) -> torch.Tensor:
 
 
 def _num_behind(managed: Any) -> int:
-    replicas = managed._gemini_engine.stepping._reduction._replicas
+    replicas = managed._gemini_engine.backward.sink._replicas
     return 0 if replicas is None else replicas.num_behind
 
 

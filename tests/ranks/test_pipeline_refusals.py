@@ -169,7 +169,7 @@ def test_a_batch_that_one_stage_cannot_take_is_refused_by_all(how: str, pool_of:
     assert first[0] == second[0] == first[2] == second[2] and first[0].startswith("loss ")
     if how == "refused":
         assert second[1].startswith("ValueError: input_ids has 15 samples")
-        assert first[1].startswith("RankMismatch: rank 1 refuses its batch: input_ids has 15 samples")
+        assert first[1].startswith("RankMismatch: rank 1 refused the batch: input_ids has 15 samples")
     else:
         words = "RankMismatch: the batch of rank 1 has another input_ids than that of rank 0 (['(8, 12) int64'] against"
         assert first[1] == second[1] and first[1].startswith(words)

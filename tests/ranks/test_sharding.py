@@ -108,7 +108,7 @@ def a_group_of_some() -> int:
     groups = [dist.new_group(r) for r in ([0], [1, 2], [3])]
     model = small(process_group=next(g for g in groups if dist.get_rank() in dist.get_process_group_ranks(g)))
     engine = model._gemini_engine
-    assert (engine.shards is None) == (len(ranks) == 1)
+    assert engine.ranks.shares_params == (len(ranks) > 1)
     return engine.decision.problem.layout.ranks
 
 

@@ -151,9 +151,19 @@ def test_casting_and_moving(model: Any) -> None:
             change()
     with pytest.raises((gemini.GeminiError, AssertionError, RuntimeError), match="(?i)managed|cuda|nvidia"):
         model.cuda()
-    assert model.to("cpu") is model and model.bfloat16() is model and model.cpu() is model
-    assert model.to(torch.bfloat16) is model and model.to(device="cpu", dtype=torch.bfloat16) is model
+    assert model.to("cpu") is model and model.cpu() is model and model.to(model.device) is model
     assert model.model.rotary_emb.inv_freq.dtype is torch.float32  # nothing was cast on the way
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_swapping_a_param_that_no_optimizer_has(place: int, tmp_path: Path) -> None:
+    model = wrap(nn.Linear(8, 8), "ram", tmp_path)
+    before = model.full_param("weight")
+    params = [model.weight]
+    params.insert(place, nn.Parameter(torch.ones(8)))
+    with pytest.raises(gemini.ParamAccessError, match="swap_tensors of a managed param"):
+        torch.utils.swap_tensors(*params)
+    assert same_bits(model.full_param("weight"), before) and bool((params[place] == 1).all())
 
 
 def test_casting_a_part(model: Any) -> None:

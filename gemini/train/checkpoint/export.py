@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.errors import RankLost, RankMismatch, StorageError
+from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import FilePlane
 from gemini.planning.planes import WEIGHTS
+from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
@@ -33,8 +34,7 @@ from gemini.train.modules.reading import is_a
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
 from gemini.train.params.state_dict import own_state
-from gemini.train.sharding.consensus import tell
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.company import Company
 
 
 class Export:
@@ -45,17 +45,17 @@ class Export:
         compute: dtype of the weights, but for those that stay in fp32.
         dtype: in which they are written: as they are, if None, or fp32, which are the exact masters.
         params: of the model, which knows those of other stages.
-        ranks: None in one process.
+        company: who shares the model.
     """
 
     def __init__(
         self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, params: ParamSet, ranks: Ranks | None, shards: Shards | None, compute: torch.dtype,
+        by_names: ByName, params: ParamSet, company: Company, compute: torch.dtype,
         dtype: torch.dtype | None,
     ):  # fmt: skip
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
-        self._by_names, self._ranks, self._shards = by_names, ranks, shards
+        self._by_names, self._ranks, self._company = by_names, company.ranks, company
         self._compute, self._dtype = compute, dtype or compute
         if self._dtype not in (compute, torch.float32):
             raise ValueError(
@@ -74,64 +74,45 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        if ranks is not None and (ranks.parts is not None or ranks.experts is not None):
+        if ranks.parts is not None or ranks.experts is not None:
             return self._run_in_parts(ranks)
-        if self._shards is None:
-            with _naming_the_disk(self._directory):
-                self._collect()
-                return self._write()
         result: Any = None
-        failure: BaseException | None = None
-        if self._shards.ranks.is_first:
-            try:
-                with _naming_the_disk(self._directory):
-                    self._collect()
-            except (RankLost, RankMismatch):  # the others heard of it, or never will
-                raise
-            except BaseException as e:
-                failure = e
-        self._shards.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-        if self._shards.ranks.is_first and failure is None:
-            try:
-                with _naming_the_disk(self._directory):
-                    result = self._write()
-            except BaseException as e:
-                failure = e
-        self._shards.ranks.waiting.wait_for_all("save_pretrained")
-        tell(self._shards.ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
+        attempt = Attempt(BaseException)
+        if ranks.is_first:
+            with attempt, _naming_the_disk(self._directory):
+                self._collect()
+        self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
+        if ranks.is_first and attempt.refusal is None:
+            with attempt, _naming_the_disk(self._directory):
+                result = self._write()
+        self._end_together(attempt)
         return result
+
+    def _end_together(self, attempt: Attempt) -> None:
+        """What has failed on one rank has failed on all."""
+        self._ranks.waiting.wait_for_all("save_pretrained")
+        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, attempt.refusal)
 
     def _run_in_parts(self, ranks: Ranks) -> Any:
         """The same of a model in slices or stages: one rank of each reads, and the first of these writes."""
-        shards, result = self._shards, None
+        result: Any = None
         reads, writes = ranks.reads_parts, ranks.is_first and ranks.part_rank == 0
-        failure: BaseException | None = None
+        attempt = Attempt(BaseException)
         if writes:
-            try:
-                with _naming_the_disk(self._directory):
-                    self._begin()
-            except BaseException as e:
-                failure = e
+            with attempt, _naming_the_disk(self._directory):
+                self._begin()
         views: dict[str, torch.Tensor] = {}
         for name, whole in self._wholes(ranks) if reads else ():
-            if writes and failure is None and not self._is_given():
-                try:
-                    with _naming_the_disk(self._directory):
-                        kept = self._file_backed(whole.numel(), whole.dtype).copy_(whole.reshape(-1))
-                        views[name] = kept.view(whole.shape)
-                except BaseException as e:
-                    failure = e
-        if shards is not None:
-            shards.meet_all(Point.EXPORT)
-        if writes and failure is None:
-            try:
-                with _naming_the_disk(self._directory):
-                    self._give(views)
-                    result = self._write()
-            except BaseException as e:
-                failure = e
-        ranks.waiting.wait_for_all("save_pretrained")
-        tell(ranks.writers, "save_pretrained", failure, directory=Path(self._directory).name)
+            if writes and attempt.refusal is None and not self._is_given():
+                with attempt, _naming_the_disk(self._directory):
+                    kept = self._file_backed(whole.numel(), whole.dtype).copy_(whole.reshape(-1))
+                    views[name] = kept.view(whole.shape)
+        self._company.meet_all(Point.EXPORT)
+        if writes and attempt.refusal is None:
+            with attempt, _naming_the_disk(self._directory):
+                self._give(views)
+                result = self._write()
+        self._end_together(attempt)
         return result
 
     def _wholes(self, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +170,8 @@ class Export:
                 state[name] = views[handle.whole_name]
             elif isinstance(value, torch.Tensor):
                 state[name] = value.detach().cpu()
-        state.update((name, value) for name, value in views.items() if name not in state)
+        own = {handle.whole_name for handle in self._by_names.handles}  # in the state already, by the names of now
+        state.update((name, value) for name, value in views.items() if name not in own)
         self._kwargs = {**self._kwargs, "state_dict": state}
 
     def _write(self) -> Any:
@@ -211,8 +193,7 @@ class Export:
         plane, slot, dtype = handle.chunk.weights, handle.slot, self._dtype_of(handle)
         if not slot.numel:  # no file of no bytes can be mapped
             return torch.empty(0, dtype=dtype, device="cpu")
-        is_whole = self._shards is None or self._shards.ranks.size == 1
-        if is_whole and plane.dtype == dtype:
+        if self._ranks.size == 1 and plane.dtype == dtype:
             if isinstance(plane, FilePlane):
                 return plane.mapped(slot.start, slot.stop)
             view = plane.host_view(slot.start, slot.stop)

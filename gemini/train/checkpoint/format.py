@@ -19,14 +19,17 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta
 
+from gemini import schema
 from gemini.errors import StorageError
-from gemini.planning.planes import ADAM, PRECISIONS, RuleSpec, plane_specs, precision_of
+from gemini.planning.planes import ADAM, RuleSpec, plane_specs, precision_of
 from gemini.train.checkpoint.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 from gemini.train.params.tensor_slice import TensorSlice
@@ -40,24 +43,22 @@ MANIFEST = "manifest.json"
 VALUES = "values.safetensors"
 """The file of tensors that are not masters or states: buffers, RNGs, what modules, scheduler and ``extra`` hold."""
 
-T = TypeVar("T")
-Reader = Callable[[Any, str], T]
-"""Turns a value of a manifest into what it stands for, given its place in words.
-
-Raises:
-    Malformed: naming the place, for what cannot stand there.
-"""
+Count = Annotated[int, Meta(ge=0, lt=2**53)]
+Size = Annotated[int, Meta(ge=0, lt=2**48)]
+Crc = Annotated[int, Meta(ge=0, lt=2**32)]
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[float, Meta(ge=0, lt=2**63)]
+"""Finite, not negative, of the type that it has."""
 
 
-class SavedParam(NamedTuple):
+class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A param: its whole shape, its updates, whether there are states of it, how it was cut into slices (dim, groups
     and size of :class:`TensorSlice`, or None), whether it is bytes of codes, and whether it stays in fp32.
     """
 
-    shape: tuple[int, ...]
-    step: int
+    shape: tuple[Size, ...]
+    step: Count
     trained: bool
-    cut: tuple[int, ...] | None = None
+    cut: tuple[Crc, ...] | None = None
     coded: bool = False
     fp32: bool = False
 
@@ -66,39 +67,40 @@ class SavedParam(NamedTuple):
         return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
 
 
-class SavedTensor(NamedTuple):
+class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor in a file: elements ``[start, ...)`` of what is called ``of`` or of a slice of it, with the CRC-32 of
     each piece.
     """
 
     of: str
-    start: int
-    sums: tuple[int, ...]
-    slice: int = 0
+    start: Annotated[int, Meta(ge=0, lt=2**62)]
+    sums: tuple[Crc, ...]
+    slice: Annotated[int, Meta(ge=0, lt=2**32)] = 0
 
 
-class SavedFile(NamedTuple):
+class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file: the CRC-32 of its header, and its tensors by their names in it."""
 
-    header: int
+    header: Crc
     tensors: dict[str, SavedTensor]
 
 
-class Manifest(NamedTuple):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
-    version: int
-    precision: str
-    rule: RuleSpec
+    format: str = FORMAT
+    version: Annotated[int, Meta(ge=READABLE[0], le=READABLE[-1])]
+    precision: Literal["bf16", "fp16", "fp32"]
+    rule: RuleSpec = ADAM
     """Of the updates: Adam where a checkpoint does not say it."""
-    exact: tuple[str, ...]
+    exact: tuple[str, ...] = ()
     """Of a rule with compact states: the params whose states are exact."""
-    piece: int
+    piece: Annotated[int, Meta(ge=1, lt=2**48)]
     """Elements of a checksum."""
     params: dict[str, SavedParam]
     files: dict[str, SavedFile]
-    loss_scale: dict[str, float] | None
-    scheduler_kind: str | None
+    loss_scale: dict[str, Number] | None
+    scheduler_kind: str | None = None
     """The name of its class; None without one, and in checkpoints that do not say it."""
     scheduler: Any
     groups: Any
@@ -106,7 +108,7 @@ class Manifest(NamedTuple):
     buffers: Any
     extra: Any
     rng: Any
-    factors: Any
+    factors: Any = None
     """None in checkpoints of rules without any."""
 
 
@@ -242,38 +244,12 @@ def _manifest_of(data: Any) -> Manifest:
     Raises:
         Malformed: naming the place of a value that no checkpoint has.
     """
-    data = {
-        "scheduler_kind": None,
-        "rule": ADAM.to_body(),
-        "exact": [],
-        "factors": None,
-        **_fields(data, "the manifest"),
-    }
-    any_of = dict.fromkeys(("scheduler", "groups", "plain", "buffers", "extra", "rng", "factors"), _anything)
-    manifest: Manifest = _record(
-        Manifest,
-        version=_integer(READABLE[0], READABLE[-1] + 1),
-        precision=_one_of(PRECISIONS),
-        rule=_rule,
-        exact=_sequence(_text),
-        piece=_integer(1, 2**48),
-        params=_mapping(
-            _record(
-                SavedParam,
-                ("cut", "coded", "fp32"),
-                shape=_sequence(_integer(0, 2**48)),
-                step=_COUNT,
-                trained=_flag,
-                cut=_sequence(_integer(0, 2**32)),
-                coded=_flag,
-                fp32=_flag,
-            )
-        ),  # fmt: skip
-        files=_mapping(_record(SavedFile, header=_CRC, tensors=_mapping(_TENSOR))),
-        loss_scale=_or_none(_mapping(_number)),
-        scheduler_kind=_or_none(_text),
-        **any_of,
-    )({name: value for name, value in data.items() if name != "format"}, "the manifest")
+    if isinstance(data, dict) and "rule" in data:
+        data = {**data, "rule": _rule_of(data["rule"])}
+    try:
+        manifest = schema.read(data, Manifest, "the manifest")
+    except ValueError as e:
+        raise Malformed(str(e)) from e
     if (manifest.loss_scale is None) != (manifest.precision != "fp16"):
         raise Malformed(f"loss_scale does not belong to {manifest.precision}")
     if VALUES not in manifest.files:
@@ -282,6 +258,13 @@ def _manifest_of(data: Any) -> Manifest:
         if "/" in name or "\0" in name or name.startswith(".") or not name.endswith(".safetensors"):
             raise Malformed(f"files has {name!r}, which is no name of a file of a checkpoint")
     return manifest
+
+
+def _rule_of(body: Any) -> RuleSpec:
+    try:
+        return RuleSpec.from_body(body)
+    except (TypeError, ValueError, OverflowError) as e:
+        raise Malformed(f"rule is {schema.shown(body)}, and no update rule: {e}") from e
 
 
 def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
@@ -300,7 +283,8 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
             if len(entry.sums) != pieces:
                 raise Malformed(f"files.{name}.{tensor} has {len(entry.sums)} checksums of {pieces} pieces")
     values = manifest.files[VALUES].tensors
-    if any(str(i) not in values or values[str(i)][:2] != (str(i), 0) for i in range(len(values))):
+    numbered = ((number, values.get(number)) for number in map(str, range(len(values))))
+    if any(entry is None or (entry.of, entry.start) != (number, 0) for number, entry in numbered):
         raise Malformed(f"files.{VALUES} is not a list of tensors")
     _compare_parts(manifest, opened)
 
@@ -357,10 +341,10 @@ def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
     if param.cut is None:
         return param.shape
     if len(param.cut) != 3:
-        raise Malformed(f"params.{name}.cut is {_shown(param.cut)}, and no dim, groups and size")
+        raise Malformed(f"params.{name}.cut is {schema.shown(param.cut)}, and no dim, groups and size")
     dim, groups, size = param.cut
     if dim >= len(param.shape) or groups < 1 or size < 2 or param.shape[dim] % (groups * size):
-        raise Malformed(f"params.{name}.cut is {_shown(param.cut)}, which does not divide {list(param.shape)}")
+        raise Malformed(f"params.{name}.cut is {schema.shown(param.cut)}, which does not divide {list(param.shape)}")
     cut = param.slice_of(0)
     assert cut is not None
     return cut.own_shape
@@ -373,102 +357,3 @@ def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
 
 def _often(start: int, end: int) -> str:
     return "nowhere" if start > end else "twice"
-
-
-# ---- readers of single values ----------------------------------------------------------------------------------------
-
-
-def _anything(value: Any, where: str) -> Any:
-    return value
-
-
-def _integer(low: int, high: int) -> Reader[int]:
-    def read_integer(value: Any, where: str) -> int:
-        if type(value) is not int or not low <= value < high:
-            raise Malformed(f"{where} is {_shown(value)}, and no integer from {low} to {high - 1}")
-        return value
-
-    return read_integer
-
-
-def _number(value: Any, where: str) -> float:
-    """Finite, not negative, of the type it has."""
-    if type(value) not in (int, float) or not 0 <= value < 2**63:
-        raise Malformed(f"{where} is {_shown(value)}, and no number from 0 to 2**63")
-    return value
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise Malformed(f"{where} is {_shown(value)}, and neither true nor false")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise Malformed(f"{where} is {_shown(value)}, and no text")
-    return value
-
-
-def _rule(value: Any, where: str) -> RuleSpec:
-    try:
-        return RuleSpec.from_body(value)
-    except (TypeError, ValueError, OverflowError) as e:
-        raise Malformed(f"{where} is {_shown(value)}, and no update rule: {e}") from e
-
-
-def _one_of(names: tuple[str, ...]) -> Reader[str]:
-    def read_name(value: Any, where: str) -> str:
-        if value not in names:
-            raise Malformed(f"{where} is {_shown(value)}, and none of {', '.join(names)}")
-        return value
-
-    return read_name
-
-
-def _or_none(reader: Reader[T]) -> Reader[T | None]:
-    return lambda value, where: None if value is None else reader(value, where)
-
-
-def _sequence(reader: Reader[T]) -> Reader[tuple[T, ...]]:
-    def read_sequence(value: Any, where: str) -> tuple[T, ...]:
-        if not isinstance(value, list):
-            raise Malformed(f"{where} is {_shown(value)}, and no list")
-        return tuple(reader(v, f"{where}[{i}]") for i, v in enumerate(value))
-
-    return read_sequence
-
-
-def _fields(value: Any, where: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Malformed(f"{where} is {_shown(value)}, and no object")
-    return value
-
-
-def _mapping(reader: Reader[T]) -> Reader[dict[str, T]]:
-    return lambda value, where: {name: reader(v, f"{where}.{name}") for name, v in _fields(value, where).items()}
-
-
-def _record(made: Callable[..., T], optional: tuple[str, ...] = (), /, **fields: Reader[Any]) -> Reader[T]:
-    """``optional``: fields that may be missing, where ``made`` has a default."""
-
-    def read_record(value: Any, where: str) -> T:
-        different = sorted((_fields(value, where).keys() ^ fields.keys()) - (set(optional) - value.keys()))
-        if different:
-            raise Malformed(f"{where} {'lacks' if different[0] in fields else 'has no use for'} {different[0]!r}")
-        return made(
-            **{name: reader(value[name], f"{where}.{name}") for name, reader in fields.items() if name in value}
-        )
-
-    return read_record
-
-
-def _shown(value: Any) -> str:
-    """Short, whatever it is."""
-    return f"a {type(value).__name__}" if isinstance(value, (dict, list, str)) and len(value) > 20 else repr(value)[:80]
-
-
-_COUNT, _CRC = _integer(0, 2**53), _integer(0, 2**32)
-_TENSOR = _record(
-    SavedTensor, ("slice",), of=_text, start=_integer(0, 2**62), sums=_sequence(_CRC), slice=_integer(0, 2**32)
-)  # fmt: skip

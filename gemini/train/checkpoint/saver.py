@@ -185,7 +185,7 @@ class Saver(WriteObserver):
         assert self._parts is not None
         (writer, group, device), self._parts = self._parts, None
         ranks = Handshake(group, f"saving the checkpoint {self._final}")
-        del group  # not held beyond the end of the program (sharding/consensus.py)
+        del group  # not held beyond the end of the program (ranks/waiting.py)
         writer.write(ranks, device, buffer, self._in_order)
 
     def _in_order(self, pieces: list[P]) -> Iterator[P]:

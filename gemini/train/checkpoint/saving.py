@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
+from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.handshake import Handshake
 from gemini.train.checkpoint import format as checkpoint_format
@@ -43,7 +43,6 @@ from gemini.train.gradients.scaled_backward import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamSet
-from gemini.train.sharding.consensus import agree
 from gemini.train.write_observers import ChangedChunks
 
 
@@ -93,8 +92,7 @@ def save_checkpoint(
             dense tensors, by name. Nothing was written.
     """
     engine = _engine(model)
-    refusal: Exception | None = None
-    try:
+    with Attempt() as attempt:
         final = place_of(directory)
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
@@ -121,33 +119,28 @@ def save_checkpoint(
         )  # fmt: skip
         own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
-    except Exception as e:
-        refusal = e
     ranks = engine.ranks
-    if ranks is not None:
-        ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
-    name = Path(os.fsdecode(directory)).name
-    agree(ranks, engine.shards, Point.SAVE_CHECKPOINT, "save_checkpoint", refusal, directory=name)
+    ranks.refuse_one_folder("save_checkpoint", os.path.abspath(directory))
+    engine.shards.agree_on_folder(Point.SAVE_CHECKPOINT, "save_checkpoint", directory, attempt.refusal)
     writer: Writer | Commit
-    is_writing = engine.shards is None or engine.shards.ranks.writes
     handles, tile = engine.params.handles, engine.store.mover.tile
-    if ranks is not None and engine.params.of_stages:
+    if engine.params.of_stages:
         draft = make_draft(joined(ranks.waiting.exchange(own, "saving a checkpoint"), engine.params.of_stages))
         assert ranks.stages is not None
         copies = engine.params.copies(ranks.stages.rank)
         handles = [handle for handle in handles if handle not in copies]
-    if ranks is not None and not ranks.writes_uncut:
+    if not ranks.writes_uncut:
         handles = [handle for handle in handles if handle.cut is not None]
-    if ranks is not None and ranks.part_rank:
+    if ranks.part_rank:
         draft = draft._replace(rng=None)
-    sources = sources_of(handles) if is_writing else []
+    sources = sources_of(handles) if ranks.writes else []
     if store is not None and commits:
         changed = next(one for one in engine.write_observers if isinstance(one, ChangedChunks))
         in_flight = {index: job for index, job in engine.updates.pending.items() if not job.is_complete()}
         writer = Commit(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         writer = Writer(final, draft, sources, tile)
-    saver = Saver(writer, None if ranks is None else ranks.waiting.group, engine.store.device)
+    saver = Saver(writer, ranks.waiting.group, engine.store.device)
     if wait:
         saver.run(engine.store.mover)
     else:
@@ -186,9 +179,8 @@ def _load(
 ) -> Any:
     """What is entered in ``using`` is held until the caller leaves it."""
     engine = _engine(model)
-    refusal: Exception | None = None
     opened: Mapping[str, TensorFile]
-    try:
+    with Attempt() as attempt:
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
         for pending in pending_in(engine.write_observers):
@@ -210,12 +202,9 @@ def _load(
         engine.recovery.forget_interrupted()
         engine.updates.forget()
         engine.store.manager.drain()
-    except Exception as e:
-        refusal = e
-    name, others = Path(os.fsdecode(directory)).name, engine.ranks
-    agree(others, engine.shards, Point.LOAD_CHECKPOINT, "load_checkpoint", refusal, directory=name)
+    engine.shards.agree_on_folder(Point.LOAD_CHECKPOINT, "load_checkpoint", directory, attempt.refusal)
 
-    ranks = Handshake(None if others is None else others.waiting.group, f"loading the checkpoint {path}")
+    ranks = Handshake(engine.ranks.waiting.group, f"loading the checkpoint {path}")
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
@@ -224,7 +213,7 @@ def _load(
             rest.load_model(ranks, writing)
             ranks.step(lambda: reader.read(engine.write_observers), lambda _: None)
             engine.stepping.restored()
-            rest.put_back(0 if others is None else others.everyone.rank)
+            rest.put_back(engine.ranks.everyone.rank)
         except BaseException as e:
             if reader.started:
                 engine.state.mark_corrupted(e)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from gemini.ranks.group import checksum_of
+from gemini.ranks.facts import checksum_of
 from gemini.ranks.mesh import place_in, size_of
 
 MARK = "sequence_part"

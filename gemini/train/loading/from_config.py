@@ -109,14 +109,13 @@ class DrawnModel(Skeleton):
         empties = replace_by_stand_ins(self.model)
         self._expected = [empties.get(key) for key in to_meta.registered]
 
-    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         pager = Pager(homes)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()
         self._swap_params(homes)
         pager.finish()
-        if ranks is not None:
-            ranks.take_from_first(dict(self.model.named_buffers()))
+        ranks.take_from_first(dict(self.model.named_buffers()))
         return self.model
 
     def _swap_params(self, homes: ByName) -> None:

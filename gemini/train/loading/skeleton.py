@@ -37,7 +37,7 @@ class Skeleton(ABC):
         return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self.fill)
 
     @abstractmethod
-    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 
@@ -76,9 +76,9 @@ def generators_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def generator_of_first(ranks: Ranks | None) -> Iterator[None]:
+def generator_of_first(ranks: Ranks) -> Iterator[None]:
     """All ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
-    if ranks is None:
+    if ranks.are_alone:
         yield
         return
     own = torch.get_rng_state()

@@ -71,7 +71,7 @@ class StoredModel(Skeleton):
         away = _ReadAtTouch(self._params, self._source.missing, self.read)
         buffers = dict(self._stored.named_buffers())
         self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
-        self._initialize(self._params.values(), None)
+        self._initialize(self._params.values())
         for param in self._params.values():
             if id(param) in self._drawn and isinstance(param, PagedParameter):
                 away.bring_in(param)
@@ -86,11 +86,10 @@ class StoredModel(Skeleton):
         refuse_unwrappable(self.model, partial(managed_class, face=GeminiDDP))
         self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
 
-    def fill(self, homes: ByName, ranks: Ranks | None) -> nn.Module:
+    def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         handles = {id(handle.param): handle for handle in homes.handles}
-        if ranks is not None:
-            kept = {handles[key].name: value for key, value in self._kept.items()}
-            ranks.take_from_first(kept, of_job=True)  # they are whole, however they will be cut
+        kept = {handles[key].name: value for key, value in self._kept.items()}
+        ranks.take_from_first(kept, of_job=True)  # they are whole, however they will be cut
         places = {
             name: handles[id(param)]
             for name, param in self._params.items()
@@ -101,10 +100,10 @@ class StoredModel(Skeleton):
         self._stream(homes, places)
         if not self._is_adapted:
             pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in self._drawn])
-            self._initialize([handle.param for handle in homes.handles], ranks)
+            with generator_of_first(ranks):
+                self._initialize([handle.param for handle in homes.handles])
             pager.finish()
-        if ranks is not None:
-            ranks.take_from_first(dict(self.model.named_buffers()))
+        ranks.take_from_first(dict(self.model.named_buffers()))
         return self.model
 
     def read(self, name: str) -> torch.Tensor:
@@ -120,13 +119,13 @@ class StoredModel(Skeleton):
             self._read_each(note)
         return found[0]
 
-    def _initialize(self, params: Iterable[nn.Parameter], ranks: Ranks | None) -> None:
+    def _initialize(self, params: Iterable[nn.Parameter]) -> None:
         """Let transformers draw what the files lack, and compute the buffers that no file has."""
         for module in self._stored.modules():
             module._is_hf_initialized = False
         for param in params:
             param._is_hf_initialized = id(param) not in self._drawn  # type: ignore[attr-defined]
-        with generator_of_first(ranks), _apart(self._stored):
+        with _apart(self._stored):
             self._stored.initialize_weights()
 
     def _stream(self, homes: ByName, places: dict[str, ParamHandle]) -> None:

@@ -89,6 +89,28 @@ def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list
     return [whys.get(key, MADE) for key in kept]
 
 
+def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Collection[int]) -> None:
+    """Apply ``fn`` of ``model.to(...)`` to the buffers that it gives another dtype or device, as torch does.
+
+    Args:
+        kept: by their ``id``, the params that stay in fp32. Buffers of their modules stay as they are.
+    """
+    beside = {
+        id(part)
+        for module in model.modules()
+        if any(id(param) in kept for param in module._parameters.values())
+        for part in module.modules()
+    }
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or id(module) in beside:
+                continue
+            probe = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                module._buffers[name] = fn(buffer)
+
+
 def half_of(model: nn.Module) -> str | None:
     """The precision of a model all of whose params are bf16, or all fp16."""
     dtypes = {param.dtype for param in model.parameters()}

@@ -12,7 +12,6 @@ from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Facts, checksum_text, plain
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.passes.stepping import Stepping
-from gemini.train.sharding.alike import agree_on_values
 
 
 def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -36,9 +35,9 @@ def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
                 handle = handle_of(param)
                 if handle is not None:
                     values.update(_facts_of(handle, state["state"].get(key, {})))
-        return Facts(values, {})
+        return Facts(values)
 
-    agree_on_values(stepping.shards, Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts)
+    stepping.company.agree(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts)
 
 
 def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
@@ -56,15 +55,14 @@ def told_to_all(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         @wraps(method)
         def told(self: Any, *args: Any, **kwargs: Any) -> Any:
             stepping = _stepping_of(self)
-            shards = None if stepping is None else stepping.shards
-            if shards is None:
+            if stepping is None:
                 return method(self, *args, **kwargs)
-            before = shards.num_meetings
+            before = stepping.company.num_meetings
             try:
                 return method(self, *args, **kwargs)
             except Exception as e:
-                if shards.num_meetings == before:
-                    agree_on_values(shards, Point.LOAD_OPTIMIZER, doing, lambda: Facts({}, {}), e)
+                if stepping.company.num_meetings == before:
+                    stepping.company.agree(Point.LOAD_OPTIMIZER, doing, refusal=e)
                 raise
 
         return told

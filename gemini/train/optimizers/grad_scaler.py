@@ -25,7 +25,7 @@ from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, Scaling, sc
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.passes.stepping import stepping_of
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.company import Company
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -108,10 +108,11 @@ class GradScaler(torch.amp.GradScaler):
         plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
-        if not ready and (stepping.shards is None or not plain):
+        is_shared = stepping.company.ranks.shares_params
+        if not ready and not (is_shared and plain):
             return found
-        if stepping.shards is not None:
-            is_bad = _agree(stepping.shards, stepping.scaling, is_bad, has_plain=bool(plain), found=found)
+        if is_shared:
+            is_bad = _agree(stepping.company, stepping.scaling, is_bad, has_plain=bool(plain), found=found)
         stepping.scaling.mark_unscaled(ready)
         device = found_inf.device
         flag = torch.full_like(found_inf, float(is_bad))
@@ -165,7 +166,7 @@ def _handles_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
 
 
 def _agree(
-    shards: Shards, scaling: Scaling, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]
+    company: Company, scaling: Scaling, is_bad: bool, *, has_plain: bool, found: dict[torch.device, torch.Tensor]
 ) -> bool:
     """Whether any rank has found inf or NaN: gradients of plain params are each rank's own.
 
@@ -174,9 +175,9 @@ def _agree(
     """
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())
-    shards.meet(Point.SYNC_GRADS)
+    company.meet_all(Point.SYNC_GRADS)
     own = torch.tensor([float(is_bad), scaling.held.value], dtype=torch.float64, device="cpu")
-    rows = shards.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
+    rows = company.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()
     if len(set(scales)) > 1:
         listed = ", ".join(f"{scale:g}" for scale in scales)

@@ -23,17 +23,24 @@ from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Agree, value_facts
+from gemini.ranks.facts import Facts, value_facts
 from gemini.train.own_work import without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers
 
 
 class WholeValues(Protocol):
-    """Where a param is divided among ranks: who has all of it."""
+    """Those who share a model, be it one process: what they have of a param, and what they agree on."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+
+    def agree(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: BaseException | None = None) -> None:
+        """Every rank is about to write the same values, or none writes any."""
 
 
 class SliceValues(Protocol):
@@ -48,19 +55,19 @@ class ByName:
 
     Args:
         observers: told of every write.
-        shards: None in one process.
-        agree: refuses what ranks would write differently.
+        company: who shares the model.
         slices: of a model in slices, else None.
         all_agree: whether those who agree have other slices among them (``ep``).
     """
 
     def __init__(
         self, handles: list[ParamHandle], store: ChunkStore, *,
-        observers: WriteObservers, shards: WholeValues | None, agree: Agree,
+        observers: WriteObservers, company: WholeValues,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
-        self._shards, self.agree, self._slices = shards, agree, slices
+        self._company, self._slices = company, slices
+        self.agree = company.agree
         self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
@@ -116,7 +123,7 @@ class ByName:
         handle.chunk.settle()
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
-        if self._shards is not None:
+        if self._company.divides:
             weights = self._whole(handle, WEIGHTS)
             if exact:
                 weights = _joined(weights, self._whole(handle, RESIDUAL))
@@ -141,10 +148,7 @@ class ByName:
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
         handle.chunk.settle()
-        if self._shards is not None:
-            self._shards.read_into(handle, kind, out)
-        else:
-            read_range(self._mover, handle.chunk.planes[kind], handle, out)
+        self._company.read_into(handle, kind, out)
 
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
@@ -262,9 +266,8 @@ class ByName:
         if self._deferred is not None:
             self._deferred.append((handle, value))
             return
-        if self._shards is not None:
-            name = handle.name
-            self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
+        name = handle.name
+        self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         write(handle, value)
 
     @contextmanager

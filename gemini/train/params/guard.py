@@ -30,8 +30,20 @@ from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 
 
+class _NotSwapped(list[str]):
+    """In the place of a class's names of slots, which ``torch.utils.swap_tensors`` reads before it changes anything."""
+
+    def __iter__(self) -> Iterator[str]:
+        raise ParamAccessError(
+            "torch.utils.swap_tensors of a managed param would take it from its chunk. Write the values: "
+            "param.data.copy_(value)"
+        )
+
+
 class ManagedParameter(nn.Parameter):
     """A managed param at rest."""
+
+    __slotnames__ = _NotSwapped()  # what `copyreg` keeps in a class; pickling, which reads it too, is refused below
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -116,7 +128,9 @@ def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
     """The class at rest of a param that is a ``kind`` while modules compute: PEFT goes by that one's name."""
     if kind is nn.Parameter:
         return ManagedParameter
-    return type(kind.__name__, (ManagedParameter, kind), {"__module__": kind.__module__})
+    return type(
+        kind.__name__, (ManagedParameter, kind), {"__module__": kind.__module__, "__slotnames__": _NotSwapped()}
+    )
 
 
 class View(NamedTuple):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from gemini.interrupts import WHOLE
+from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.facts import Facts, value_facts
 from gemini.train.params.by_name import ByName
@@ -108,24 +109,21 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
     With several ranks each writes its part of every param, so all must load the same; a refusal on one is one on all.
     """
     expected: dict[str, Any] = {}
-    refusal: Exception | None = None
     result: Any = None
+    attempt = Attempt()
 
     def facts() -> Facts:
         return value_facts((name, value) for name, value in state.items() if handle_of(expected.get(name)) is not None)
 
     with contextlib.ExitStack() as writing:
         with undone_on_error(model, by_names):
-            with by_names.deferred() as writes:
-                try:
-                    expected = _check(model, state)
-                    how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
-                    own = _in_slices(state, expected)
-                    with WHOLE:  # torch's no_grad in it would be left on
-                        result = _own_class(model).load_state_dict(model, own, **how)
-                except Exception as e:
-                    refusal = e
-            by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, refusal)
+            with by_names.deferred() as writes, attempt:
+                expected = _check(model, state)
+                how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
+                own = _in_slices(state, expected)
+                with WHOLE:  # torch's no_grad in it would be left on
+                    result = _own_class(model).load_state_dict(model, own, **how)
+            by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, attempt.refusal)
             writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded
         for handle, value in writes:
             by_names.write(handle, value)

@@ -27,9 +27,9 @@ from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 from gemini.train.params.owner import Probe, owner_of
 from gemini.train.params.stepper import stepping_in_backward
-from gemini.train.sharding.reduction import Reduction
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
+from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
@@ -48,20 +48,20 @@ class BackwardPass:
 
     Args:
         lock: of the books.
-        reduction: None in one process.
+        sink: what becomes of gradients.
     """
 
     def __init__(
         self, params: ParamSet, store: ChunkStore, state: StepState, calls: Calls, *,
         lock: AbstractContextManager[Any], observers: Observers, exposure: Exposure, activations: ActivationStore,
         gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward, by_names: ByName,
-        reduction: Reduction | None,
+        sink: GradientSink,
     ):  # fmt: skip
         self.observers, self.gradients, self.scaling = observers, gradients, scaling
         self._params, self._chunks, self._manager, self._state = params, store.chunks, store.manager, state
         self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
         self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
-        self._reduction, self._moves = reduction, store.moves
+        self.sink, self._moves = sink, store.moves
         self.probe: Probe | None = None
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
@@ -105,16 +105,9 @@ class BackwardPass:
             self._end_whole()
 
     def _end_whole(self) -> None:
-        if self._reduction is not None:
+        if self.sink.divides:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
-            self._reduction.end_backward()
-        if self.gradients.landing:
-            self.gradients.drain()
-        if stepping_in_backward:
-            self._updates.complete_all()
-        if self._state.takes_gradients and stepping_in_backward:
-            for chunk in reversed(self._chunks):
-                self._in_backward.use_landed(chunk)
+        self.sink.end_backward()
         self.end()
         if self._moves and not self._calls.running:
             self._manager.foresight.end()
@@ -171,18 +164,9 @@ class BackwardPass:
             chunk = handle.chunk
             if self._updates.pending:
                 chunk.settle()
-            if self._reduction is not None:
-                self._reduction.take(handle, grad)
-            elif self._in_backward.transient:
-                self._in_backward.use(handle, grad)
-            else:
-                if stepping_in_backward:
-                    self._in_backward.refuse_used(handle)
-                if handle.norm_sums is not None:
-                    self.gradients.promote([chunk])
-                self.gradients.land(handle, grad)
-                if not stepping_in_backward and self.observers.around_own_work is None:
-                    self._plain_task = _graph_task()
+            self.sink.take(handle, grad)
+            if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
+                self._plain_task = _graph_task()
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
                 self._complete(chunk)
@@ -201,11 +185,7 @@ class BackwardPass:
         """Every gradient of a chunk has arrived."""
         if chunk.window is not None:
             self._manager.grads_complete(chunk)
-        if self._reduction is not None:
-            self._reduction.complete(chunk)
-        elif stepping_in_backward:
-            self._updates.complete(chunk)
-            self._in_backward.use_landed(chunk)
+        self.sink.complete(chunk)
 
     def _begin_gradients(self) -> None:
         """The first gradient of a param has arrived in this backward.
@@ -226,18 +206,13 @@ class BackwardPass:
         if self._updates.pending or self._updates.unseen.num_chunks:
             self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
-            if self._in_backward.transient:
-                raise GeminiError(
-                    'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
-                    'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
-                )
-            self.gradients.promote(self._chunks)
+            self.sink.begin_adding()
         self._state.take_gradients()
 
     @property
     def is_reduced(self) -> bool:
         """Whether gradients are added up with those of other ranks."""
-        return self._reduction is not None
+        return self.sink.divides
 
     @property
     def has_gradients(self) -> bool:
@@ -245,19 +220,14 @@ class BackwardPass:
         handles = self._params.handles
         return self._state.num_unreduced > 0 or any(handle.norm_sums is not None for handle in handles)
 
-    def settle(self) -> None:
-        """With several ranks: make gradients and their norms those of all ranks. All of them must come here."""
-        if self._reduction is not None:
-            self._reduction.sync_grads()
-
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.
 
         Raises:
             GeminiError: if it is not whole.
         """
-        if self._reduction is not None and self._reduction.has_replicas:
-            self.settle()
+        if self.sink.has_replicas:
+            self.sink.settle()
         handle.refuse_incomplete_gradient()
         if not handle.has_grad:
             if handle.leftover is not Leftover.ZEROS:
@@ -286,8 +256,7 @@ class BackwardPass:
                 'GeminiConfig(gradients="retain")'
             )
         chosen = self._params.handles if handles is None else list(handles)
-        if self._reduction is not None:
-            self._reduction.discard(chosen)
+        self.sink.discard(chosen)
         if self._updates.pending:
             self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         self.gradients.discard(chosen, leftover=leftover)

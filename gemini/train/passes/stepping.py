@@ -25,8 +25,7 @@ from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.recovery import Recovery
-from gemini.train.sharding.reduction import Reduction
-from gemini.train.sharding.shards import Shards
+from gemini.train.sharding.company import Company
 from gemini.train.sharding.step_facts import facts_of_step
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
@@ -52,17 +51,16 @@ class Stepping:
     Args:
         rule: that it was wrapped for.
         gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
-        reduction: None in one process, as ``shards``.
+        company: who shares the model.
         slices: of a model in slices, else None.
     """
 
     def __init__(
         self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
         backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
-        observers: WriteObservers, shards: Shards | None, reduction: Reduction | None,
-        slices: OtherSlices | None,
+        observers: WriteObservers, company: Company, slices: OtherSlices | None,
     ):  # fmt: skip
-        self.rule, self.scaling, self.state, self.updates, self.shards = rule, scaling, state, updates, shards
+        self.rule, self.scaling, self.state, self.updates, self.company = rule, scaling, state, updates, company
         self._params, self._store, self._mode = params, store, gradients
         self._backward, self._gradients, self._exposure, self._recovery = (
             backward,
@@ -70,18 +68,18 @@ class Stepping:
             exposure,
             recovery,
         )
-        self._observers, self._reduction, self._slices = observers, reduction, slices
+        self._observers, self._sink, self._slices = observers, backward.sink, slices
         self._moves = store.moves
         self._may_guess = (
             store.durable is not None and updates.runs_beside and gradients != "transient"
-            and scaling.loss_scale is None and (reduction is None or not reduction.has_replicas)
+            and scaling.loss_scale is None and not self._sink.has_replicas
         )  # fmt: skip
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         self.looks_for_optimizers = True
         """Whether the first step with gradients is still to come."""
         self._step_began = 0.0
         self._may_stop_there = (
-            store.device.tier is Tier.GPU and reduction is None and backward.gradients.norms.knows_only_own
+            store.device.tier is Tier.GPU and not self._sink.divides and backward.gradients.norms.knows_only_own
         )
 
     def warn_of_no_optimizer(self) -> None:
@@ -114,13 +112,13 @@ class Stepping:
                 'GeminiConfig(gradients="transient") keeps no gradients for a step that was guessed wrong, which '
                 'speculate=True needs: use gradients="retain" or "accumulate", or leave speculate out'
             )
-        if speculate and self._reduction is not None and self._reduction.has_replicas:
+        if speculate and self._sink.has_replicas:
             raise GeminiError(
                 "speculate=True with replicas: their gradients are added up after backward. Leave speculate and "
                 "step_in_backward out, or shard the model over all ranks"
             )
         scaled = scaled and not speculate
-        if step_in_backward and not (transient or speculate) and (self._reduction is not None or scaled):
+        if step_in_backward and not (transient or speculate) and (self._sink.divides or scaled):
             why = "in fp16" if scaled else "with several ranks"
             raise GeminiError(
                 f"HybridAdam(step_in_backward=True) with gradients={self._mode!r} {why}: whether gradients are finite "
@@ -154,12 +152,12 @@ class Stepping:
                 "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
                 "them: leave step_in_backward out, or say speculate=True"
             )
-        self._backward.settle()
+        self._sink.settle()
         norm = self._clip_on_device(float(max_norm)) if handles is None and not error_if_nonfinite else None
         if norm is not None:
             return norm
-        if self._reduction is not None and max_norm != math.inf:  # without a limit, one rank may look at it alone
-            self._reduction.note_clipping(_called(float(max_norm), handles))
+        if max_norm != math.inf:  # without a limit, one rank may look at it alone
+            self._sink.note_clipping(float(max_norm), handles)
         chosen = self._params.handles if handles is None else handles
         left = self.scaling.left_scaled(chosen)
         used = [handle for handle in chosen if handle not in left] if left else chosen
@@ -181,7 +179,7 @@ class Stepping:
 
     def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
         """Where all sums are on the device that keeps them: the norm, which nobody has waited for."""
-        if self.state.has_clipped or self._reduction is not None or self.scaling.is_scaled:
+        if self.state.has_clipped or self._sink.divides or self.scaling.is_scaled:
             return None
         clip = self._gradients.norms.clip_factor(max_norm)
         if clip is None:
@@ -201,7 +199,7 @@ class Stepping:
     def settle(self) -> None:
         """Gradients are about to be looked at: no interrupted pass is left, and ranks have what all of them have."""
         self._recovery.forget_interrupted()
-        self._backward.settle()
+        self._sink.settle()
 
     @contextmanager
     def measuring(self, max_norm: float) -> Iterator[MeasuredNorm]:
@@ -212,7 +210,7 @@ class Stepping:
             NonFiniteGradient: at the end; no weight was changed.
         """
         self._recovery.forget_interrupted()
-        if self._mode != "transient" or self._reduction is not None:
+        if self._mode != "transient" or self._sink.divides:
             why = "with several ranks" if self._mode == "transient" else f"with gradients={self._mode!r}"
             raise GeminiError(
                 f"measuring_grad_norm() {why}: one backward does, and model.clip_grad_norm_(max_norm) after it"
@@ -262,14 +260,13 @@ class Stepping:
             self.updates.unseen.look()
         if self._may_guess and optimizer.may_guess and self.updates.guesses.would_pay and not self.scaling.is_scaled:
             begin_guessing(optimizer)
-        if self._reduction is not None:
-            self._reduction.agree_on_step(optimizer)
+        self._sink.agree_on_step(optimizer)
         if self._slices is not None:
             handles = self._params.handles
             facts = facts_of_step(
                 handles, [optimizer], self.scaling, self.state, clippings=(), num_backwards=0, num_dropped=0
             )  # fmt: skip
-            self._slices.compare(facts, handles)
+            self._slices.compare(facts)
 
     def step(
         self, handles: list[ParamHandle], groups: list[dict[str, Any]],
@@ -374,8 +371,7 @@ class Stepping:
         if self.state.updated_in_backward:
             self.state.forget_update_in_backward()
         self._store.mover.watch.end_step()
-        if self.shards is not None:
-            self.shards.end_step(has_gradients=self._backward.has_gradients)
+        self.company.end_step(has_gradients=self._backward.has_gradients)
         if self._backward.observers.recording is not None:
             self._backward.observers.recording.end_step()
         if self._observers:
@@ -394,12 +390,3 @@ def stepping_of(handle: ParamHandle) -> Stepping:
     stepping = (owner_of(handle) if owner is None else owner).stepping
     assert isinstance(stepping, Stepping)
     return stepping
-
-
-def _called(max_norm: float, handles: list[ParamHandle] | None) -> str:
-    """What the ranks compare, and the error says."""
-    if handles is None:
-        return f"max_norm {max_norm!r}"
-    names = sorted(handle.name for handle in handles)
-    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
-    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"

@@ -64,7 +64,7 @@ class Built:
 
 
 def build(
-    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks | None = None,
+    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
 ) -> Built:  # fmt: skip
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
@@ -73,9 +73,9 @@ def build(
     """
     named = collect_params(model)
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
-    size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
+    size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
-    spread = cuts if cuts and ranks is not None and ranks.experts is not None else ()
+    spread = cuts if cuts and ranks.experts is not None else ()
     decision = decide(model, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
@@ -92,7 +92,7 @@ def build(
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
     device.reserve_host(needed.get(Tier.CPU, 0))
-    of_windows = _window_bytes(ledger, problem, placement, many=ranks is not None)
+    of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
@@ -132,7 +132,7 @@ def build(
     return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
 
 
-def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks | None) -> StoreFolder | None:
+def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
     """Two slots of every plane that outlives the process."""
     if not problem.durable:
         return None
@@ -142,7 +142,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks | None) -> 
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
-    if ranks is None or ranks.size == 1:
+    if ranks.size == 1:
         return StoreFolder(config.memory.nvme_path, sizes)
     return StoreFolder(
         config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest

@@ -27,7 +27,8 @@ from gemini.planning.planner import Planner, pose_problem
 from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN
-from gemini.ranks.group import Ranks, checksum_of
+from gemini.ranks.facts import checksum_of
+from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
@@ -192,7 +193,7 @@ def _as_text(value: Any) -> str:
     return repr(value)
 
 
-def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = None) -> dict[Tier, int]:
+def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[Tier, int]:
     """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``.
 
     Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
@@ -215,12 +216,10 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks | None = 
         if memory.durable:  # the slots of an earlier run are used again
             found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
         budgets[Tier.NVME] = int(found.free_bytes * MARGIN) if nvme is None else nvme
-    if ranks is not None:
-        for tier in (Tier.CPU, Tier.NVME):
-            if tier in budgets:
-                budgets[tier] //= ranks.local_size
-        budgets = dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
-    return budgets
+    for tier in (Tier.CPU, Tier.NVME):
+        if tier in budgets:
+            budgets[tier] //= ranks.local_size
+    return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
 
 
 class Decision(NamedTuple):
@@ -235,18 +234,18 @@ class Decision(NamedTuple):
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
 
 
-def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks | None) -> int:
+def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks) -> int:
     """What of a declared ``gpu=`` is the driver's and the allocator's, on all ranks alike. One that is measured is what
     these leave.
     """
     if device.tier is not Tier.GPU or config.memory.bytes_of(Tier.GPU) is None:
         return 0
     beside = device.beside_bytes()
-    return beside if ranks is None else -ranks.smallest([-beside])[0]
+    return -ranks.smallest([-beside])[0]
 
 
 def decide(
-    model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks | None, apart: Collection[str] = ()
+    model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks, apart: Collection[str] = ()
 ) -> Decision:
     """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk.
 
@@ -271,7 +270,7 @@ def decide(
         trace = trace.with_fp32({param.name for param in structure.params if param.fp32})
     structure.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
-    parts = 1 if ranks is None or ranks.context is None else ranks.context.size
+    parts = 1 if ranks.context is None else ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
         raise PlanMismatch(
             f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "
@@ -282,7 +281,7 @@ def decide(
         trace = replace(trace, read_together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
     beside = bytes_beside(config, device, ranks)
-    sharing = 1 if ranks is None else ranks.local_size
+    sharing = ranks.local_size
     speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
     schedule = "overlapped" if config.overlap else "serial"
     offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
@@ -367,12 +366,12 @@ def _choose(
     return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
 
 
-def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks | None) -> None:
+def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks) -> None:
     plan.check_for(structure)
     plan.check_settings(
         precision=config.precision,
         gradients=config.gradients,
-        ranks=1 if ranks is None else ranks.size,
+        ranks=ranks.size,
         max_chunk=config.max_chunk,
         compute=device.tier,
         rule=config.rule_spec,
@@ -402,7 +401,7 @@ def pose(
     config: GeminiConfig,
     device: Device,
     budgets: dict[Tier, int],
-    ranks: Ranks | None,
+    ranks: Ranks,
     offload_activations: str | None,
     *,
     overlap: bool,
@@ -416,8 +415,8 @@ def pose(
         compute=device.tier,
         activations=_declared_activations(trace, config),
         offload_activations=offload_activations,
-        ranks=1 if ranks is None else ranks.size,
-        replicas=1 if ranks is None else ranks.num_replicas,
+        ranks=ranks.size,
+        replicas=ranks.num_replicas,
         reduce_itemsize=reduce_dtype(config).itemsize,
         max_chunk=config.max_chunk,
         overlap=overlap,

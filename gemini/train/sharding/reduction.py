@@ -11,7 +11,7 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -26,14 +26,13 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks import collectives
-from gemini.ranks.agreement import Point, Request, word_for
+from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
-from gemini.train.sharding.alike import refuse_differing
 from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import Scripted
@@ -41,6 +40,7 @@ from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
+from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
 
 _HOLDER = "gradients in flight"
@@ -63,7 +63,7 @@ class _WholeGradient:
         self.is_reduced = False
 
 
-class Reduction:
+class Reduction(GradientSink):
     """The gradients of a model that is shared with other ranks.
 
     Args:
@@ -73,19 +73,20 @@ class Reduction:
         sums_each_backward: whether replicas add up at the end of every backward, and not once per step.
     """
 
+    only_keeps, divides = False, True
+
     def __init__(
         self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
         gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
         staging: StagingSet | None, sums_each_backward: bool,
     ):  # fmt: skip
+        super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         self._shards = shards
         self._ranks = shards.ranks
-        self._params, self._chunks, self._device = shards.params, store.chunks, store.device
-        self._mover, self._manager, self._state = store.mover, store.manager, state
-        self._gradients, self._scaling, self._updates = gradients, scaling, updates
-        self._in_backward = in_backward
+        self._params, self._device = shards.params, store.device
+        self._mover, self._manager = store.mover, store.manager
         self._dtype = dtype
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
         self._whole: dict[int, _WholeGradient] = {}
@@ -105,11 +106,7 @@ class Reduction:
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
         store.ledger.register_remark("windows", self.explain)
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether other ranks have the same shard."""
-        return self._ranks.replicas is not None
+        self.has_replicas = across is not None
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
@@ -147,6 +144,10 @@ class Reduction:
 
     def end_backward(self) -> None:
         """The backward is over: reduce what was left incomplete, then wait until it is over on every rank."""
+        self._reduce_rest()
+        super().end_backward()
+
+    def _reduce_rest(self) -> None:
         is_alike = self._shards.finish(at_end=True)
         self._completions.end_backward()
         if not self.reduces:
@@ -232,7 +233,7 @@ class Reduction:
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
         what = Track.REDUCE.value
-        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(word_for(Point.REDUCE)):
+        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(Point.REDUCE.words):
             job.wait_until_over()
         self.leave_script()
 
@@ -271,8 +272,7 @@ class Reduction:
     def _check_plans(self, details: list[int]) -> None:
         """Ranks that disagree about updates inside backward find out before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
-            facts = self._sync.facts_of_updates()
-            refuse_differing(self._shards, "the updates inside backward", facts)
+            self._shards.refuse_differing("the updates inside backward", self._sync.facts_of_updates())
 
     def reduce(self, index: int, requests: list[Request]) -> None:
         """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
@@ -442,7 +442,7 @@ class Reduction:
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 
-    def discard(self, handles: list[ParamHandle]) -> None:
+    def discard(self, handles: Sequence[ParamHandle]) -> None:
         """Forget gradients that were not reduced (``zero_grad``); those that were are forgotten next."""
         if self._behind:
             self._shards.finish()
@@ -468,11 +468,11 @@ class Reduction:
         if self._replicas is not None:
             self._replicas.leave()
 
-    def note_clipping(self, call: str) -> None:
-        """``clip_grad_norm_`` was called, with a limit: ranks compare what they did."""
-        self._sync.note_clipping(call)
+    def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
+        """Ranks compare what they did."""
+        self._sync.note_clipping(max_norm, handles)
 
-    def sync_grads(self) -> None:
+    def settle(self) -> None:
         """Before the norm, once per step: see :meth:`StepSync.sync_grads`."""
         self._sync.sync_grads(self._whole)
 

@@ -4,8 +4,8 @@
     read     a param's values by name, to those ranks that ask
 
 and gradients in ``gemini.train.sharding.reduction``. What is in flight is in the ledger: windows while they are filled,
-whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank alone has no ``Shards``: none of this
-runs.
+whole gradients as "gradients in flight", pieces on the wire as "exchange". A rank alone has no ``Shards``
+(:class:`gemini.train.sharding.company.Company`): none of this runs.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from gemini.planning.script import Script
 from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks import collectives
-from gemini.ranks.agreement import Agreement, Point, Request, word_for
+from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
 from gemini.ranks.wire import Pending, Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.sharding.company import Company
 from gemini.train.sharding.launched import LaunchedStep
 from gemini.train.sharding.scripted import Scripted
 from gemini.train.sharding.wired import WiredStep
@@ -98,8 +99,8 @@ def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
     return is_inside
 
 
-class Shards:
-    """What a model has to do with other ranks.
+class Shards(Company):
+    """What a model has to do with other ranks that have the same params.
 
     Args:
         exchange: bytes of host memory for pieces on the wire.
@@ -113,12 +114,13 @@ class Shards:
         self, ranks: Ranks, params: ParamSet, store: ChunkStore, state: StepState, *, exchange: int,
         kinds: tuple[PlaneKind, ...], follows: bool = False,
     ):  # fmt: skip
-        self.ranks, self.params = ranks, params
+        super().__init__(ranks, store.mover)
+        self.params = params
         across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
-        self._chunks, self._device, self._mover = store.chunks, store.device, store.mover
+        self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
         self._reducing: Reducing | None = None
@@ -132,12 +134,10 @@ class Shards:
         self.num_scripted = 0
         self._num_strange = self._num_left_out = 0
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
-        self.num_meetings = 0
         self._read: torch.Tensor | None = None
         self.native: Counter[str] = Counter()
         """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
-        self.sent_last_step: Counter[str] = Counter()
 
     def close(self) -> None:
         """The model ends: nobody watches any more, and nobody waits for disks."""
@@ -207,7 +207,7 @@ class Shards:
             return self._mover.in_worker
 
         def waiting() -> AbstractContextManager[None]:
-            return self._agreement.waiting(word_for(Point.GATHER))
+            return self._agreement.waiting(Point.GATHER.words)
 
         if self._launcher is None:
             return WiredStep(
@@ -371,7 +371,7 @@ class Shards:
             where = "; ".join(
                 f"the ranks of replica {number} disagree, their own error says about what"
                 if other[0] == _PARTED
-                else f"replica {number} is at {word_for(Point(other[0]))}"
+                else f"replica {number} is at {Point(other[0]).words}"
                 for number, other in enumerate(said)
             )
             raise RankMismatch(

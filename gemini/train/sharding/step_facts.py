@@ -14,7 +14,7 @@ from gemini.train.step import StepState
 
 def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
     """Which params have a gradient."""
-    return Facts({}, {"the gradient": array("b", [handle.has_grad for handle in handles])})
+    return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, _names(handles))
 
 
 def facts_of_step(
@@ -43,15 +43,20 @@ def facts_of_step(
     values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
     values["the coefficient of clip_grad_norm_"] = repr(float(state.clip_coefficient))
     return Facts(
-        values,
         {
+            **values,
             "the param group": array("q", [groups.get(handle.name, -1) for handle in handles]),
             "requires_grad": array("b", [handle.trained for handle in handles]),
             "what zero_grad(set_to_none=False) left": array("b", [h.takes_step and not h.has_grad for h in handles]),
             "the number of updates": array("q", [handle.num_steps for handle in handles]),
             "the clipping": array("d", [handle.clip for handle in handles]),
         },
+        _names(handles),
     )
+
+
+def _names(handles: Sequence[ParamHandle]) -> list[str]:
+    return [handle.name for handle in handles]
 
 
 def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:

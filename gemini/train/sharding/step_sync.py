@@ -18,7 +18,6 @@ from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.stepper import Stepper
-from gemini.train.sharding.alike import meet_with, refuse_differing
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_facts import facts_of_gradients, facts_of_step, owners
@@ -78,8 +77,8 @@ class StepSync:
         self._num_dropped += any(handle.has_grad for handle in handles)
         self._clippings.clear()
 
-    def note_clipping(self, call: str) -> None:
-        self._clippings.append(call)
+    def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
+        self._clippings.append(_called(max_norm, handles))
 
     def end_step(self, *, has_gradients: bool) -> None:
         """After an optimizer step, skipped or made."""
@@ -90,37 +89,31 @@ class StepSync:
 
     # ---- once per step ------------------------------------------------------------------------------------------
 
-    def sync_grads(self, whole: Sized, step: Facts | None = None) -> bool:
-        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update. True
-        if every rank is about to make the same step.
+    def sync_grads(self, whole: Sized) -> None:
+        """Make the gradients of a step the same thing on every rank: once per step, before the norm or the update.
 
         Args:
             whole: the gradients of this rank that were not reduced.
-            step: what this rank is about to update with them, if it is.
 
         Raises:
             GeminiError: if there are such gradients.
             RankMismatch: on every rank, if they are not, or one of them has dropped gradients.
         """
         if self.is_done:
-            return False
+            return
         if whole:
             raise GeminiError(
                 "optimizer.step() or clip_grad_norm_ after a backward inside no_sync(), or one that failed: the last "
                 "backward of a step must be outside of no_sync(), so that gradients are reduced. zero_grad() drops them"
             )
         gradients = facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.SYNC_GRADS, gradients, step)
-        if any(len({there for there, _ in row}) > 1 for row in said):  # replicas may have other gradients until here
-            refuse_differing(self._shards, "clip_grad_norm_ or optimizer.step()", gradients)
-        steps = {planned for row in said for _, planned in row}
-        if step is not None and 0 not in steps and len(steps) > 1:
-            refuse_differing(self._shards, "optimizer.step()", step)
+        said = self._shards.meet_all(Point.SYNC_GRADS, gradients.checksum)
+        if any(len(set(row)) > 1 for row in said):  # replicas may have other gradients until here
+            self._shards.refuse_differing("clip_grad_norm_ or optimizer.step()", gradients)
         if self._replicas is not None:
             self._replicas.sum_all()
-        own = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
-        self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, own, "the gradient norm"))
-        return 0 not in steps
+        norms = torch.tensor(self._own_norms(), dtype=torch.float64, device="cpu")
+        self._take_norms(self._ranks.wire.swap(Tag.AGREEMENT, norms, "the gradient norm"))
 
     def _own_norms(self) -> list[float]:
         """Of every param, the sum of squares of this rank's part of its gradient; 0 where there is none."""
@@ -136,26 +129,12 @@ class StepSync:
     def agree_on_step(self, optimizer: Stepper, whole: Sized) -> None:
         """``optimizer.step()`` is about to update params: all ranks come here, and must be about to do the same.
 
-        The checksum travels in the message with which ranks meet before the norm is added up. If they know that
-        already, from the end of a script or for ``clip_grad_norm_``, they meet here once more.
-
         Raises:
             RankMismatch: on every rank; no weight was changed.
         """
-        if not self.sync_grads(whole, self._facts_of_step([optimizer])):
-            self._confirm(self._facts_of_step([optimizer]))
-
-    def _confirm(self, step: Facts) -> None:
-        """Gradients are settled: every rank is about to update the same params with the same of them.
-
-        Raises:
-            RankMismatch: on every rank, if not.
-        """
-        gradients = facts_of_gradients(self._params.handles)
-        said = meet_with(self._shards, Point.STEP, gradients, step)
-        for number, facts in enumerate((gradients, step)):
-            if len({rank[number] for row in said for rank in row}) > 1:
-                refuse_differing(self._shards, "optimizer.step()", facts)
+        self.sync_grads(whole)
+        facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])
+        self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
 
     def undo(self) -> None:
         """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
@@ -175,3 +154,12 @@ class StepSync:
             self._params.handles, optimizers, self._scaling, self._state, clippings=self._clippings,
             num_backwards=self._num_backwards, num_dropped=self._num_dropped,
         )  # fmt: skip
+
+
+def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:
+    """What the ranks compare, and the error says."""
+    if handles is None:
+        return f"max_norm {max_norm!r}"
+    names = sorted(handle.name for handle in handles)
+    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
+    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gemini.ranks.group import checksum_of
+from gemini.ranks.facts import checksum_of
 from gemini.ranks.mesh import names_of, size_of
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from gemini.errors import RankMismatch
-from gemini.ranks.facts import Facts, tell_differing
+from gemini.ranks.agree import agree
+from gemini.ranks.facts import Facts
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
 
@@ -53,17 +54,13 @@ class OtherSlices:
             totals.append(None if all(missing) else sum(row) if is_sum else row[0])
         return totals
 
-    def compare(self, facts: Facts, handles: Sequence[ParamHandle]) -> None:
+    def compare(self, facts: Facts) -> None:
         """Ranks with slices of the same params are about to make a step of these facts.
 
         Raises:
             RankMismatch: on every rank, naming the first fact that differs; no weight was changed.
         """
-        doing = "optimizer.step()"
-        sums = self._wire.swap(Tag.VALUES, torch.tensor([facts.checksum], device="cpu"), doing).view(-1).tolist()
-        if len(set(sums)) > 1:
-            names = [handle.name for handle in handles]
-            tell_differing(self._wire, "ranks with slices of one model", doing, facts, names)
+        agree(self._wire, "optimizer.step()", lambda: facts, words="slices")
 
     def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """The whole value of a param, of which ``own`` (in its shape, on the CPU) is this rank's slice."""

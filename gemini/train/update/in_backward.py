@@ -76,6 +76,18 @@ class InBackward:
                 "with use_reentrant=False"
             )
 
+    def refuse_adding(self) -> None:
+        """Refuse a second backward in a step where nothing is kept that it could add to.
+
+        Raises:
+            GeminiError: naming the remedy.
+        """
+        if self.transient:
+            raise GeminiError(
+                'a second backward before optimizer.step(): gradients="transient" keeps nothing to add to. '
+                'Use GeminiConfig(gradients="accumulate") (or "retain") to accumulate over micro-batches'
+            )
+
     def use_landed(self, chunk: Chunk) -> None:
         """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
 
