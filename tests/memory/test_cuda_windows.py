@@ -24,7 +24,7 @@ from gemini.memory.devices.device import Event
 from gemini.memory.devices.pinned import Arena
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.transfers import Transfers
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
 from gemini.tiers import Tier
@@ -230,7 +230,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     order = [*range(9), *reversed(range(9))]
     accesses = [Access(moment, (index,)) for moment, index in enumerate(order)]
     schedule = Schedule(accesses, [Moves(fetch=(index,)) for index in order], frozenset(order))
-    transfers = Transfers(world.mover, beside=True)
+    transfers = Transfers(world.mover, Lane)
     world.manager = manager = Manager(
         world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, transfers=transfers,
         foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),

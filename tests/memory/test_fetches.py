@@ -24,7 +24,7 @@ from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
-from gemini.memory.movement.transfers import Transfers
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
@@ -95,7 +95,7 @@ def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
         if ahead:  # one step reads them in turn
             accesses = [Access(number, (number,)) for number in range(len(sizes))]
             schedule = Schedule(accesses, [Moves(fetch=(n,)) for n in range(len(sizes))], frozenset(range(len(sizes))))
-            closing.append(Transfers(world.mover, beside=True))
+            closing.append(Transfers(world.mover, Lane))
             world.manager = Manager(
                 world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, transfers=closing[-1],
                 foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),

@@ -31,7 +31,7 @@ class World:
     def __init__(self, lane: Lane):
         self.lane, self.ledger = lane, Ledger({Tier.CPU: 2**20})
         self.mover = Mover(CpuDevice(), 1024, self.ledger)
-        self.transfers = Transfers(self.mover, beside=True)
+        self.transfers = Transfers(self.mover, Lane)
         self.done = list[int]()
         self._entered, self._go = threading.Event(), threading.Event()
 

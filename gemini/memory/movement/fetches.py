@@ -22,7 +22,6 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover, Working
-from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.planning.timeline import Track
 
@@ -60,15 +59,15 @@ class Fetches:
 
     Args:
         source: where the weights come from.
-        staging: of the lane on which fetches ahead begin.
     """
 
-    def __init__(self, mover: Mover, source: WeightSource, transfers: Transfers, staging: StagingSet | None):
+    def __init__(self, mover: Mover, source: WeightSource, transfers: Transfers):
         self.source, self.begins_ahead = source, transfers.beside
         """``begins_ahead``: whether there are fetches ahead of their use."""
         self.ahead = transfers.open[Lane.FETCH]
         """Those that nobody has asked for yet, by chunk."""
-        self._mover, self._transfers, self._staging = mover, transfers, staging
+        self._mover, self._transfers = mover, transfers
+        self._staging = transfers.staging.get(Lane.FETCH)
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Say whether it can be fetched ahead."""

@@ -23,7 +23,6 @@ from gemini.memory.movement.fetches import Fetches, Homes, WeightSource
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
-from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
@@ -34,7 +33,7 @@ class Manager:
     """Owns the windows of ``chunks``.
 
     Args:
-        transfers: where fetches ahead begin, with ``staging`` of their own.
+        transfers: where fetches ahead begin; without any, every fetch begins when it is needed.
     """
 
     def __init__(
@@ -47,13 +46,11 @@ class Manager:
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
         transfers: Transfers | None = None,
-        staging: StagingSet | None = None,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.num_gathers = 0
-        transfers = Transfers(mover, beside=False) if transfers is None else transfers
-        self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers, staging)
+        self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))
         self._device = device
         self._clock = 0
         self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)

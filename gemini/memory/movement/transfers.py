@@ -17,7 +17,7 @@ queuing is one thing to Ctrl-C (:data:`gemini.interrupts.WHOLE`): nothing is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -34,6 +34,7 @@ class Lane(Enum):
     """A direction, with a thread of its own. The value is that thread's name."""
 
     UPDATE = "update"  # tiles of a chunk's planes: from their homes, and back
+    REDUCE = "reduce"  # gradients among ranks, whose own threads make that: here is its staging alone
     FETCH = "fetch"  # weights: from their home into a window, ahead of their use
     LANDING = "landing"  # gradients: from where autograd left them, home
     OFFLOAD = "offload"  # activations: from where they were saved, to where they wait
@@ -83,11 +84,18 @@ class Transfers:
     """The transfers of one model.
 
     Args:
-        beside: whether anything moves beside training; else nothing is ever submitted.
+        lanes: those that there are; without any nothing moves beside training.
     """
 
-    def __init__(self, mover: Mover, *, beside: bool):
-        self.beside = beside
+    def __init__(self, mover: Mover, lanes: Collection[Lane] = ()):
+        self.beside = bool(lanes)
+        """Whether anything moves beside training."""
+        # Staging is short where budgets are tight. So updates come first, which have nothing without it.
+        self.slots = mover.staging.take_slots() if Lane.UPDATE in lanes else []
+        """Staging of the tiles of updates."""
+        own = [lane for lane in (Lane.REDUCE, Lane.FETCH, Lane.LANDING) if lane in lanes]
+        self.staging = {lane: mover.staging.take() for lane in own}
+        """Of the other lanes that need it; None where none was left."""
         self.open: dict[Lane, dict[Any, Transfer]] = {lane: {} for lane in Lane}
         """What is in flight, by lane and key, in the order in which it was submitted."""
         self._mover = mover

@@ -46,10 +46,9 @@ class ActivationStore:
 
     Args:
         tier: where they wait; None: where they are.
-        overlap: move beside computing.
     """
 
-    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None, *, overlap: bool = False):
+    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None):
         self.gone: deque[Gone] = deque()
         self.offloads = tier is not None
         """Whether anything of this has an effect."""
@@ -63,7 +62,7 @@ class ActivationStore:
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._slots: dict[int, int] = {}
         """Bytes of what is taken of the spill file, by offset."""
-        self.flights = Flights(store, tier) if overlap and tier is not None else None
+        self.flights = Flights(store, tier) if store.transfers.beside and tier is not None else None
         self.synchronous = False
         """Move at once: for who looks at what is alive at every moment."""
 
@@ -315,12 +314,12 @@ class ActivationStore:
             )
 
 
-def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None, overlap: bool) -> ActivationStore:
+def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -> ActivationStore:
     """What the config or the plan wants of ``offload_activations``."""
     if wanted is not None and Tier(wanted) is store.device.tier:
         warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         wanted = None
-    return ActivationStore(store, calls, None if wanted is None else Tier(wanted), overlap=overlap)
+    return ActivationStore(store, calls, None if wanted is None else Tier(wanted))
 
 
 def saved_by_checkpointing(depth: int) -> bool:

@@ -23,14 +23,12 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
-from gemini.memory.devices.device import Device
-from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.transfers import Lane, Transfer, Transfers
-from gemini.memory.nvme import SpillFile
+from gemini.memory.movement.transfers import Lane, Transfer
+from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
-from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
+from gemini.tiers import OF_BUDGET, WELCOME, Tier, Turn, Want
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
@@ -69,42 +67,22 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 class GradientStore:
     """The grad planes of one engine."""
 
-    def __init__(
-        self,
-        handles: list[ParamHandle],
-        *,
-        ledger: Ledger,
-        device: Device,
-        mover: Mover,
-        manager: Manager,
-        spill: SpillFile | None,
-        working_set: int,
-        transfers: Transfers,
-        lands_behind: bool = False,
-        norms: GradientNorms | None = None,
-    ):
+    def __init__(self, handles: list[ParamHandle], store: ChunkStore, norms: GradientNorms, *, working_set: int):
         """
         Args:
-            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-            lands_behind: whether gradients that leave the device land behind backward, if there is staging for that;
-                else each is waited for.
             norms: of these gradients.
+            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
         """
-        self._staging_behind = mover.staging.take() if lands_behind else None
-        ledger.register(Turn.LANDINGS, self.relieve, device.tier)
-        self._transfers = transfers
-        self.landing = transfers.open[Lane.LANDING]
+        self.norms, self._handles, self._working_set = norms, handles, working_set
+        self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
+        self._manager, self._spill, self._transfers = store.manager, store.spill, store.transfers
+        self._staging_behind = store.transfers.staging.get(Lane.LANDING)
+        """Where gradients that leave the device land behind backward; without it each is waited for."""
+        self.landing = store.transfers.open[Lane.LANDING]
         """Gradients on their way."""
+        store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
         self.synchronous = False
         """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
-        self._working_set = working_set
-        self._handles = handles
-        self._ledger = ledger
-        self._device = device
-        self._mover = mover
-        self._manager = manager
-        self._spill = spill
-        self.norms = GradientNorms(handles) if norms is None else norms
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.store import ChunkStore
-from gemini.train.activations.store import ActivationStore
-from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers
+from gemini.train.modules.calls import CallRecord
 from gemini.train.own_work import innermost_transform, is_differentiating, own_work, without_transforms
-from gemini.train.params.exposure import Exposure
+from gemini.train.passes.parts import Parts
 from gemini.train.setup.trained import TrainedParams
-from gemini.train.step import StepState
-from gemini.train.update.updates import Updates
 
 
 class ForwardPass:
@@ -31,16 +24,12 @@ class ForwardPass:
         begin_step: called when a forward that a backward may follow begins.
     """
 
-    def __init__(
-        self, store: ChunkStore, state: StepState, calls: Calls, *, lock: AbstractContextManager[Any],
-        observers: Observers, exposure: Exposure, saved_weights: SavedWeights, activations: ActivationStore,
-        updates: Updates, trained: TrainedParams, begin_step: Callable[[], None],
-    ):  # fmt: skip
-        self.calls, self.observers, self.exposure = calls, observers, exposure
-        self._manager, self._state, self._lock = store.manager, state, lock
-        self._saved_weights, self._activations = saved_weights, activations
-        self._updates, self._trained = updates, trained
-        self._moves, self._begin_step = store.moves, begin_step
+    def __init__(self, parts: Parts, trained: TrainedParams):
+        self.calls, self.observers, self.exposure = parts.calls, parts.observers, parts.exposure
+        self._manager, self._state, self._lock = parts.store.manager, parts.state, parts.lock
+        self._saved_weights, self._activations = parts.saved_weights, parts.activations
+        self._updates, self._trained, self._company = parts.updates, trained, parts.company
+        self._moves = parts.store.moves
         self._transformed: list[Chunk] = []
         """What ``torch.func`` may still read."""
 
@@ -89,7 +78,7 @@ class ForwardPass:
         if self._moves:
             self._manager.begin_forward(in_step=torch.is_grad_enabled())
         if self._moves and torch.is_grad_enabled():
-            self._begin_step()
+            self._company.begin_step()
             self._manager.look_ahead()
         self.exposure.begin()
 

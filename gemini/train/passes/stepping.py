@@ -15,23 +15,16 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, warn
-from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
-from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
+from gemini.train.params.handle import Leftover, ParamHandle, note_writes, written_to
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
 from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.parts import Parts
 from gemini.train.passes.recovery import Recovery
-from gemini.train.sharding.company import Company
 from gemini.train.sharding.step_facts import facts_of_step
-from gemini.train.slices.together import OtherSlices
-from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
-from gemini.train.update.updates import Updates
-from gemini.train.write_observers import WriteObservers
 
 
 @dataclass
@@ -55,23 +48,16 @@ class Stepping:
         slices: of a model in slices, else None.
     """
 
-    def __init__(
-        self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
-        backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
-        observers: WriteObservers, company: Company, slices: OtherSlices | None,
-    ):  # fmt: skip
-        self.rule, self.scaling, self.state, self.updates, self.company = rule, scaling, state, updates, company
-        self._params, self._store, self._mode = params, store, gradients
-        self._backward, self._gradients, self._exposure, self._recovery = (
-            backward,
-            backward.gradients,
-            exposure,
-            recovery,
-        )
-        self._observers, self._sink, self._slices = observers, backward.sink, slices
-        self._moves = store.moves
+    def __init__(self, parts: Parts, rule: UpdateRule, mode: str, backward: BackwardPass, recovery: Recovery):
+        store, scaling, updates = parts.store, parts.scaling, parts.updates
+        self.rule, self.state, self.company = rule, parts.state, parts.company
+        self.scaling, self.updates = scaling, updates
+        self._params, self._store, self._mode, self._moves = parts.params, store, mode, store.moves
+        self._gradients, self._sink, self._slices = parts.gradients, parts.sink, parts.slices
+        self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
+        self._observers = parts.writes
         self._may_guess = (
-            store.durable is not None and updates.runs_beside and gradients != "transient"
+            store.durable is not None and updates.runs_beside and mode != "transient"
             and scaling.loss_scale is None and not self._sink.has_replicas
         )  # fmt: skip
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
@@ -79,7 +65,7 @@ class Stepping:
         """Whether the first step with gradients is still to come."""
         self._step_began = 0.0
         self._may_stop_there = (
-            store.device.tier is Tier.GPU and not self._sink.divides and backward.gradients.norms.knows_only_own
+            store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
         )
 
     def warn_of_no_optimizer(self) -> None:

@@ -20,7 +20,7 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event, Window
 from gemini.memory.movement.mover import Working
-from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
@@ -29,8 +29,7 @@ from gemini.ranks import collectives
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
-from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, adds_up
+from gemini.train.gradients.store import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.sharding.completions import Completions
@@ -41,7 +40,6 @@ from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
-from gemini.train.update.updates import Updates
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
@@ -76,11 +74,11 @@ class Reduction(GradientSink):
     only_keeps, divides = False, True
 
     def __init__(
-        self, shards: Shards, store: ChunkStore, state: StepState, *, dtype: torch.dtype, room: int,
-        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward,
-        staging: StagingSet | None, sums_each_backward: bool,
+        self, shards: Shards, store: ChunkStore, state: StepState, in_backward: InBackward, *, dtype: torch.dtype,
+        room: int, sums_each_backward: bool,
     ):  # fmt: skip
-        super().__init__(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
+        super().__init__(store, state, in_backward)
+        scaling, staging = in_backward.scaling, store.transfers.staging.get(Lane.REDUCE)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         self._shards = shards

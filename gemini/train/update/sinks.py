@@ -13,12 +13,10 @@ import torch
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
-from gemini.train.update.updates import Updates
 
 
 class GradientSink:
@@ -31,12 +29,9 @@ class GradientSink:
     has_replicas = False
     """Whether other ranks have the same shard."""
 
-    def __init__(
-        self, store: ChunkStore, state: StepState, *, gradients: GradientStore, updates: Updates,
-        in_backward: InBackward,
-    ):  # fmt: skip
-        self._chunks, self._state = store.chunks, state
-        self._gradients, self._updates, self._in_backward = gradients, updates, in_backward
+    def __init__(self, store: ChunkStore, state: StepState, in_backward: InBackward):
+        self._chunks, self._state, self._in_backward = store.chunks, state, in_backward
+        self._gradients, self._updates = in_backward.gradients, in_backward.updates
 
     def begin_adding(self) -> None:
         """The first gradient of a further backward has arrived, while those of an earlier one wait.

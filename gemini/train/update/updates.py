@@ -18,7 +18,6 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -52,12 +51,11 @@ class Updates:
     Args:
         alone: whether the model is this process's only.
         first_use: by chunk, the moment of a step at which it is read first.
-        slots: staging for updates beside training; None to make every update when it is handed over.
     """
 
     def __init__(
         self, store: ChunkStore, state: StepState, exposure: Exposure, observers: WriteObservers, rule: UpdateRule,
-        first_use: Mapping[int, int], *, alone: bool, slots: list[StagingSet] | None, threads: int | None,
+        first_use: Mapping[int, int], *, alone: bool, threads: int | None,
     ):  # fmt: skip
         self.order = "next use"
         """Or "fifo", the order in which gradients became complete: for comparison."""
@@ -76,9 +74,9 @@ class Updates:
         self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
         self._worker: UpdateWorker | None = None
-        if slots is not None:
+        if store.transfers.beside:
             on_device = store.mover.staging.on_device
-            self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
+            self._worker = UpdateWorker(store.mover, store.transfers.slots, _mark_lost(state), device_slots=on_device)
             store.transfers.use(Lane.UPDATE, self._worker)
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
