@@ -18,6 +18,7 @@ from torch import nn
 
 import gemini
 from tests.plain import DTYPES, Plain
+from tests.world import world_of
 
 VOCAB = 64
 Batch = dict[str, torch.Tensor]
@@ -265,21 +266,21 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
     """The ordinary loop on a wrapped ``model``; also the number of evictions inside forwards and backwards."""
     optimizer = gemini.HybridAdam(param_groups(model, recipe), betas=recipe.betas, decoupled=recipe.decoupled)
     scheduler = make_scheduler(optimizer, recipe)
-    engine = model._gemini_engine
-    if engine.backward.scaling.loss_scale is not None:
-        engine.backward.scaling.loss_scale.scale = recipe.loss_scale
+    world = world_of(model)
+    if world.loss_scale is not None:
+        world.loss_scale.scale = recipe.loss_scale
     run, num_evictions = Run(), 0
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
-        before = engine.store.manager.num_evictions  # an update also drops what it has overtaken: not counted
+        before = world.num_evictions  # an update also drops what it has overtaken: not counted
         for batch in micro_batches:
-            loss = model(**on(engine.store.device.torch_device, batch)).loss
+            loss = model(**on(world.device.torch_device, batch)).loss
             run.losses.append(float(loss.detach()))
             (loss / recipe.num_micro).backward()
-        num_evictions += engine.store.manager.num_evictions - before
+        num_evictions += world.num_evictions - before
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
-            engine.state.fetch_clipping()
-            run.coefficients.append(engine.state.clip_coefficient)
+            world.state.fetch_clipping()
+            run.coefficients.append(world.state.clip_coefficient)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

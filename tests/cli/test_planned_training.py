@@ -16,6 +16,7 @@ from gemini.jobs.train import TrainRun
 from gemini.planning.trace import Source
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
+from tests.world import world_of
 
 
 @pytest.fixture
@@ -35,11 +36,11 @@ def settings(config: Path, text: Path, folder: Path, **more: Any) -> TrainSettin
 def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: Path, tmp_path: Path) -> None:
     run = TrainRun(settings(tiny_config, text, tmp_path, plan=planned), Console(quiet=True))
     plan = gemini.Plan.from_json(planned.read_text())
-    engine = run.model._gemini_engine
-    assert engine.decision.plan == plan and plan.traffic, "and something moves"
-    assert {tier: engine.store.ledger.budget(tier) for tier in engine.store.ledger.tiers} == plan.problem.budgets
+    world = world_of(run.model)
+    assert world.plan == plan and plan.traffic, "and something moves"
+    assert {tier: world.budget(tier) for tier in world.tiers} == plan.problem.budgets
     run.run()
-    assert engine.store.mover.watch.moved_last_step.counts() == by_name(plan.traffic)
+    assert world.moved_last_step() == by_name(plan.traffic)
 
 
 def test_a_plan_for_another_step_is_refused(
@@ -91,7 +92,7 @@ def test_the_step_of_a_plan_is_the_default(
 
 def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:
     run = TrainRun(settings(tiny_config, text, tmp_path, device="standin", gpu_memory="4MiB"), Console(quiet=True))
-    engine = run.model._gemini_engine
-    assert engine.decision.plan.trace.source is Source.AHEAD and engine.decision.plan.trace.tokens == 32
-    assert engine.store.ledger.held(Tier.GPU, "activations") == engine.decision.problem.activations > 0
+    world = world_of(run.model)
+    assert world.plan.trace.source is Source.AHEAD and world.plan.trace.tokens == 32
+    assert world.held(Tier.GPU, "activations") == world.problem.activations > 0
     run.run()

@@ -20,6 +20,7 @@ import gemini.testing
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import register_device
 from gemini.tiers import Tier
+from tests.world import world_of
 
 ON_CARD = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
@@ -56,7 +57,7 @@ def _install() -> None:
 
     @wraps(call)
     def called(model: Any, *args: Any, **kwargs: Any) -> Any:
-        device = model._gemini_engine.store.device
+        device = world_of(model).device
         if not isinstance(device, OnCard):
             return call(model, *args, **kwargs)
         args, kwargs = _moved((args, kwargs), device.torch_device)

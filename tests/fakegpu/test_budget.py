@@ -21,6 +21,7 @@ from torch import nn
 import gemini
 from gemini.memory.devices import cuda
 from tests.gpu import gpu_cases
+from tests.world import world_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -210,6 +211,6 @@ def test_a_driver_that_gives_no_more_memory(
         model = make() if model is None else model
         model.zero_grad()
         steps(model)
-        model._gemini_engine.drain()
-        model._gemini_engine.check_invariants()
+        world_of(model).settle()
+        world_of(model).check()
     assert len(told) > 1

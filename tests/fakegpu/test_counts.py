@@ -17,6 +17,7 @@ from torch import nn
 import gemini
 from tests import models
 from tests.gpu import gpu_cases
+from tests.world import world_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +71,7 @@ def counted(
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        model._gemini_engine.drain()
+        world_of(model).settle()
     return model, Counter(computing.counts()) - Counter(before)
 
 
@@ -80,7 +81,7 @@ def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Pat
     moved = model.memory_report()["moved"]
     assert counts["host to device bytes"] == moved["cpu->gpu"] and counts["device to host bytes"] == moved["gpu->cpu"]
     assert counts["device to host copies"] == len(list(model.parameters())), "a gradient is one copy"
-    chunks = len(model._gemini_engine.store.chunks)
+    chunks = len(world_of(model).chunks)
     assert counts["host to device copies"] <= 2 * chunks, "of a chunk in forward, and in backward"
     assert not [name for name in counts if "pageable" in name] and not counts["cudaMalloc"]
     assert counts["waits of the host"] == 0, "its threads ask for events; the training thread waits for nothing"
@@ -90,7 +91,7 @@ def test_a_step_of_weights_and_states_on_the_host(num_layers: int, tmp_path: Pat
 @pytest.mark.parametrize("num_layers", [2, 32])
 def test_a_step_of_a_model_on_the_card(num_layers: int, tmp_path: Path, summary: Any) -> None:
     model, counts = counted(Blocks(num_layers), "all on the gpu", tmp_path)
-    assert counts["launch update"] == len(model._gemini_engine.store.chunks)
+    assert counts["launch update"] == len(world_of(model).chunks)
     assert counts["launch copy_grad"] == len(list(model.parameters()))
     assert not model.memory_report()["moved"] and not counts["host to device copies"]
     assert not [name for name in counts if "pageable" in name] and not counts["waits of the host"]
@@ -116,7 +117,7 @@ def test_a_step_of_a_llama(where: str, num_layers: int, tmp_path: Path, summary:
     assert counts["device to host bytes"] == moved.get("gpu->cpu", 0) + OF_MASKS + OF_FLAG * on_gpu
     assert counts["waits of the host"] == OF_MASKS and not counts["device to host pageable copies"]
     if on_gpu:
-        chunks = len(model._gemini_engine.store.chunks)
+        chunks = len(world_of(model).chunks)
         assert counts["launch update"] == chunks and counts["launch copy_grad"] == num_params
     else:
         assert counts["device to host copies"] == num_params + OF_MASKS, "a gradient is one copy"

@@ -21,6 +21,7 @@ from gemini.memory.devices.pinned import PinnedArena
 from gemini.train.params.exposure import nan_of
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
+from tests.world import world_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +42,7 @@ def train(where: str, path: Path) -> tuple[list[str], Counter[str]]:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    model._gemini_engine.drain()
+    world_of(model).settle()
     return computing.races(), Counter(computing.counts()) - Counter(before)
 
 

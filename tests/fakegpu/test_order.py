@@ -15,6 +15,7 @@ from torch import nn
 
 import gemini
 from tests.gpu import gpu_cases
+from tests.world import world_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,7 +48,7 @@ def step(room: int, folder: Path) -> list[Any]:
     config = gemini.GeminiConfig(memory=memory, placement=gemini.StaticPlacement(), max_chunk=2 * WIDTH * WIDTH)
     model = gemini.GeminiDDP(Layers(), config)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
-    assert len(model._gemini_engine.store.chunks) == NUM_LAYERS
+    assert len(world_of(model).chunks) == NUM_LAYERS
     x = torch.ones(4, WIDTH, dtype=torch.bfloat16, device=model.device)
     steps: list[list[Any]] = []
     for _ in range(3):
@@ -55,7 +56,7 @@ def step(room: int, folder: Path) -> list[Any]:
             model(x).backward()
             optimizer.step()
             optimizer.zero_grad()
-            model._gemini_engine.drain()
+            world_of(model).settle()
         steps.append(told)
     return steps[-1]
 

@@ -27,6 +27,7 @@ from tests.fakegpu import computing
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 from tests.ranks import context_cases
+from tests.world import world_of
 
 met: list[tuple[str, str, str]] = []
 """Of every collective, in their order: its name, the device of its buffers, and the thread that called it."""
@@ -73,8 +74,8 @@ def train(where: str | None, tight: bool = False) -> dict[str, Any]:
         optimizer.zero_grad()
         told.append(loss.item())
     weights = [model.full_param(name).double().sum().item() for name, _ in model.named_parameters()]
-    engine = model._gemini_engine
-    more = {"scripted": engine.shards.num_scripted, "gathers": engine.store.manager.num_gathers}
+    world = world_of(model)
+    more = {"scripted": world.shards.num_scripted, "gathers": world.num_gathers}
     return _answer(told + weights, str(model.device)) | more
 
 
@@ -86,7 +87,7 @@ def _wrap(where: str | None, tight: bool) -> Any:
         memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=Path(tempfile.mkdtemp()))
         config = gemini.GeminiConfig(memory=memory, placement=placement, max_chunk=5000)
         model: Any = gemini.GeminiDDP(Blocks(4), config)
-        decision = model._gemini_engine.decision
+        decision = world_of(model).decision
         gpu = gpu_cases.budget(bytes_per_tier(decision.problem, decision.placement)[Tier.GPU] + 4096)
     return model
 

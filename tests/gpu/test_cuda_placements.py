@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
 from tests.gpu.gpu_cases import budget
+from tests.world import world_of
 
 STEPS = 4
 
@@ -37,7 +38,7 @@ def train(config: gemini.GeminiConfig) -> tuple[list[float], dict[str, torch.Ten
         seen.append(model.clip_grad_norm_(1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
     return seen, model.state_dict(dtype=torch.float32), model
 
 

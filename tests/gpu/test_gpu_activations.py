@@ -13,6 +13,7 @@ from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE
 from tests.train import helpers, test_activations
 from tests.train.helpers import llama, t5
+from tests.world import world_of
 
 SHAPE = {"rows": 4, "length": 64}
 
@@ -38,7 +39,7 @@ def train(model: Any) -> tuple[list[tuple[float, float]], list[set[str]], dict[s
         optimizer.step()
         optimizer.zero_grad()
         seen.append((loss.item(), norm.item()))
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     assert test_activations.held(model) == {} and not test_activations.hooks_are_open()
     return seen, waited, model.state_dict(dtype=torch.float32)
 
@@ -64,7 +65,7 @@ def test_inputs_of_blocks_leave_the_card(card: torch.device, tmp_path: Path) -> 
         model = wrap(tmp_path, offload, make)
         for _ in range(2):  # the second forward finds windows, staging and workspaces where they stay
             loss = model(**gpu_cases.batch(0, **shape)).loss
-            model._gemini_engine.activations.drain()
+            world_of(model).activations.drain()
             torch.cuda.synchronize()
             held[offload] = torch.cuda.memory_allocated(card), test_activations.held(model).get("cpu", 0)
             loss.backward()

@@ -15,7 +15,8 @@ import gemini
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import PLACEMENTS
 from tests.train import helpers
-from tests.train.helpers import assert_same_snapshot, engine_of, gpt2, snapshot
+from tests.train.helpers import assert_same_snapshot, gpt2, snapshot
+from tests.world import world_of
 
 HOMES = ["all on the gpu", "all on the host", "all on nvme", "mixed"]
 
@@ -63,7 +64,7 @@ def test_resumed_is_uninterrupted(where: str, precision: str, tmp_path: Path) ->
         resumed.load(tmp_path / "ckpt")
         assert resumed.train(range(3, 6)) == expected[3:], f"from {where} to {other}"
         assert_same_snapshot(snapshot(resumed.model), snapshot(whole.model))
-        engine_of(resumed.model).check_invariants()
+        world_of(resumed.model).check()
 
 
 def test_to_the_cpu_and_back(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_to_the_cpu_and_back(tmp_path: Path) -> None:
     whole.save(tmp_path / "of the gpu")
     on_cpu = Run(None, tmp_path)
     on_cpu.load(tmp_path / "of the gpu")
-    assert engine_of(on_cpu.model).store.device.name == "cpu"
+    assert world_of(on_cpu.model).device.name == "cpu"
     assert_same_snapshot(snapshot(on_cpu.model), snapshot(whole.model))
     on_cpu.save(tmp_path / "of the cpu")
     back = Run("all on the gpu", tmp_path)

@@ -23,6 +23,7 @@ from tests.gpu.gpu_cases import DEVICE, PLACEMENTS, TORCH
 from tests.models import Recipe
 from tests.plain import Plain
 from tests.train.test_exactness import assert_updates_agree, draw
+from tests.world import world_of
 
 DRAWN = [
     ("llama", Recipe("bf16"), 6),
@@ -50,7 +51,7 @@ def test_20_steps_of_a_small_llama(where: str, overlap: bool, tmp_path: Path) ->
     assert min(plain.coefficients) < 1, "no step was clipped: the test would not see how clipping is done"
     model = models.make_model("llama")
     model = gpu_cases.wrap(model, where, tmp_path, overlap=overlap, max_chunk=20000)
-    run, num_evictions = models.managed_loop(model, recipe, each_step=model._gemini_engine.check_invariants)
+    run, num_evictions = models.managed_loop(model, recipe, each_step=world_of(model).check)
     models.assert_same(run, plain)
     assert num_evictions > 0 or where not in ("all on the host", "all on nvme")
 
@@ -76,7 +77,7 @@ def test_drawn_placements(
         try:
             with models.tiles_of(monkeypatch, drawn.tile), kernels.use_isa(drawn.isa):
                 model = gemini.GeminiDDP(model, drawn.config(recipe.precision, tmp_path))
-                run, evicted = models.managed_loop(model, made, each_step=model._gemini_engine.check_invariants)
+                run, evicted = models.managed_loop(model, made, each_step=world_of(model).check)
             models.assert_same(run, models.plain_loop(family, made, TORCH))
         except BaseException:
             print(f"failed at draw {seed!r}: {drawn}")

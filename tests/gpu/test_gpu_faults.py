@@ -15,7 +15,8 @@ import gemini
 from gemini.errors import GeminiError
 from tests.gpu import gpu_cases
 from tests.train import helpers
-from tests.train.helpers import assert_same_snapshot, engine_of, llama, snapshot
+from tests.train.helpers import assert_same_snapshot, llama, snapshot
+from tests.world import world_of
 
 STEPS = 3
 PLACES = ["all on the host", "all on nvme", "mixed"]
@@ -29,7 +30,7 @@ class FailingCopies:
     """The copies of a device; the ``chosen`` one (from 1) raises instead."""
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch):
-        device = engine_of(model).store.device
+        device = world_of(model).device
         self.count, self.chosen = 0, 0
         self.fired: str | None = None  # the stream of the one that failed
         self._lock, self._copy = threading.Lock(), device.copy
@@ -47,7 +48,7 @@ class FailingCopies:
 
 def one_step(model: Any, optimizer: Any, seed: int) -> None:
     gpu_cases.train(model, optimizer, [seed])
-    engine_of(model).drain()
+    world_of(model).settle()
 
 
 def caused_by(error: BaseException | None) -> bool:
@@ -83,21 +84,21 @@ def test_any_copy_may_fail(where: str, tmp_path: Path, monkeypatch: pytest.Monke
         except (Broken, GeminiError) as e:
             error = e
         copies.chosen = 0
-        engine_of(model).store.ledger.check_invariants()
+        world_of(model).check_ledger()
         if error is not None:
             assert copies.fired and caused_by(error), f"the cause is lost: {error!r}"
             told, error = told + 1, error.with_traceback(None)
-            if engine_of(model).state.corrupted_by is not None:
+            if world_of(model).corrupted_by is not None:
                 with pytest.raises(GeminiError, match="Load the last checkpoint"):
                     model(**gpu_cases.batch(0))
             gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
-            assert engine_of(model).state.corrupted_by is None
+            assert world_of(model).corrupted_by is None
             for seed in range(1, STEPS):
                 one_step(model, optimizer, seed)
         else:  # what is fetched ahead may fail, and is fetched again when it is needed; or there were fewer this time
             assert copies.fired in (None, "fetch"), f"a copy on the stream {copies.fired} failed and nobody said so"
         assert_same_snapshot(snapshot(model), expected)
-        engine_of(model).check_invariants()
+        world_of(model).check()
     summary(
         f"on {gpu_cases.DEVICE}, {where}: of {num_copies} copies every {num_copies // 8}th failed; {told} were told"
     )

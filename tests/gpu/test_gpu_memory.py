@@ -22,6 +22,7 @@ from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS
 from tests.train import helpers
 from tests.train.test_memory import Stack
+from tests.world import world_of
 
 MIB = 2**20
 
@@ -30,11 +31,11 @@ MIB = 2**20
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_no_tier_goes_over_its_budget(where: str, precision: str, tmp_path: Path) -> None:
     model = gpu_cases.wrap(helpers.llama(), where, tmp_path, precision=precision)
-    engine = helpers.engine_of(model)
+    world = world_of(model)
     optimizer = helpers.adam(model)
     for step in range(4):
         gpu_cases.train(model, optimizer, [step])
-        engine.check_invariants()
+        world.check()
     report = model.memory_report()
     for tier in ("gpu", "cpu", "nvme"):
         assert report[tier]["used"] <= report[tier]["peak"] <= report[tier]["budget"]
@@ -139,8 +140,8 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
     gpu_cases.forget_cached()
     before = torch.cuda.memory_allocated(card)
     model = gemini.GeminiDDP(model, config)
-    engine = helpers.engine_of(model)
-    ledger, of_windows = engine.store.ledger, engine.store.device._memory._stream.cuda_stream
+    world = world_of(model)
+    ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
     may_land, land_piece = threading.Event(), GradientStore.land_piece
     taken, waiting = [0], [0]
 

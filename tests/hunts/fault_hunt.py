@@ -45,6 +45,7 @@ from tests.hunts import race_hunt  # noqa: E402
 from tests.hunts.faults import ALARM, BESIDE, KINDS, Faults, Injected  # noqa: E402
 from tests.hunts.race_hunt import Schedule  # noqa: E402
 from tests.hunts.race_recipes import NUM_STEPS, Recipe, World, look, reference, same_all  # noqa: E402
+from tests.world import world_of  # noqa: E402
 
 ENDS_S = 60
 """How long a process may take to end after a signal."""
@@ -172,7 +173,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
             check_message(faults.kind, caught)
             caught.__traceback__ = None
             del caught
-            model._gemini_engine.store.ledger.check_invariants()
+            world_of(model).check_ledger()
             if chosen % 2:
                 del model, optimizer
                 gc.collect()

@@ -34,6 +34,7 @@ from gemini.memory.durable.folder import is_store
 from tests.hunts.race_recipes import AlwaysPays
 from tests.train.helpers import adam, snapshot, train
 from tests.train.test_durable import durable
+from tests.world import world_of
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = ["tests.train.test_durable", "transformers.models.llama.modeling_llama", "torch._dynamo"]
@@ -54,7 +55,7 @@ def work(
     model, optimizer = durable(where, store)
     if guess:
         optimizer = adam(model, step_in_backward=True, speculate=True)
-        model._gemini_engine.updates.guesses = AlwaysPays()
+        world_of(model).guesses = AlwaysPays()
     torch.manual_seed(1)
     at = gemini.load_checkpoint(store, model, optimizer) if is_store(store) and list(store.glob("*/record-*")) else 0
     say("began", at)

@@ -38,6 +38,7 @@ from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
 from tests.hunts import program_state
 from tests.hunts.race_recipes import AlwaysPays
+from tests.world import is_managed, world_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = tuple(DTYPES)
@@ -363,13 +364,13 @@ class ManagedSide(Side):
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
-            model._gemini_engine.updates.guesses = AlwaysPays()
+            world_of(model).guesses = AlwaysPays()
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
             self.scaler = torch.amp.GradScaler("cpu", enabled=False) if own is None else own(init_scale=INIT_SCALE)
             if own is None:
-                model._gemini_engine.backward.scaling.loss_scale.scale = INIT_SCALE
+                world_of(model).loss_scale.scale = INIT_SCALE
 
     def another(self, model: nn.Module) -> nn.Module:
         where, ranks = self._how_managed
@@ -415,12 +416,12 @@ class ManagedSide(Side):
     def end(self) -> None:
         super().end()
         if self._is_managed:
-            self.model._gemini_engine.check_invariants()  # type: ignore[union-attr]
+            world_of(self.model).check()  # type: ignore[union-attr]
 
     @property
     def _is_managed(self) -> bool:
         """False once the program has made it an ordinary one: ``merge_and_unload()``."""
-        return hasattr(self.model, "_gemini_engine") and hasattr(self.model, "full_param")
+        return is_managed(self.model) and hasattr(self.model, "full_param")
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         handles = [(name, getattr(param, "_gemini", None)) for name, param in self.model.named_parameters()]

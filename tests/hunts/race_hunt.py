@@ -52,6 +52,7 @@ from gemini.planning import working  # noqa: E402
 from gemini.testing import RandomClock, StandinDevice  # noqa: E402
 from tests.hunts.race_recipes import Recipe, World, draw_recipe, eval_loss, reference, same_all, train  # noqa: E402
 from tests.models import assert_same_bits  # noqa: E402
+from tests.world import world_of  # noqa: E402
 
 HANGING_S = 300
 
@@ -179,7 +180,7 @@ def wrap(schedule: Schedule, directory: Path) -> tuple[Any, gemini.HybridAdam]:
         _least[key] = budget
         if not schedule.slack:
             return wrapped
-        wrapped[0]._gemini_engine.close()  # a store has one model at a time
+        world_of(wrapped[0]).close()  # a store has one model at a time
         del wrapped
         budget = int(budget * (1 + schedule.slack))
         return schedule.recipe.wrap(schedule.config(budget, directory), guesses=schedule.guesses)
@@ -326,11 +327,11 @@ class Reader:
 
 
 def check_invariants(model: Any) -> None:
-    engine = model._gemini_engine
-    engine.drain()
-    engine.check_invariants()
-    for tier in engine.store.ledger.tiers:
-        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier), tier
+    world = world_of(model)
+    world.settle()
+    world.check()
+    for tier in world.tiers:
+        assert world.peak(tier) <= world.budget(tier), tier
 
 
 def run(schedule: Schedule, directory: Path) -> Counter[str]:
@@ -356,9 +357,9 @@ def run(schedule: Schedule, directory: Path) -> Counter[str]:
             same_all(model.state_dict(dtype=torch.float32), world.masters, f"masters saved after {reader.saved_at}")
             same_all(optimizer.state_dict()["state"], world.states, f"states saved after {reader.saved_at}")
         check_invariants(model)
-        reader.seen["kept"] = model._gemini_engine.updates.guesses.num_kept
-        reader.seen["undone"] = model._gemini_engine.updates.guesses.num_undone
-        reader.seen["evictions"] = model._gemini_engine.store.manager.num_evictions
+        reader.seen["kept"] = world_of(model).guesses.num_kept
+        reader.seen["undone"] = world_of(model).guesses.num_undone
+        reader.seen["evictions"] = world_of(model).num_evictions
         seen = reader.seen + jobs
         del reader, optimizer, model
         gc.collect()

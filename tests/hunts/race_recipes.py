@@ -16,6 +16,7 @@ from torch import nn
 import gemini
 from gemini.train.update.guess import GuessRecord
 from tests import models
+from tests.world import world_of
 
 NUM_STEPS = 3
 FAMILIES = ("gpt2", "llama", "tied", "mixtral", "t5", "some unused")
@@ -60,13 +61,13 @@ class Recipe:
     def wrap(self, config: gemini.GeminiConfig, *, guesses: bool = False) -> tuple[Any, gemini.HybridAdam]:
         """``guesses``: updates begin inside backward before it is known whether they clip."""
         model: Any = gemini.GeminiDDP(self.make_model(), config)
-        if model._gemini_engine.backward.scaling.loss_scale is not None:
-            model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**12
+        if world_of(model).loss_scale is not None:
+            world_of(model).loss_scale.scale = 2.0**12
         vectors = [p for p in model.parameters() if p.dim() == 1]
         rest = [p for p in model.parameters() if p.dim() > 1]
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         if guesses:
-            model._gemini_engine.updates.guesses = AlwaysPays()
+            world_of(model).guesses = AlwaysPays()
         in_backward = self.in_backward or guesses
         return model, gemini.HybridAdam(groups, betas=(0.9, 0.95), step_in_backward=in_backward, speculate=guesses)
 

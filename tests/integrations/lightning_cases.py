@@ -32,6 +32,8 @@ KNOWN_BEFORE = "gemini" in L.pytorch.strategies.StrategyRegistry
 
 from gemini.integrations.lightning import GeminiStrategy  # noqa: E402
 
+from tests.world import world_of  # noqa: E402
+
 WIDTH, ROWS = 16, 4
 
 
@@ -186,12 +188,12 @@ def plain_loop(
 
 def state_of(module: Any) -> dict[str, Any]:
     """Everything that a step leaves behind, by name: masters, states, step counts, buffers."""
-    engine = module._gemini_engine
+    world = world_of(module)
     found = {f"master/{name}": value for name, value in module.state_dict(dtype=torch.float32).items()}
-    for handle in engine.params.handles:
+    for handle in world.handles:
         for kind in handle.chunk.planes:
             if kind.startswith("exp_avg"):
-                found[f"{kind}/{handle.name}"] = engine.by_names.read_plane(handle, kind)
+                found[f"{kind}/{handle.name}"] = world.read_plane(handle, kind)
         found[f"step/{handle.name}"] = torch.tensor(handle.num_steps)
     return found
 

@@ -19,6 +19,7 @@ import gemini
 from gemini.errors import PlanMismatch, StorageError
 from tests.integrations.trainer_cases import LENGTH, Sentences, assert_same_run, llama, masters, rows
 from tests.train.helpers import Plain
+from tests.world import world_of
 
 Config = gemini.GeminiConfig
 
@@ -90,7 +91,7 @@ def test_the_loop_comes_to_the_bits_of_the_loop_by_hand(precision: str) -> None:
         wanted.append(loss.item())
     assert losses == wanted and run.norms == norms and max(norms) > 0.5
     assert_same_run(run.pair, (model, optimizer))
-    assert run.model._gemini_engine.config.gradients == "accumulate", "room for sums was reserved from the start"
+    assert world_of(run.model).config.gradients == "accumulate", "room for sums was reserved from the start"
     assert isinstance(run.accelerator.scaler, gemini.GradScaler if precision == "fp16" else type(None))
     assert not run.accelerator.native_amp
     assert run.accelerator.mixed_precision == precision
@@ -108,7 +109,7 @@ def test_adam_with_a_past_becomes_hybrid_adam_with_the_same_groups_and_states() 
     model, prepared = accelerator.prepare(plain, optimizer)
     hybrid = prepared.optimizer
     assert hybrid is optimizer and isinstance(hybrid, gemini.HybridAdam)
-    assert model is plain and model._gemini_engine.config.precision == "fp32"
+    assert model is plain and world_of(model).config.precision == "fp32"
     assert [(g["lr"], g["weight_decay"], g["betas"]) for g in hybrid.param_groups] == [
         (1e-2, 0.1, (0.8, 0.95)),
         (3e-3, 0.0, (0.8, 0.95)),
@@ -165,7 +166,7 @@ def test_the_scaler_is_saved_and_older_states_without_one_go_on(tmp_path: Path) 
     run = Run("fp16", micro=1)
     run.train(0, 2)
     run.accelerator.scaler.update(2.0**9)
-    run.model._gemini_engine.backward.scaling.loss_scale.scale = 2.0**7  # what an older version kept
+    world_of(run.model).loss_scale.scale = 2.0**7  # what an older version kept
     run.accelerator.save_state(tmp_path / "state")
     again = Run("fp16", micro=1)
     again.accelerator.load_state(tmp_path / "state")
@@ -306,7 +307,7 @@ def test_what_cannot_be_meant_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     model = llama()
     with pytest.raises(ValueError, match="the optimizer SGD cannot update a managed model"):
         accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    assert model._gemini_engine.config.precision == "bf16"
+    assert world_of(model).config.precision == "bf16"
     with pytest.raises(ValueError, match="maximize=True"):
         to_hybrid(torch.optim.Adam(model.parameters(), maximize=True))
 

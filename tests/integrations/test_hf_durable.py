@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 import gemini
 from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, make
+from tests.world import world_of
 
 
 class Death(BaseException):
@@ -39,7 +40,7 @@ def die(made: Any, step: int) -> None:
     made.add_callback(Die(step))
     with pytest.raises(Death):
         made.train()
-    made.model._gemini_engine.close()
+    world_of(made.model).close()
 
 
 @pytest.mark.parametrize("changes", [{}, {"fp16": True, "bf16": False}, {"optim": "lion_32bit"}], ids=str)

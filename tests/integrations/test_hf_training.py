@@ -15,6 +15,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 import gemini
 from tests.integrations.trainer_cases import Record, Sentences, Stop, arguments, assert_same_run, llama, make, masters
 from tests.train.helpers import t5
+from tests.world import world_of
 
 # ---- traps -------------------------------------------------------------------------------------------------------
 
@@ -78,7 +79,7 @@ def test_precision_flags_bring_no_autocast_and_no_other_scaler(tmp_path: Path, f
     assert isinstance(trainer.accelerator.scaler, gemini.GradScaler if flag == "fp16" else type(None))
     assert not trainer.accelerator.native_amp
     assert trainer.accelerator.mixed_precision == flag
-    assert trainer.model._gemini_engine.config.precision == flag
+    assert world_of(trainer.model).config.precision == flag
 
 
 def test_the_managed_model_looks_like_the_model(tmp_path: Path) -> None:
@@ -271,7 +272,7 @@ def test_the_model_is_managed_with_room_for_sums_when_steps_accumulate(tmp_path:
         trainer, _ = make(tmp_path, gemini_config=said, gradient_accumulation_steps=steps)
         assert isinstance(trainer.accelerator, GeminiAccelerator)
         trainer.evaluate()
-        assert trainer.model._gemini_engine.config.gradients == gradients
+        assert world_of(trainer.model).config.gradients == gradients
 
 
 def test_ranks_reduce_after_each_micro_batch_unless_told_otherwise(tmp_path: Path) -> None:
@@ -287,4 +288,4 @@ def test_bf16_weights_without_a_flag_are_trained_in_fp32_and_said_so(tmp_path: P
     trainer, _ = make(tmp_path, model=llama().bfloat16(), max_steps=1, save_strategy="no")
     with pytest.warns(UserWarning, match="trained in fp32"):
         trainer.train()
-    assert trainer.model._gemini_engine.config.precision == "fp32"
+    assert world_of(trainer.model).config.precision == "fp32"

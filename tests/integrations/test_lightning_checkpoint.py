@@ -22,6 +22,7 @@ from lightning_cases import L, Tiny, alone, assert_same, clean_environment, conf
 
 import gemini
 from benchmarks._progress import run as watched_run
+from tests.world import world_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,7 +118,7 @@ def test_resume_in_the_middle_of_an_epoch_and_with_dropout(tmp_path: Path) -> No
     assert_same(state_of(resumed), state_of(whole))
     middle = Tiny()
     run(middle, ckpt_path=tmp_path / "step=4.ckpt", max_epochs=1)
-    assert len(middle.losses) == 2 and middle._gemini_engine.params.handles[0].num_steps == 6
+    assert len(middle.losses) == 2 and world_of(middle).handles[0].num_steps == 6
 
 
 def test_callbacks_save_remove_and_link(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def test_writing_holds_one_param_at_a_time(tmp_path: Path, monkeypatch: Any) -> 
     module = Wide()
     run = fit(module, GeminiStrategy(config("bf16")), 4)
     alive, most = [0], [0]
-    by_names = run.strategy.engine.by_names
+    by_names = world_of(run.strategy.managed).by_names
 
     def counted(read: Any) -> Any:
         def reading(*args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from lightning_cases import (
 from torch import nn
 
 import gemini
+from tests.world import world_of
 
 
 def fit(module: Any, strategy: Any = "gemini", num: int = 24, **how: Any) -> Any:
@@ -50,7 +51,7 @@ def test_the_same_bits_as_the_plain_loop(precision: str, where: str, tmp_path: P
     assert run.global_step == 6 and module.rates[-1] == pytest.approx(1e-2 / 6)
     assert run.optimizers[0].param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
     assert module is run.lightning_module is run.strategy.model and type(module).__name__ == "Tiny"
-    assert (module._gemini_engine.store.spill is not None) == (where == "disk")
+    assert (world_of(module).spill is not None) == (where == "disk")
 
 
 class Asking(Tiny):
@@ -203,8 +204,8 @@ def test_a_step_may_use_params_and_the_model_itself_as_it_likes(precision: str, 
         run = fit(module, GeminiStrategy(settings), 8, gradient_clip_val=1e9)
         states.append(state_of(module))
         norms.append(float(run.strategy.grad_norm))
-        assert "forward" not in vars(module) and not module._gemini_engine.state.in_method
-        module._gemini_engine.check_invariants()
+        assert "forward" not in vars(module) and not world_of(module).state.in_method
+        world_of(module).check()
     assert_same(*states)
     exact = Free()
     reference = fit(exact, GeminiStrategy(config("fp32")), 8, gradient_clip_val=1e9)
@@ -275,7 +276,7 @@ def test_a_module_compiled_as_a_whole_is_refused() -> None:
 def test_wrapped_by_hand_first(tmp_path: Path) -> None:
     module: Any = gemini.GeminiDDP(Tiny(), config())
     fit(module, GeminiStrategy(config()), 8)
-    assert module._gemini_engine.params.handles[0].num_steps == 2
+    assert world_of(module).handles[0].num_steps == 2
     with pytest.raises(gemini.GeminiError, match="managed already"):
         fit(module, GeminiStrategy(on_disk(tmp_path)), 8)
     with pytest.raises(gemini.GeminiError, match="managed already"):

@@ -14,6 +14,7 @@ from lightning_cases import L, Tiny, alone, assert_same, config, loader, on_disk
 from torch import nn
 
 import gemini
+from tests.world import world_of
 
 
 def fit(module: Any, strategy: Any, num: int = 8, **how: Any) -> Any:
@@ -36,7 +37,7 @@ def test_the_model_stays_where_it_is(monkeypatch: Any) -> None:
     )
     run = fit(module, GeminiStrategy(settings))
     run.test(module, loader(8), verbose=False)
-    assert isinstance(module, gemini.GeminiDDP) and run.strategy.engine.store.device.tier is gemini.Tier.GPU
+    assert isinstance(module, gemini.GeminiDDP) and world_of(run.strategy.managed).device.tier is gemini.Tier.GPU
     other = Tiny()
     fit(other, GeminiStrategy(config("bf16")))
     assert_same(state_of(module), state_of(other))
@@ -87,14 +88,14 @@ def test_evaluating_first_changes_nothing(precision: str, tmp_path: Path) -> Non
     direct = Tiny()
     fit(direct, GeminiStrategy(config(precision)))
     assert_same(state_of(module), state_of(direct))
-    run.strategy.engine.check_invariants()
+    world_of(run.strategy.managed).check()
 
 
 def test_a_frozen_model_is_evaluated_with_its_weights_alone() -> None:
     module = Tiny()
     module.freeze()
     trainer(GeminiStrategy(config("bf16"))).validate(module, loader(4), verbose=False)
-    held = module._gemini_engine.store.chunks
+    held = world_of(module).chunks
     assert all(set(chunk.planes) == {"weights"} for chunk in held)
 
 
@@ -113,7 +114,7 @@ def test_inference_mode_and_reads_in_validation(tmp_path: Path) -> None:
     (result,) = trainer(GeminiStrategy(on_disk(tmp_path))).validate(module, loader(4), verbose=False)
     (expected,) = trainer("ddp").validate(plain, loader(4), verbose=False)
     assert result == expected
-    module._gemini_engine.check_invariants()
+    world_of(module).check()
     fit(module, GeminiStrategy(on_disk(tmp_path)))
 
 
@@ -186,7 +187,7 @@ def test_an_exception_leaves_a_model_that_goes_on(where: str, kind: type[BaseExc
     # Lightning turns Ctrl-C into the end of the program.
     with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else RuntimeError):
         fit(module, GeminiStrategy(settings), callbacks=[Failing(where, error)])
-    module._gemini_engine.check_invariants()
+    world_of(module).check()
     assert all(module.full_grad(name) is None for name, _ in module.named_parameters())
     module.error = None
     once = Tiny()

@@ -24,6 +24,7 @@ from torch import nn
 
 import gemini
 from tests.integrations.test_lightning_fit import fit
+from tests.world import world_of
 
 
 def optimizing(make: Any) -> Any:
@@ -149,7 +150,7 @@ def test_two_optimizers_by_hand(toggle: bool, tmp_path: Path) -> None:
     for name, value in plain.state_dict().items():
         assert torch.allclose(module.full_param(name), value, rtol=1e-4, atol=1e-6), name
     assert all(p.requires_grad for p in module.parameters())
-    module._gemini_engine.check_invariants()
+    world_of(module).check()
 
 
 class Thawing(Gan):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from gemini.train import unmanage
 from tests.integrations.peft_cases import CONFIGS, cast_params, llama, logits, maker, move_adapters
 from tests.train import helpers
 from tests.train.helpers import DTYPES, PLACEMENTS, adam, make_config, same_bits, snapshot, train, wrap
+from tests.world import world_of
 
 
 def trained(method: str, where: str, path: Path, base: Any = llama, **how: Any) -> Any:
@@ -111,7 +111,7 @@ def test_merging_gives_the_bits_of_plain_peft(
         plain_step()
         assert_same_weights(model.state_dict(), plain.state_dict())
         assert torch.equal(logits(model), logits(plain))
-        helpers.engine_of(model).check_invariants()
+        world_of(model).check()
         if managed_step != model.unmerge_adapter:
             assert any(not same_bits(value, before[name]) for name, value in model.state_dict().items())
     merged, wanted = model.merge_and_unload(safe_merge=safe), plain.merge_and_unload(safe_merge=safe)
@@ -147,7 +147,7 @@ def test_a_merged_adapter_is_disabled(method: str, precision: str, where: str, t
     with model.disable_adapter(), plain.disable_adapter():
         assert torch.equal(logits(part), logits(same))
     assert_same_weights(model.state_dict(), plain.state_dict())
-    helpers.engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def plain_pair(method: str, base: Any, where: str, path: Path, precision: str) -> tuple[Any, Any]:
@@ -161,10 +161,10 @@ def plain_pair(method: str, base: Any, where: str, path: Path, precision: str) -
 
 def test_after_merge_and_unload_nothing_is_managed(tmp_path: Path) -> None:
     model = trained("lora", "disk", tmp_path)
-    engine = weakref.ref(helpers.engine_of(model))
+    manager = world_of(model).reference()
     merged = model.merge_and_unload()
     gc.collect()
-    assert engine() is None  # and with it chunks and spill file
+    assert manager() is None  # and with it chunks and spill file
     assert type(merged) is transformers.LlamaForCausalLM and type(model) is peft.PeftModelForCausalLM
     assert all(type(p) is torch.nn.Parameter and not hasattr(p, "_gemini") for p in merged.parameters())
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in merged.modules())
@@ -211,7 +211,7 @@ def test_a_bad_adapter_is_not_merged(where: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="NaN"):
         model.merge_adapter(safe_merge=True)
     helpers.assert_same_snapshot(before, snapshot(model))
-    helpers.engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def test_adapters_of_transformers_itself(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gemini.planning.planes import WEIGHTS
 from tests.integrations.peft_cases import CAUSAL, CONFIGS, llama, maker, move_adapters, seeded
 from tests.train import helpers
 from tests.train.helpers import PLACEMENTS, Plain, adam, compare, wrap
+from tests.world import world_of
 
 BASES = {"experts": helpers.mixtral, "lora bias": helpers.gpt2}
 
@@ -164,7 +165,7 @@ def test_a_frozen_base_has_its_weights_and_nothing_else(method: str, tmp_path: P
         "exp_avg": pages(adapters, 4), "exp_avg_sq": pages(adapters, 4),
     }  # fmt: skip
     assert report["trained_params"] == sum(p.numel() for p in adapters)
-    for handle in model._gemini_engine.params.handles:
+    for handle in world_of(model).handles:
         frozen = handle.chunk.planes.keys() == {WEIGHTS}
         assert frozen == (not handle.param.requires_grad), handle.name
 

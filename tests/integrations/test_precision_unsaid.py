@@ -16,6 +16,7 @@ from trainer_cases import llama, make
 
 import gemini
 from gemini import GeminiConfig as Config
+from tests.world import world_of
 
 FLAGS = ["no", "bf16", "fp16"]
 MEANT = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
@@ -23,7 +24,7 @@ ROOM = gemini.MemoryBudget(cpu="64MiB")
 
 
 def precision_of(model: Any) -> str:
-    return model._gemini_engine.config.precision
+    return world_of(model).config.precision
 
 
 def test_alone_it_is_bf16_and_a_change_of_the_config_says_nothing_more() -> None:

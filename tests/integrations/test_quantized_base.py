@@ -24,6 +24,7 @@ from tests.train import helpers
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
 
 from tests.integrations.quantized_cases import adam_of, base_of, losses_of, quantized, save_base  # noqa: E402
+from tests.world import world_of  # noqa: E402
 
 NAME = "base_model.model.model.layers.1.mlp.up_proj.base_layer.weight"
 
@@ -59,7 +60,7 @@ def assert_trains_as_plain(make: Callable[[], Any], where: str, path: Path, **ho
     model = helpers.wrap(make(), where, path, **how)
     assert losses_of(model, adam_of(model)) == losses
     assert_same(model.state_dict(), state)
-    helpers.engine_of(model).check_invariants()
+    world_of(model).check()
     return model
 
 
@@ -89,7 +90,7 @@ def test_codes_come_and_go_between_forward_and_backward(base: Path, tmp_path: Pa
     model = helpers.wrap(quantized(base), "disk", tmp_path)
     optimizer = adam_of(model)
     losses_of(model, optimizer, range(2))
-    coded = [c for c in helpers.engine_of(model).store.chunks if c.spec.coded]
+    coded = [c for c in world_of(model).chunks if c.spec.coded]
     at_home = sum(chunk.weights.num_bytes for chunk in coded)
     model(**helpers.batch(0)).loss.backward()
     assert model.memory_report()["moved"]["nvme->cpu"] >= 2 * at_home
@@ -99,10 +100,10 @@ def test_half_a_byte_per_weight(base: Path) -> None:
     model = quantized(base)
     sizes = [p.quant_state.shape.numel() for p in model.parameters() if isinstance(p, bitsandbytes.nn.Params4bit)]
     model = gemini.GeminiDDP(model, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="1GiB"), device="cpu"))
-    coded = [c for c in helpers.engine_of(model).store.chunks if c.spec.coded]
+    coded = [c for c in world_of(model).chunks if c.spec.coded]
     assert sum(chunk.spec.payload for chunk in coded) == sum(sizes) // 2
     assert all(chunk.weights.num_bytes == chunk.spec.numel for chunk in coded)
-    problem = helpers.engine_of(model).decision.problem
+    problem = world_of(model).problem
     planned = sum(problem.plane_bytes(i)["weights"] for i in range(len(problem.layout.chunks)))
     report = model.memory_report()
     assert report["cpu"]["holders"]["weights"] == planned

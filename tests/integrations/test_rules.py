@@ -19,6 +19,7 @@ from tests.integrations.test_lightning_fit import fit
 from tests.integrations.test_lightning_optimizers import optimizing
 from tests.integrations.trainer_cases import llama, make, masters
 from tests.train.helpers import on_batch
+from tests.world import world_of
 
 Config = gemini.GeminiConfig
 STOCK: dict[str, dict[str, Any]] = {
@@ -68,7 +69,7 @@ def test_names_whose_rule_gemini_has(name: str, kind: type, hypers: dict[str, An
     )
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    assert type(optimizer.rule) is kind and trainer.model._gemini_engine.config.optimizer == optimizer.rule
+    assert type(optimizer.rule) is kind and world_of(trainer.model).config.optimizer == optimizer.rule
     assert all(optimizer.defaults[key] == value or key == "weight_decay" for key, value in hypers.items())
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     assert len(record.of("loss")) == 6

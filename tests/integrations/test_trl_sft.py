@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast, Trainer
 
 import gemini
 from tests.integrations.trainer_cases import Record, assert_same_run, llama, make
+from tests.world import world_of
 
 WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
 LORA = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -70,7 +71,7 @@ def test_sft_of_an_adapter_in_bf16(tmp_path: Path) -> None:
     torch.manual_seed(0)
     trainer, record = sft(tmp_path, bf16=True, peft_config=peft.LoraConfig(**LORA))
     trainer.train()
-    assert trainer.model._gemini_engine.config.precision == "bf16" and min(record.of("grad_norm")) > 0
+    assert world_of(trainer.model).config.precision == "bf16" and min(record.of("grad_norm")) > 0
     adapter = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "gemini"} <= adapter
     assert "model.safetensors" not in adapter

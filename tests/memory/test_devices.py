@@ -21,6 +21,7 @@ from gemini.memory.devices.device import CpuDevice, Device, Event, make_device
 from gemini.memory.devices.windows import PageWindow, StorageWindow
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
+from tests.world import world_of
 
 
 class Gate:
@@ -359,7 +360,7 @@ def test_training_waits_for_slow_copies() -> None:
         optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
         for step in range(2):
             train_step(model, optimizer, step)
-            model._gemini_engine.check_invariants()
+            world_of(model).check()
         return masters(model)
 
     undelayed = run(None)
@@ -385,9 +386,9 @@ def test_a_copy_that_fails_in_training_is_a_clear_error() -> None:
         train_step(model, optimizer, 1)
     broken.clear()
     optimizer.zero_grad()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     train_step(model, optimizer, 1)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 # ---- where pages cannot be moved -------------------------------------------------------------------------------------
@@ -399,12 +400,12 @@ def test_resizing_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     def run(kind: type) -> tuple[dict[str, torch.Tensor], int]:
         model, optimizer = wrap(make_net(), tmp_path, precision=precision, cpu="500KiB")
-        engine = model._gemini_engine
-        assert all(isinstance(c.window, kind) for c in engine.store.chunks)
+        world = world_of(model)
+        assert all(isinstance(c.window, kind) for c in world.chunks)
         for step in range(3):
             train_step(model, optimizer, step)
-            engine.check_invariants()
-        return masters(model), engine.store.manager.num_gathers
+            world.check()
+        return masters(model), world.num_gathers
 
     monkeypatch.setattr("gemini.planning.working.TILE", 4096)
     by_pages, gathers = run(PageWindow)

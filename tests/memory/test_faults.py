@@ -27,6 +27,7 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.memory import nvme
 from gemini.memory.devices.pages import Pages
 from gemini.tiers import Ledger
+from tests.world import world_of
 
 
 class Faults:
@@ -91,10 +92,10 @@ def make(directory: Path) -> tuple[Any, gemini.HybridAdam]:
 
 
 def check(model: Any) -> None:
-    engine = model._gemini_engine
-    engine.store.manager.check_invariants()
-    for tier in engine.store.ledger.tiers:
-        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier)
+    world = world_of(model)
+    world.check_windows()
+    for tier in world.tiers:
+        assert world.peak(tier) <= world.budget(tier)
 
 
 @pytest.fixture(autouse=True)
@@ -160,16 +161,16 @@ def test_a_fault_in_forward_or_backward_loses_nothing(
         else:
             # Pages that cannot be parked at an eviction are given back to the system instead: nothing is lost by it.
             assert kind == "move pages", f"{kind} {chosen} failed and nobody said so"
-            model._gemini_engine.check_invariants()
+            world_of(model).check()
             assert same(masters(model), after)
             continue
         faults.start(0)
         faults.phase = ""
         check(model)
         optimizer.zero_grad()
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
         one_step(model, optimizer, 1, None, micro)
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
         assert same(masters(model), after), f"{kind} {chosen} of {wanted[-1]}: the repeated step has other bits"
     summary(f"faults: {kind}, {micro} micro-batches: {len(wanted)} calls in forward and backward failed in turn")
 
@@ -189,7 +190,7 @@ def test_a_fault_in_an_update_is_whole_or_said(
         check(model)
         try:
             optimizer.zero_grad()
-            model._gemini_engine.check_invariants()
+            world_of(model).check()
             found = masters(model)
             torn = [
                 name for name, value in found.items()
@@ -248,7 +249,7 @@ def test_training_goes_on_after_many_faults(tmp_path: Path, monkeypatch: pytest.
     _, after = reference(tmp_path, 1)
     faults = Faults(monkeypatch, "read")
     model, optimizer = make(tmp_path)
-    engine = model._gemini_engine
+    world = world_of(model)
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(100):
         faults.start(1 + turn % 4)  # the reads that a forward and backward makes at least
@@ -256,7 +257,7 @@ def test_training_goes_on_after_many_faults(tmp_path: Path, monkeypatch: pytest.
             one_step(model, optimizer, 1, faults, 1)
         faults.start(0)
         optimizer.zero_grad()
-        engine.check_invariants()
+        world.check()
     assert len(os.listdir("/proc/self/fd")) == descriptors
     one_step(model, optimizer, 1, None, 1)
     assert same(masters(model), after)

@@ -25,6 +25,7 @@ from gemini.train.setup.problem import reduce_dtype
 from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.hunts.race_recipes import AlwaysPays
+from tests.world import world_of
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
 
@@ -147,28 +148,28 @@ def run(job: Job) -> Outcome:
     if job.mesh is not None:
         mesh = init_device_mesh("cpu", job.mesh)
     managed: Any = gemini.GeminiDDP(model, config_of(job, model), mesh=mesh)
-    engine = managed._gemini_engine
+    inner = world_of(managed)
     transient = job.gradients == "transient"
     optimizer = gemini.HybridAdam(
         managed.parameters(), lr=job.lr, weight_decay=0.1, eps=1e-4, step_in_backward=transient or job.guesses,
         speculate=job.guesses,
     )  # fmt: skip
     if job.guesses:
-        engine.updates.guesses = AlwaysPays()
-    if engine.backward.scaling.loss_scale is not None:
-        engine.backward.scaling.loss_scale.scale = 2.0**10
+        inner.guesses = AlwaysPays()
+    if inner.loss_scale is not None:
+        inner.loss_scale.scale = 2.0**10
     out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)
     for step, micro in enumerate(batches(job, rank, world)):
-        evictions = engine.store.manager.num_evictions
+        evictions = inner.num_evictions
         for number, batch in enumerate(micro):
             last = number == len(micro) - 1
             with managed.no_sync() if job.no_sync and not last else nullcontext():
                 loss = managed(**batch).loss / job.num_micro
                 loss.backward()
             out.losses.append(float(loss.detach()))
-        out.num_evictions += engine.store.manager.num_evictions - evictions
+        out.num_evictions += inner.num_evictions - evictions
         if step == 0 and not transient and job.reads:
-            for handle in engine.params.handles:
+            for handle in inner.handles:
                 grad = managed.full_grad(handle.name)
                 if grad is not None:
                     out.grads[handle.name] = grad.float().clone()
@@ -176,21 +177,21 @@ def run(job: Job) -> Outcome:
             out.norms.append(float(managed.clip_grad_norm_(job.clip)))
         optimizer.step()
         optimizer.zero_grad()
-        engine.check_invariants()
-        out.sent.append(dict(engine.shards.sent_last_step))
-    out.num_gathers = engine.store.manager.num_gathers
-    for handle in engine.params.handles:
+        inner.check()
+        out.sent.append(dict(inner.shards.sent_last_step))
+    out.num_gathers = inner.num_gathers
+    for handle in inner.handles:
         for kind in handle.chunk.planes:
             if kind in KINDS:
-                part = read_range(engine.store.mover, handle.chunk.planes[kind], handle)
+                part = read_range(inner.mover, handle.chunk.planes[kind], handle)
                 out.state[f"{handle.name}/{kind}"] = zlib.crc32(part.view(torch.uint8).numpy().tobytes())
         out.steps[handle.name] = handle.num_steps
     if job.reads:
         out.masters = managed.state_dict(dtype=torch.float32)
     out.report = dict(managed.memory_report())
     if world > 1:
-        script = engine.store.manager.foresight.script((), {})
-        chunks = engine.decision.problem.layout.chunks
+        script = inner.foresight.script((), {})
+        chunks = inner.layout.chunks
         out.gathers = None if script is None else [chunks[gather.chunk].numel for gather in script.gathers]
     return out
 

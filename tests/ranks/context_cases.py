@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
+from tests.world import world_of
 
 VOCAB = 64
 _LLAMA = {
@@ -135,15 +136,15 @@ def step(case: Case, wrong: str = "") -> Result:
     losses: list[Any] = [None] * world
     dist.all_gather_object(losses, float(loss.detach()))
     result = Result(sum(losses) / world, evaluated=evaluated)
-    for handle in model._gemini_engine.params.handles:
+    for handle in world_of(model).handles:
         grad = model.full_grad(handle.name)
         if grad is not None:
             result.grads[handle.name] = grad.clone()
     result.norm = float(model.clip_grad_norm_(1e9))
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
     optimizer.step()
-    model._gemini_engine.check_invariants()
-    result.sent = dict(model._gemini_engine.shards.sent_last_step)
+    world_of(model).check()
+    result.sent = dict(world_of(model).shards.sent_last_step)
     return result
 
 

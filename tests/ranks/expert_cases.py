@@ -10,6 +10,7 @@ import torch
 import gemini
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
 from tests.ranks.test_slices import small
+from tests.world import world_of
 
 
 class Found(NamedTuple):
@@ -125,7 +126,7 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     return Found(losses, norms, grads, model.state_dict(dtype=torch.float32))
 
 

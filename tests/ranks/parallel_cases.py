@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
+from tests.world import world_of
 
 LR, EPS = 1e-2, 1e-3
 """The update of a gradient near zero is as good as drawn with a small ``eps``: rounding would be all that is seen."""
@@ -50,7 +51,7 @@ def config_for(where: str, folder: str, **settings: Any) -> gemini.GeminiConfig:
 
 def planes_of(model: Any) -> dict[str, torch.Tensor]:
     """Every plane of the params that are here, whole where they are slices, by the names of the whole model."""
-    by_names, found = model._gemini_engine.by_names, {}
+    by_names, found = world_of(model).by_names, {}
     for handle in by_names.handles:
         for kind, plane in handle.chunk.planes.items():
             if kind != "grad" and plane.block == 1:

@@ -12,6 +12,7 @@ from torch import nn
 import gemini
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of
 from tests.ranks.pool import Pool
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 deep = partial(llama, num_hidden_layers=8, tie_word_embeddings=False)
@@ -58,7 +59,7 @@ def accumulated(num_batches: int, micro_batches: int, make: Callable[[], Any] = 
 def run(
     pipe: gemini.Pipeline, batch: Callable[[int], torch.Tensor], optimizer: Any
 ) -> tuple[list[float], list[float], int]:  # fmt: skip
-    manager = pipe.model._gemini_engine.store.manager
+    manager = world_of(pipe.model).manager
     losses, norms, fetched = [], [], 0
     for step in range(STEPS):
         before, ids = manager.num_gathers, batch(step)
@@ -67,7 +68,7 @@ def run(
         norms.append(float(pipe.clip_grad_norm_(0.5)))
         optimizer.step()
         optimizer.zero_grad()
-    pipe.model._gemini_engine.check_invariants()
+    world_of(pipe.model).check()
     return losses, norms, fetched
 
 

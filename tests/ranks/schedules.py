@@ -31,6 +31,7 @@ from gemini.ranks.wire import Pending, Wire
 from gemini.tiers import Tier
 from gemini.train import engine
 from gemini.train.params.by_name import read_range
+from tests.world import world_of
 
 NUM_BLOCKS = 5
 KINDS = (
@@ -164,7 +165,7 @@ def wrap(play: Play) -> Any:
         managed: Any = gemini.GeminiDDP(
             model, gemini.GeminiConfig(memory=gemini.MemoryBudget(**homes), **settings), mesh=mesh
         )
-        decision = managed._gemini_engine.decision
+        decision = world_of(managed).decision
         needed = bytes_per_tier(decision.problem, decision.placement)[Tier.CPU]
         homes["cpu"] = (needed + 4096) * world
     return managed
@@ -253,7 +254,7 @@ def run(play: Play) -> Outcome:
 def _run(play: Play) -> Outcome:
     rank = dist.get_rank()
     managed = wrap(play)
-    shards = managed._gemini_engine.shards
+    shards = world_of(managed).shards
     optimizer = gemini.HybridAdam(managed.parameters(), lr=1e-2, eps=1e-3)
     out = Outcome([], [], 0, "", [], [])
     try:
@@ -266,7 +267,7 @@ def _run(play: Play) -> Outcome:
                 _step(managed, optimizer, play, event, step, out)
             out.scripted.append(shards.num_scripted > before[0])
             out.rounds.append(shards.num_rounds - before[1])
-        managed._gemini_engine.check_invariants()
+        world_of(managed).check()
         out = out._replace(behind=_num_behind(managed))
     except RankMismatch as e:
         return out._replace(error=type(e).__name__)
@@ -322,16 +323,16 @@ def _batch(play: Play, step: int, number: int) -> torch.Tensor:
 
 
 def _num_behind(managed: Any) -> int:
-    replicas = managed._gemini_engine.backward.sink._replicas
+    replicas = world_of(managed).replicas
     return 0 if replicas is None else replicas.num_behind
 
 
 def _bits(managed: Any) -> int:
-    engine, found = managed._gemini_engine, 0
-    engine.drain()
-    for handle in engine.params.handles:
+    world, found = world_of(managed), 0
+    world.settle()
+    for handle in world.handles:
         for kind, plane in handle.chunk.planes.items():
             if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
-                part = read_range(engine.store.mover, plane, handle)
+                part = read_range(world.mover, plane, handle)
                 found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found

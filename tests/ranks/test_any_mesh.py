@@ -17,6 +17,7 @@ from tests.ranks.context_cases import Case, Result, batch, differences, make
 from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.schedules import delayed
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 MESHES: tuple[dict[str, int], ...] = (
@@ -41,11 +42,11 @@ def trained(sizes: dict[str, int], case: Case, where: str, folder: str, seed: in
         losses: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(losses, float(loss.detach()))
         found = Result(sum(losses) / len(losses))
-        for handle in managed._gemini_engine.params.handles:
+        for handle in world_of(managed).handles:
             found.grads[handle.whole_name] = managed.full_grad(handle.name).clone()
         found.norm = float(managed.clip_grad_norm_(1e9))
         gemini.HybridAdam(managed.parameters()).step()
-        managed._gemini_engine.check_invariants()
+        world_of(managed).check()
     return found
 
 

@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from tests.ranks.pool import Failure, Pool
-from tests.train.helpers import VOCAB, engine_of, gpt2, llama, mixtral, snapshot, t5
+from tests.train.helpers import VOCAB, gpt2, llama, mixtral, snapshot, t5
+from tests.world import world_of
 
 PoolOf = Callable[[int], Pool]
 MODELS = {"gpt2": lambda: gpt2(dropout=0.1), "llama": lambda: llama(tied=True), "mixtral": mixtral, "t5": t5}
@@ -93,7 +94,7 @@ class Run:
             for name, kinds in snapshot(self.model).items()
             for kind, value in kinds.items()
         }
-        engine_of(self.model).check_invariants()
+        world_of(self.model).check()
         return {"planes": planes, "scheduler": self.scheduler.state_dict(), "lr": self.optimizer.param_groups[0]["lr"]}
 
 
@@ -196,7 +197,7 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
     from gemini.train.checkpoint import tensor_file
 
     run = Run(where, folder, gradients=gradients)
-    engine = engine_of(run.model)
+    world = world_of(run.model)
     seed(1)
     run.train(1)
     run.model.full_param("lm_head.weight")
@@ -219,12 +220,12 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         type(saver).before_write(saver, chunk)
 
     tensor_file.os.pwrite = slow
-    held = engine.store.ledger.used(gemini.Tier.CPU)
+    held = world.used(gemini.Tier.CPU)
     try:
         pending = run.save(folder / "ckpt", wait=False)
-        saver = engine.write_observers[-1]
+        saver = world.write_observers[-1]
         saver.before_write = counted
-        during = engine.store.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0)
+        during = world.holders(gemini.Tier.CPU).get("checkpoint", 0)
         assert not pending.done()
         if change == "gathered":
             with run.model.gathered(write=True), torch.no_grad():
@@ -240,8 +241,8 @@ def save_behind(where: str, gradients: str, change: str, folder: Path) -> tuple[
         assert pending.done()
     finally:
         tensor_file.os.pwrite = real
-    assert engine.store.ledger.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
-    assert during <= engine.store.mover.tile * 4 and held <= engine.store.ledger.budget(gemini.Tier.CPU)
+    assert world.holders(gemini.Tier.CPU).get("checkpoint", 0) == 0
+    assert during <= world.tile * 4 and held <= world.budget(gemini.Tier.CPU)
     changed = run.digest()
     other = Run("ram", folder, gradients=gradients)
     other.load(folder / "ckpt")

@@ -18,6 +18,7 @@ from tests.ranks.expert_cases import MAX_NORM, Case, Found, ids_of, moe, plainly
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of, num_batches, planes_of
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -57,7 +58,7 @@ def trained(
         norms.append(float(model.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         optimizer.zero_grad()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     if saves:
         gemini.save_checkpoint(f"{folder}/checkpoint", model, optimizer)
         model.save_pretrained(f"{folder}/exported")
@@ -166,7 +167,7 @@ def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     model, _ = made(sizes, config_for("ram", ""), Case())
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
     gemini.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     return planes_of(model)
 
 

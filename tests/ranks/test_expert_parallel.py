@@ -18,6 +18,7 @@ from tests.ranks.expert_cases import KINDS, Case, Found, ids_of, loss_of, moe, p
 from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, planes_of, step_refused
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 FAMILIES = ("qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3")
@@ -155,9 +156,9 @@ def nan_on_one(precision: str, cut: bool) -> tuple[str, bool, float]:
     before = model.state_dict()
     loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
     if dist.get_rank() == 1:
-        model._gemini_engine.by_names[name].param.register_hook(lambda grad: grad * float("nan"))
+        world_of(model).by_names[name].param.register_hook(lambda grad: grad * float("nan"))
     loss.backward()
-    scale = model._gemini_engine.backward.scaling.loss_scale
+    scale = world_of(model).loss_scale
     return *step_refused(optimizer, model, before), 0.0 if scale is None else scale.scale
 
 
@@ -226,7 +227,7 @@ def saved(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
 def loaded(sizes: dict[str, int], folder: str) -> dict[str, torch.Tensor]:
     model, optimizer = made(sizes)
     gemini.load_checkpoint(f"{folder}/checkpoint", model, optimizer)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     found = planes_of(model)
     loss_of(model, 0, 0).backward()
     optimizer.step()

@@ -16,6 +16,7 @@ from accelerate import ParallelismConfig
 import gemini
 from tests.ranks.context_cases import Case, batch, make
 from tests.ranks.pool import Failure, Pool
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 CONFIG = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
@@ -54,7 +55,7 @@ def loop(sizes: dict[str, int]) -> tuple[list[float], list[float], str]:
             mine = whole["input_ids"].sum(1)
             assert accelerator.gather_for_metrics(mine).tolist() == mine.tolist()
             assert accelerator.gather_for_metrics(["text"]) == ["text"]
-        return norms, losses, model._gemini_engine.config.context_attention
+        return norms, losses, world_of(model).config.context_attention
     finally:
         forget_state()
 

@@ -21,6 +21,7 @@ from gemini.ranks.mesh import names_of, ranks_along
 from gemini.tiers import Tier
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 MIB = 2**20
@@ -96,12 +97,12 @@ def budgets(sizes: dict[str, int], part: tuple[str, ...] = ()) -> dict[str, Any]
     given = mesh[part] if part else mesh
     make: Callable[[], Any] = Net if "tp" in sizes else helpers.llama
     config = gemini.GeminiConfig(precision="fp32", device="cpu", memory=gemini.MemoryBudget(cpu="64MiB"))
-    engine = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine
-    declared = engine.store.ledger.budget(Tier.CPU)
+    world = world_of(gemini.GeminiDDP(make(), config, mesh=given))
+    declared = world.budget(Tier.CPU)
     free = available_bytes()
     config = gemini.GeminiConfig(precision="fp32", device="cpu")
-    measured = gemini.GeminiDDP(make(), config, mesh=given)._gemini_engine.store.ledger.budget(Tier.CPU)
-    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": engine.ranks.shares_params}
+    measured = world_of(gemini.GeminiDDP(make(), config, mesh=given)).budget(Tier.CPU)
+    return {"declared": declared, "share": measured / (free * MARGIN), "is_divided": world.ranks.shares_params}
 
 
 @pytest.mark.sweep(every=2)

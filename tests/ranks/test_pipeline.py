@@ -28,6 +28,7 @@ from tests.ranks.pipeline_cases import (
 )
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
+from tests.world import world_of
 
 
 def assert_close(found: list[Found], plain: Found) -> None:
@@ -103,12 +104,12 @@ def alone(where: str, folder: str, make: Callable[[], Any] = deep, **settings: A
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR, eps=EPS)
     losses, norms = [], []
     for step in range(STEPS):
-        before, parts = model._gemini_engine.store.manager.num_gathers, []
+        before, parts = world_of(model).num_gathers, []
         for part in ids_of(step, 0).chunk(4):
             loss = model(input_ids=part, labels=part).loss / 4
             loss.backward()
             parts.append(loss.detach())
-        fetched = model._gemini_engine.store.manager.num_gathers - before
+        fetched = world_of(model).num_gathers - before
         losses.append(torch.stack(parts).sum().item())
         norms.append(float(model.clip_grad_norm_(0.5)))
         optimizer.step()
@@ -152,7 +153,7 @@ def test_breadth_first_fetches_each_weight_twice(make: Callable[[], Any], tmp_pa
     memory = gemini.MemoryBudget(cpu="800KiB", nvme="64MiB", nvme_path=tmp_path)
     found, plain = alone("disk", str(tmp_path), make, memory=memory, overlap=False)
     pipe = gemini.Pipeline(make(), config_for("disk", str(tmp_path), memory=memory), micro_batches=4, schedule="bfs")
-    chunks = len(pipe.model._gemini_engine.store.chunks)
+    chunks = len(world_of(pipe.model).chunks)
     ends = 2 * (make is not deep)  # a tied embedding is read at both ends
     assert found.fetched <= 2 * chunks + ends < plain.fetched, (found.fetched, chunks, plain.fetched)
 

@@ -15,6 +15,7 @@ from gemini.train.params.by_name import ByName
 from tests.ranks.parallel_cases import EPS, LR, config_for, mesh_of
 from tests.ranks.pipeline_cases import Pools, half, ids_of, piped, run
 from tests.ranks.pool import Failure
+from tests.world import world_of
 
 
 def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float], list[float], list[str]]:
@@ -35,7 +36,7 @@ def streamed(sizes: dict[str, int], folder: str, where: str) -> tuple[list[float
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR, eps=EPS, weight_decay=0.1)
     losses, norms, _ = run(pipe, lambda step: ids_of(step, gemini.data_rank(mesh).rank), optimizer)
     names = [name for name, _ in pipe.model.named_parameters()]
-    assert set(written) == {handle.name for handle in pipe.model._gemini_engine.params.handles}
+    assert set(written) == {handle.name for handle in world_of(pipe.model).handles}
     return losses, norms, names
 
 

@@ -16,6 +16,7 @@ from tests.ranks.parallel_cases import LR, config_for, mesh_of, step_refused
 from tests.ranks.pipeline_cases import Pools, Stack, deep, half, ids_of
 from tests.ranks.pool import Failure
 from tests.ranks.test_slices import small
+from tests.world import world_of
 
 
 def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
@@ -24,7 +25,7 @@ def nan_on_a_stage(sizes: dict[str, int], folder: str) -> tuple[str, bool]:
     optimizer = gemini.HybridAdam(pipe.parameters(), lr=LR)
     before = pipe.model.state_dict()
     if dist.get_rank() == 3:
-        handle = pipe.model._gemini_engine.params.handles[-1]
+        handle = world_of(pipe.model).handles[-1]
         handle.param.register_hook(lambda grad: grad * float("nan"))
     ids = ids_of(0, gemini.data_rank(mesh).rank)
     pipe.step(input_ids=ids, labels=ids)

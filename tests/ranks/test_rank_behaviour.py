@@ -19,6 +19,7 @@ from tests.ranks.cases import Job, alone, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 MIB = 2**20
@@ -193,7 +194,7 @@ def test_data_that_ends_early_is_a_clear_error_on_every_rank(how: str, pool_of: 
 def frozen_and_flipped() -> dict[str, int]:
     model = wrap()
     optimizer = helpers.adam(model)
-    engine = model._gemini_engine
+    world = world_of(model)
     for name, param in model.named_parameters():
         if "layers.0" in name:
             param.requires_grad_(False)
@@ -201,7 +202,7 @@ def frozen_and_flipped() -> dict[str, int]:
     for param in model.parameters():
         param.requires_grad_(True)
     step(model, optimizer, 1)
-    return {handle.name: handle.num_steps for handle in engine.params.handles}
+    return {handle.name: handle.num_steps for handle in world.handles}
 
 
 def test_params_may_be_frozen_and_thawed(pool_of: Pools) -> None:
@@ -220,7 +221,7 @@ def unused_counts() -> dict[str, int]:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {handle.name: handle.num_steps for handle in model._gemini_engine.params.handles if "weight" in handle.name}
+    return {handle.name: handle.num_steps for handle in world_of(model).handles if "weight" in handle.name}
 
 
 def test_a_param_without_gradient_on_every_rank_is_skipped(pool_of: Pools) -> None:

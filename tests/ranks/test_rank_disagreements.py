@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 from gemini.train.params.by_name import read_range
 from tests.ranks.pool import Pool
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -37,7 +38,7 @@ def small(**how: Any) -> Any:
 
 def backward(model: Any, seed: int = 0) -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(model._gemini_engine.config.precision, torch.float32)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(world_of(model).config.precision, torch.float32)
     model(x.to(dtype)).backward()
 
 
@@ -53,12 +54,12 @@ def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bi
 def bits(model: Any) -> int:
     """Of what this rank keeps of the masters and states."""
     found = 0
-    assert any(handle.part.numel for handle in model._gemini_engine.params.handles), "each rank has a part"
-    for handle in model._gemini_engine.params.handles:
-        model._gemini_engine.updates.wait(handle.chunk)
+    assert any(handle.part.numel for handle in world_of(model).handles), "each rank has a part"
+    for handle in world_of(model).handles:
+        world_of(model).wait_for_update(handle.chunk)
         for kind, plane in handle.chunk.planes.items():
             if kind in ("weights", "residual", "exp_avg", "exp_avg_sq"):
-                part = read_range(model._gemini_engine.store.mover, plane, handle)
+                part = read_range(world_of(model).mover, plane, handle)
                 found = zlib.crc32(part.view(torch.uint8).numpy().tobytes(), found)
     return found
 
@@ -69,8 +70,8 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
     model = small(**{**settings, "mesh": mesh})
     other = dist.get_rank() == odd
     transient = settings.get("gradients") == "transient"
-    if model._gemini_engine.backward.scaling.loss_scale is not None:
-        model._gemini_engine.backward.scaling.loss_scale.scale = 1024.0
+    if world_of(model).loss_scale is not None:
+        world_of(model).loss_scale.scale = 1024.0
     groups = groups_of(model)
     if how == "left out" and other:
         groups = groups_of(model, leave_out="2.weight")
@@ -105,9 +106,9 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
         elif how == "frozen":
             model[2].weight.requires_grad_(False)
         elif how == "step count":
-            next(h for h in model._gemini_engine.params.handles if h.name == "2.weight").num_steps += 1
+            next(h for h in world_of(model).handles if h.name == "2.weight").num_steps += 1
         elif how == "loss scale":
-            model._gemini_engine.backward.scaling.loss_scale.scale /= 2
+            world_of(model).loss_scale.scale /= 2
     try:
         backward(model, 2)
         if how == "one backward more" and dist.get_rank() >= dist.get_world_size() // 2:
@@ -130,7 +131,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
             optimizer.zero_grad()
         optimizer.step()
     except gemini.RankMismatch as e:
-        model._gemini_engine.recovery.forget_interrupted()
+        world_of(model).forget_interrupted()
         return str(e), bits(model) != before
     return "nobody noticed", bits(model) != before
 
@@ -359,7 +360,7 @@ def go_on(how: str) -> list[int]:
             optimizer.zero_grad() if transient else optimizer.step()
         if transient or not mistaken:
             step()
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
         assert any(model.memory_report()["speculation"].values()) == guesses
         found.append(bits(model))
     return found
@@ -474,8 +475,8 @@ def zeros(odd: int | None) -> tuple[str, dict[str, int], list[torch.Tensor], lis
                 optimizer.zero_grad(set_to_none=optimizer is optimizers[1] and odd == dist.get_rank())
     except gemini.RankMismatch as e:
         error = str(e)
-    engine = model._gemini_engine
-    steps = {handle.name: handle.num_steps for handle in engine.params.handles}
+    world = world_of(model)
+    steps = {handle.name: handle.num_steps for handle in world.handles}
     if error:
         return error, steps, [], []
     return error, steps, [model.full_param(name) for name in steps], [param.detach() for param in plain.parameters()]

@@ -28,6 +28,7 @@ from gemini.train.setup.problem import prepare
 from tests.crash_images import Judge, Log, content
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_checkpoints import Run, on_ranks, seed, world
+from tests.world import world_of
 
 PoolOf = Callable[[int], Pool]
 
@@ -45,7 +46,7 @@ def begin(where: str, store: Path, *, guesses: bool = False) -> Run:
 
 def end(run: Run) -> None:
     """As a killed process leaves it: nothing is committed."""
-    run.model._gemini_engine.close()
+    world_of(run.model).close()
     meet()
 
 

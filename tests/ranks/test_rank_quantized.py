@@ -20,6 +20,7 @@ from tests.train import helpers
 pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
 
 from tests.integrations.quantized_cases import adam_of, losses_of, quantized, save_base  # noqa: E402
+from tests.world import world_of  # noqa: E402
 
 PoolOf = Callable[[int], Pool]
 
@@ -39,9 +40,9 @@ def adapt(folder: Path, on: str) -> tuple[list[float], dict[str, torch.Tensor], 
                 param.quant_state.state2.absmax.zero_()
     model = gemini.GeminiDDP(model, config)
     losses = losses_of(model, adam_of(model))
-    engine = helpers.engine_of(model)
-    engine.check_invariants()
-    coded = [chunk for chunk in engine.store.chunks if chunk.spec.coded]
+    world = world_of(model)
+    world.check()
+    coded = [chunk for chunk in world.chunks if chunk.spec.coded]
     own = sum(chunk.weights.num_bytes for chunk in coded)
     return losses, model.state_dict(), own, sum(chunk.spec.numel for chunk in coded)
 

@@ -12,6 +12,7 @@ import gemini
 from gemini.planning.timeline import Timeline, Track
 from tests.ranks.cases import Job, batches, config_of, make_model
 from tests.ranks.pool import Pool
+from tests.world import world_of
 
 
 def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
@@ -26,7 +27,7 @@ def record(job: Job) -> tuple[Timeline, dict[str, int], dict[str, float]]:
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            model._gemini_engine.drain()  # so that no step has bytes of the one before
+            world_of(model).settle()  # so that no step has bytes of the one before
     report = model.memory_report()
     return recording.timeline, report["moved"], report["stalls"]
 

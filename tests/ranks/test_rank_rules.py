@@ -19,6 +19,7 @@ from gemini.planning import compact
 from tests.ranks.pool import Pool
 from tests.train import test_bf16_sums, test_compact, test_sophia
 from tests.train import test_update_rules as rules
+from tests.world import world_of
 
 
 def run(which: str, folder: Path, name: str, load: str | None) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def run_compact(which: str, folder: Path, name: str, load: str | None, states: s
                 warnings.simplefilter("ignore", UserWarning)  # of what exact states lose
                 gemini.load_checkpoint(folder / load, model, optimizer)
         losses += rules.train(model, optimizer, range(2, 4), None)
-        by_names = model._gemini_engine.by_names
+        by_names = world_of(model).by_names
         planes = {
             f"{name}.{kind}": by_names.read_plane(by_names[name], kind)
             for name, _ in model.named_parameters()

@@ -13,6 +13,7 @@ from torch import nn
 import gemini
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -42,7 +43,7 @@ def steps_with_inf(replicated: bool) -> list[tuple[int, float, float, float]]:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        seen.append((model._gemini_engine.params.handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
+        seen.append((world_of(model).handles[0].num_steps, scaler.get_scale(), float(norm), float(plain)))
     return seen
 
 

@@ -16,6 +16,7 @@ import gemini
 from gemini.ranks import watch
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_disagreements import backward, small
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -80,7 +81,7 @@ def slow_on_one_rank() -> tuple[int, int]:
         backward(model, 2)
         outside = len(heard) - inside
         named = sum(thread.name == "gemini-watch" for thread in threading.enumerate())
-        model._gemini_engine.close()
+        world_of(model).close()
         assert named - sum(thread.name == "gemini-watch" for thread in threading.enumerate()) == 1
         return inside, outside
 

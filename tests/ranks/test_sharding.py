@@ -20,6 +20,7 @@ from gemini.ranks.subgroup import make_subgroup
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -107,9 +108,9 @@ def a_group_of_some() -> int:
     ranks = ([0], [1, 2], [3])[(dist.get_rank() + 1) // 2]
     groups = [dist.new_group(r) for r in ([0], [1, 2], [3])]
     model = small(process_group=next(g for g in groups if dist.get_rank() in dist.get_process_group_ranks(g)))
-    engine = model._gemini_engine
-    assert engine.ranks.shares_params == (len(ranks) > 1)
-    return engine.decision.problem.layout.ranks
+    world = world_of(model)
+    assert world.ranks.shares_params == (len(ranks) > 1)
+    return world.layout.ranks
 
 
 def test_a_process_group_may_be_given(pool_of: Pools) -> None:
@@ -125,12 +126,12 @@ def uneven_numbers_of_groups(folder: Path) -> list[int]:
     for name, mesh in (("all", None), ("replicated", (2, 2))):
         model = small(mesh=None if mesh is None else init_device_mesh("cpu", mesh))
         gemini.save_checkpoint(folder / name, model, gemini.HybridAdam(model.parameters()))
-        counts.append(model._gemini_engine.decision.problem.layout.ranks)
+        counts.append(world_of(model).layout.ranks)
     pair = dist.new_group([1, 3])
     if rank in (1, 3):
         model = small(process_group=pair)
         gemini.save_checkpoint(folder / "pair", model, gemini.HybridAdam(model.parameters()))
-        counts.append(model._gemini_engine.decision.problem.layout.ranks)
+        counts.append(world_of(model).layout.ranks)
     return counts
 
 

@@ -22,6 +22,7 @@ from tests.ranks.pool import Pool
 from tests.ranks.test_expert_parallel import FAMILIES as EXPERTS
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 
@@ -75,7 +76,7 @@ def loaded(sizes: dict[str, int], path: str, folder: str) -> tuple[dict[str, tor
         model: Any = gemini.from_pretrained(
             path, config, mesh=mesh_of(sizes), dtype=torch.bfloat16, model_class=getattr(transformers, kind)
         )
-    handles, state = model._gemini_engine.params.handles, model.state_dict(dtype=torch.float32)
+    handles, state = world_of(model).handles, model.state_dict(dtype=torch.float32)
     wanted = [sum(h.slot.numel for h in handles if (h.cut is not None) is sliced) for sliced in (False, True)]
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     wanted[0] += sum(value.numel() for name, value in state.items() if name not in params)

@@ -20,6 +20,7 @@ from tests.ranks.parallel_cases import EPS, LR, config_for, llama, mesh_of, plan
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_slices import FAMILIES, small
 from tests.train import helpers
+from tests.world import world_of
 
 Pools = Callable[[int], Pool]
 MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2})
@@ -61,10 +62,10 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    engine = model._gemini_engine
-    engine.check_invariants()
-    whole = {h.name: engine.by_names.read(h, torch.float32) for h in engine.params.handles if h.cut is None}
-    assert whole and len(whole) < len(engine.params.handles)
+    world = world_of(model)
+    world.check()
+    whole = {h.name: world.read(h, torch.float32) for h in world.handles if h.cut is None}
+    assert whole and len(whole) < len(world.handles)
     return Found(losses, norms, model.state_dict(dtype=torch.float32), whole, grad)
 
 
@@ -156,14 +157,14 @@ def nan_on_one(sizes: dict[str, int], precision: str, cut: bool) -> tuple[str, b
     model: Any = gemini.GeminiDDP(llama(), config_for("ram", "", precision=precision), mesh=mesh)
     optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
     name = "model.layers.1.mlp.up_proj.weight" if cut else "model.norm.weight"
-    handle = model._gemini_engine.by_names[name]
+    handle = world_of(model).by_names[name]
     ids = ids_of(0, gemini.data_rank(mesh).rank)
     before = model.state_dict()
     loss = model(input_ids=ids, labels=ids).loss
     if dist.get_rank() == 1:
         handle.param.register_hook(lambda grad: grad * float("nan"))
     loss.backward()
-    scale = model._gemini_engine.backward.scaling.loss_scale
+    scale = world_of(model).loss_scale
     return *step_refused(optimizer, model, before), 0.0 if scale is None else scale.scale
 
 
@@ -185,7 +186,7 @@ def disagreeing(how: str) -> None:
     ids = ids_of(0, dist.get_rank() if how == "batch" else gemini.data_rank(mesh).rank)
     model(input_ids=ids, labels=ids).loss.backward()
     if how == "gradient" and second:
-        model._gemini_engine.stepping.discard([model._gemini_engine.by_names["model.norm.weight"]])
+        world_of(model).discard([world_of(model).by_names["model.norm.weight"]])
     optimizer.step()
 
 
@@ -217,7 +218,7 @@ def made(how: str, folder: str, where: str) -> dict[str, torch.Tensor]:
         model = gemini.GeminiDDP(gemini.slice_tensors(whole_of(folder), mesh), config, mesh=mesh)
     else:
         model = gemini.from_config(hf_config, config, mesh=mesh)
-    cuts = {h.name: h.cut.own_shape for h in model._gemini_engine.params.handles if h.cut is not None}
+    cuts = {h.name: h.cut.own_shape for h in world_of(model).handles if h.cut is not None}
     assert cuts["model.layers.0.self_attn.q_proj.weight"] == (32, 64) and cuts["model.embed_tokens.weight"] == (64, 64)
     model.train()
     ids = ids_of(0, gemini.data_rank(mesh).rank)

@@ -16,6 +16,7 @@ from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, accesses
 from gemini.tracing.meter import Meter
 from gemini.tracing.observer import Observer
 from tests.models import VOCAB, make_model
+from tests.world import world_of
 
 Inputs = dict[str, torch.Tensor]
 
@@ -70,12 +71,12 @@ def test_moving_chunks_leaves_no_mark_in_the_trace(family: str, place: str, tmp_
             optimizer.zero_grad()
     assert without_seconds(tracer.trace) == without_seconds(ahead)
     assert tracer.trace.fingerprint == ahead.fingerprint and tracer.trace.source is Source.RECORDED
-    engine = model._gemini_engine
+    world = world_of(model)
     assert num_hooks(model) == hooks and not {"begin_call", "take_grad"} & {
-        *vars(engine.forward),
-        *vars(engine.backward),
+        *vars(world.forward),
+        *vars(world.backward),
     }
-    assert model._gemini_engine.forward.calls._acquire == model._gemini_engine.store.manager.acquire
+    assert world_of(model).calls._acquire == world_of(model).manager.acquire
 
 
 @pytest.mark.sweep(every=2)
@@ -87,13 +88,13 @@ def test_a_moment_needs_what_the_engine_keeps_gathered(
     model = managed(family, "disk", tmp_path)
     if checkpointing:
         model.gradient_checkpointing_enable()
-    engine = model._gemini_engine
+    world = world_of(model)
     pinned: list[set[int]] = []
     now: set[int] = set()
 
     def run(self: Observer, func: Any = None) -> Meter:
         def look(func: Any, args: Any, kwargs: Any) -> Any:
-            now.update(chunk.spec.index for chunk in engine.store.chunks if chunk.pins)
+            now.update(chunk.spec.index for chunk in world.chunks if chunk.pins)
             return func(*args, **kwargs)
 
         return made(self, look)
@@ -111,11 +112,9 @@ def test_a_moment_needs_what_the_engine_keeps_gathered(
     with gemini.MemoryTracer(model) as tracer:
         model(**batch()).loss.backward()
     trace = tracer.trace
-    moving = {chunk.spec.index for chunk in engine.store.chunks if not chunk.resident}
+    moving = {chunk.spec.index for chunk in world.chunks if not chunk.resident}
     assert moving and len(pinned) == len(trace.moments)
-    for moment, access, held in zip(
-        trace.moments, accesses(trace, engine.decision.problem.layout), pinned, strict=True
-    ):
+    for moment, access, held in zip(trace.moments, accesses(trace, world.layout), pinned, strict=True):
         assert set(access.chunks) & moving == held, moment
 
 
@@ -126,18 +125,14 @@ def test_saved_inputs_are_those_that_offloading_moves(tmp_path: Path) -> None:
     model(**inputs).loss.backward()
     optimizer = gemini.HybridAdam(model.parameters())
     optimizer.step()
-    moved = dict(model._gemini_engine.store.mover.watch.moved_last_step.counts()) or dict(
-        model._gemini_engine.store.mover.watch.moved.counts()
-    )
+    moved = dict(world_of(model).moved_last_step()) or dict(world_of(model).moved())
     trace = gemini.trace(make_model("llama"), inputs, target="cpu", checkpointing=True)
     plain = managed("llama", "standin", tmp_path)
     plain.gradient_checkpointing_enable()
     plain(**inputs).loss.backward()
     other = gemini.HybridAdam(plain.parameters())
     other.step()
-    less = dict(plain._gemini_engine.store.mover.watch.moved_last_step.counts()) or dict(
-        plain._gemini_engine.store.mover.watch.moved.counts()
-    )
+    less = dict(world_of(plain).moved_last_step()) or dict(world_of(plain).moved())
     out, back = "gpu->cpu", "cpu->gpu"
     assert moved[out] - less.get(out, 0) == sum(m.saved_bytes for m in trace.moments) > 0
     assert moved[back] - less.get(back, 0) == sum(m.restored_bytes for m in trace.moments) > 0

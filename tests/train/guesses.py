@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import gemini
-from tests.train.helpers import Blocks, adam, engine_of, make_config, squares
+from tests.train.helpers import Blocks, adam, make_config, squares
+from tests.world import world_of
 
 ALWAYS, NEVER = 1e-6, 1e6
 """Thresholds that every step, and none, is clipped at."""
@@ -89,10 +90,10 @@ def counts(model: Any) -> tuple[int, int]:
 
 def guess_always(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the steps before have shown."""
-    monkeypatch.setattr(type(engine_of(model).updates.guesses), "pays", True)
+    monkeypatch.setattr(type(world_of(model).guesses), "pays", True)
 
 
 def let_guesses_end(model: Any) -> None:
     """A guess that a step asks for before it has begun is an update like others."""
-    for job in list(engine_of(model).updates.pending.values()):
+    for job in world_of(model).updates_in_flight:
         job.wait_until_over()

@@ -25,6 +25,7 @@ from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain
+from tests.world import world_of
 
 transformers.logging.set_verbosity_error()
 
@@ -149,10 +150,6 @@ def wrap(model: nn.Module, where: str, path: Path, **how: Any) -> Any:
     return gemini.GeminiDDP(model, make_config(model, where, path, **how))
 
 
-def engine_of(model: Any) -> Any:
-    return model._gemini_engine
-
-
 # ---- comparing and training ------------------------------------------------------------------------------------------
 
 
@@ -165,10 +162,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def assert_same_state(model: Any, plain: Plain) -> None:
     """Weights, masters, states and step counts of a managed model are those of the plain loop; nothing is pinned."""
-    engine = engine_of(model)
-    engine.check_invariants()
+    world = world_of(model)
+    world.check()
     for name, param in plain.model.named_parameters():
-        state, handle = plain.states[name], engine.by_names[name]
+        state, handle = plain.states[name], world.by_names[name]
         assert handle.num_steps == state["step"], name
         assert same_bits(model.full_param(name), param.detach()), name
         assert same_bits(model.full_param(name, torch.float32).view(-1), plain.master(name)), name
@@ -180,11 +177,11 @@ def assert_same_state(model: Any, plain: Plain) -> None:
 
 def snapshot(model: Any, names: Iterable[str] | None = None) -> dict[str, dict[str, torch.Tensor]]:
     """Every persistent plane of every param, and its step count: what must not change when nothing should."""
-    engine = engine_of(model)
+    world = world_of(model)
     found: dict[str, dict[str, torch.Tensor]] = {}
-    for handle in [engine.by_names[n] for n in names] if names is not None else engine.params.handles:
+    for handle in [world.by_names[n] for n in names] if names is not None else world.handles:
         planes = {kind: kind for kind in handle.chunk.planes if kind != "grad"}
-        found[handle.name] = {n: engine.by_names.read_plane(handle, kind).clone() for n, kind in planes.items()}
+        found[handle.name] = {n: world.read_plane(handle, kind).clone() for n, kind in planes.items()}
         found[handle.name]["step"] = torch.tensor(handle.num_steps)
     return found
 

@@ -26,8 +26,9 @@ from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import call_without_grad
 from gemini.waiting import on_worker
-from tests.train.helpers import Blocks, adam, engine_of, make_config, noise, same_bits, snapshot, squares, train
+from tests.train.helpers import Blocks, adam, make_config, noise, same_bits, snapshot, squares, train
 from tests.train.moments import Moment, held_locks, interrupt_at, locks_of, moments_of, no_hang
+from tests.world import world_of
 
 Snapshot = dict[str, dict[str, torch.Tensor]]
 
@@ -79,7 +80,7 @@ class World:
             memory = dataclasses.replace(config.memory, nvme="64MiB", nvme_path=path)
             config = dataclasses.replace(config, memory=memory, offload_activations="nvme")
         self.model: Any = gemini.GeminiDDP(make(), config)
-        assert engine_of(self.model).updates.runs_beside, "it overlaps"
+        assert world_of(self.model).updates.runs_beside, "it overlaps"
         self.optimizer = adam(self.model, step_in_backward=inside)
         self.clip = None if inside else 1.0
         train(self.model, self.optimizer, [0], self.loss, clip=self.clip)
@@ -98,7 +99,7 @@ class World:
         self.load("start")
 
     def drain(self) -> None:
-        engine_of(self.model).drain()
+        world_of(self.model).settle()
 
     def snapshot(self) -> Snapshot:
         self.drain()
@@ -243,7 +244,7 @@ class Trials:
             operation.run(world)
         operation.end(world)
         self.after = self._with_next()
-        self.locks = locks_of(engine_of(world.model))
+        self.locks = locks_of(world_of(world.model).root)
         world.reset()
         world.go_on()
         self.held = self.held_bytes()
@@ -254,7 +255,7 @@ class Trials:
 
     def held_bytes(self) -> dict[Any, dict[str, int]]:
         """What the ledger says that holders have who do not come and go within a step."""
-        ledger, passing = engine_of(self.world.model).store.ledger, ("windows", "pool")
+        ledger, passing = world_of(self.world.model).ledger, ("windows", "pool")
         return {
             tier: {holder: held for holder, held in ledger.holders(tier).items() if holder not in passing}
             for tier in ledger.tiers
@@ -289,7 +290,7 @@ class Trials:
                 now = world.snapshot()
                 held = held_locks(self.locks)
                 assert not held, f"held: {held}"
-                engine_of(world.model).check_invariants()
+                world_of(world.model).check()
             except GeminiError:
                 self.outcomes["error"] += 1
                 world.reset()

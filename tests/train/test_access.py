@@ -11,7 +11,6 @@ import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from tests.train.helpers import (
     assert_trains_alike,
     batch,
     compare,
-    engine_of,
     gpt2,
     llama,
     make_config,
@@ -44,6 +42,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -199,7 +198,7 @@ def test_reads_are_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -
     """As ``p.device`` says: "meta" stands in for a GPU, on which a tensor of the CPU is as wrong."""
     model: Any = gemini.GeminiDDP(nn.Linear(4, 4), gemini.GeminiConfig(precision="fp32", device="cpu"))
     before = model.full_param("weight")
-    monkeypatch.setattr(engine_of(model).store.device, "torch_device", torch.device("meta"))
+    monkeypatch.setattr(world_of(model).device, "torch_device", torch.device("meta"))
     average = torch.zeros(4, 4, device="meta")
     with torch.no_grad():
         assert average.lerp_(model.weight, 0.1).is_meta and (model.weight * torch.ones((), device="meta")).is_meta
@@ -232,7 +231,7 @@ def test_gathered_shows_weights(precision: str, where: str, tmp_path: Path) -> N
         assert p[3, 4].item() == plain.model.get_parameter(Q)[3, 4].item() and p.t().shape == (32, 32)
     with model.gathered([p]), model.gathered([p]):  # nested
         assert same_bits(p.detach().clone(), plain.model.get_parameter(Q).detach())
-    engine_of(model).check_invariants()
+    world_of(model).check()
     assert_same_snapshot(before, snapshot(model))
 
 
@@ -254,7 +253,7 @@ def test_gathered_write_changes_just_what_was_written(precision: str, where: str
     with torch.no_grad():
         assert same_bits(p.clone(), model.full_param(Q))
     train(model, optimizer, [2])
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def test_an_exception_in_gathered_write_undoes_it(where: str, tmp_path: Path) -> None:
@@ -289,11 +288,11 @@ def test_gathered_refuses_what_it_cannot_show(where: str, tmp_path: Path) -> Non
     if where != "ram":
         with pytest.raises(gemini.BudgetExceeded, match="fewer"), model.gathered():
             pass
-    engine_of(model).check_invariants()
+    world_of(model).check()
     with pytest.raises(gemini.ParamAccessError, match="other memory"):
         with model.gathered(model.get_parameter(Q), write=True):
             model.get_parameter(Q).data = torch.zeros(32, 32, dtype=torch.bfloat16)
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -315,10 +314,10 @@ def test_deleting_the_model_gives_everything_back(kept: str, where: str, tmp_pat
         "nothing": None, "optimizer": optimizer, "param": model.get_parameter(Q), "loss": on_batch(model, 1),
         "part": model.model.layers[1],
     }[kept]  # fmt: skip
-    engine = weakref.ref(engine_of(model))
+    manager = world_of(model).reference()
     del model, optimizer
     gc.collect()
-    assert engine() is None
+    assert manager() is None
     assert num_open_files() == before
     assert not any(tmp_path.iterdir())
     uses = {

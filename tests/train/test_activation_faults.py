@@ -30,6 +30,7 @@ from tests.train.test_activation_overlap import (  # noqa: F401
     worker_of_now,
     wrap,
 )
+from tests.world import world_of
 
 
 def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,7 +40,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
         with monkeypatch.context() as patches:
             writes = Gate(patches, "write", "gemini-offload")
             model = wrap(tmp_path)
-            spill = model._gemini_engine.store.spill
+            spill = world_of(model).spill
             writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
@@ -69,7 +70,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
 
 def spill_over(model: Any) -> None:
     """Until every write is over, without a look at how they ended."""
-    for flight in model._gemini_engine.activations.flights.saving.values():
+    for flight in world_of(model).activation_workers.saving.values():
         flight.outcome()
 
 
@@ -89,7 +90,7 @@ def test_a_read_that_fails_ahead_is_tried_again_by_who_needs_it(
 
     monkeypatch.setattr(SpillFile, "read", read)
     loss = model(noise())
-    model._gemini_engine.drain()
+    world_of(model).settle()
     if always:
         with pytest.raises(gemini.StorageError, match=r"could not read .* of the spill file .*Input/output error"):
             loss.backward()
@@ -112,7 +113,7 @@ def test_an_interrupt_anywhere_leaves_nothing(device: str, offload: str, tmp_pat
     """At every wait of the training thread, and beside every entry in the books, in forward and backward."""
     plain = train(wrap(tmp_path, offload=None))
     model = wrap(tmp_path, device, offload)
-    optimizer, ledger = adam(model), model._gemini_engine.store.ledger
+    optimizer, ledger = adam(model), world_of(model).ledger
     fired = 0
     for chosen in range(3, 120, 19):
         calls, patches = [], pytest.MonkeyPatch()

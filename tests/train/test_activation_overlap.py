@@ -24,6 +24,7 @@ from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
+from tests.world import world_of
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
 INPUT = ROWS * WIDTH * 2
@@ -90,18 +91,18 @@ def same(one: tuple[list[float], dict[str, torch.Tensor]], other: tuple[list[flo
 
 
 def held(model: Any, holder: str) -> int:
-    ledger = model._gemini_engine.store.ledger
+    ledger = world_of(model).ledger
     return sum(ledger.held(tier, holder) for tier in ledger.tiers)
 
 
 def nothing_is_left(model: Any) -> None:
     """Nothing in flight, no place taken, every slot of the file that activations had given back."""
-    engine = model._gemini_engine
-    engine.check_invariants()
+    world = world_of(model)
+    world.check()
     assert held(model, IN_FLIGHT) == held(model, "activations") == 0
-    spill, planes = engine.store.spill, engine.store.ledger.held
+    spill, planes = world.spill, world.held
     given_back = sum(size * len(slots) for size, slots in spill._given_back.items())
-    on_disk = sum(planes(Tier.NVME, holder) for holder in engine.store.ledger.holders(Tier.NVME))
+    on_disk = sum(planes(Tier.NVME, holder) for holder in world.holders(Tier.NVME))
     assert spill._used == on_disk + given_back
 
 
@@ -168,7 +169,7 @@ def test_beside_as_in_turn(
         in_file = {"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0} if seed % 2 else {}
         placement: Any = gemini.StaticPlacement(**in_file) if in_file else "auto"
         model = wrap(tmp_path, there, offload, spoils=seed % 4 > 1, placement=placement, overlap=seed != 5)
-        workers = model._gemini_engine.activations.flights
+        workers = world_of(model).activation_workers
         assert (workers is None) == (seed == 5)
         if workers is not None:
             begun: list[Any] = []
@@ -225,13 +226,13 @@ def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypat
     loss = model(noise())
     model.memory_report()  # drains
     assert held(model, IN_FLIGHT) == 0
-    places = {o.place for o in model._gemini_engine.activations._stored}
+    places = {o.place for o in world_of(model).activations._stored}
     loss.backward()
     assert len(places) == LAYERS + 1 and places == set(reads)
     assert set(workers) <= {"gemini-restore", "MainThread"} and workers.count("gemini-restore") > LAYERS
     inputs = [place for place in reads if reads.count(place) == 1]
     assert inputs == sorted(inputs, reverse=True)  # slots of a new file are in the order of saving
-    assert not model._gemini_engine.activations.flights._order  # backward has come to all of them
+    assert not world_of(model).activation_workers._order  # backward has come to all of them
     model.zero_grad()
 
 
@@ -270,14 +271,14 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
                 optimizer = adam(model)
                 results.append(train(model, optimizer))
                 loss = model(noise(7))
-                model._gemini_engine.drain()
+                world_of(model).settle()
                 offloaded.append(held(model, "activations"))
                 loss.backward()
                 said.append(sum("offload_activations" in str(w.message) for w in caught))
             for one in (Tier.GPU, Tier.CPU, Tier.NVME):
-                if one in model._gemini_engine.store.ledger.tiers:
-                    assert model._gemini_engine.store.ledger.peak(one) <= model._gemini_engine.store.ledger.budget(one)
-            lanes = model._gemini_engine.activations.flights
+                if one in world_of(model).tiers:
+                    assert world_of(model).peak(one) <= world_of(model).budget(one)
+            lanes = world_of(model).activation_workers
             if lanes is not None:
                 flying.append(lanes._largest)
         same(*results)
@@ -288,14 +289,14 @@ def test_tight_budgets_are_kept_and_refuse_nothing_more(device: str, offload: st
 @pytest.mark.parametrize(("device", "offload"), WAYS)
 def test_what_is_in_flight_gives_way(device: str, offload: str, tmp_path: Path) -> None:
     model = wrap(tmp_path, device, offload)
-    engine = model._gemini_engine
+    world = world_of(model)
     loss = model(noise())
-    engine.activations.begin_backward()  # reads ahead, of what has been written
-    tier = engine.store.device.tier
-    free = engine.store.ledger.free(tier) + engine.store.ledger.held(tier, IN_FLIGHT)
-    assert free > engine.store.ledger.free(tier)
-    assert engine.store.ledger.make_room(tier, free)
-    assert engine.store.ledger.free(tier) == free
+    world.activations.begin_backward()  # reads ahead, of what has been written
+    tier = world.device.tier
+    free = world.free(tier) + world.held(tier, IN_FLIGHT)
+    assert free > world.free(tier)
+    assert world.make_room(free)
+    assert world.free(tier) == free
     loss.backward()
     model.zero_grad()
     nothing_is_left(model)
@@ -316,7 +317,7 @@ def test_forwards_without_backward_give_everything_back(
             assert held(model, "activations") == (LAYERS + 1) * INPUT
             del loss
             nothing_is_left(model)
-            sizes.append(model._gemini_engine.store.spill.num_bytes)
+            sizes.append(world_of(model).spill.num_bytes)
         assert sizes[0] == sizes[-1]
     finally:
         gc.enable()

@@ -17,6 +17,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.working import staging_bytes
 from gemini.train.activations import store as activations
 from tests.train.helpers import llama, t5
+from tests.world import world_of
 
 SHAPE = (4, 128)
 HIDDEN, LAYERS = 32, 3
@@ -41,7 +42,7 @@ def enable(model: Any, *, reentrant: bool = False) -> None:
 
 
 def held(model: Any) -> dict[str, int]:
-    ledger = model._gemini_engine.store.ledger
+    ledger = world_of(model).ledger
     return {tier.value: n for tier in ledger.tiers if (n := ledger.held(tier, "activations"))}
 
 
@@ -62,7 +63,7 @@ def train(model: Any, steps: int = 3) -> tuple[list[tuple[float, float]], dict[s
         optimizer.step()
         optimizer.zero_grad()
         out.append((loss.item(), norm.item()))
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     assert held(model) == {} and not hooks_are_open()
     return out, after_forward, model.state_dict(dtype=torch.float32)
 
@@ -88,7 +89,7 @@ def test_just_the_inputs_of_the_blocks_are_in_the_ledger(device: str, offload: s
     enable(model)
     loss = model(**batch()).loss
     assert held(model) == {offload: INPUTS}
-    model._gemini_engine.store.ledger.check_invariants()
+    world_of(model).check_ledger()
     loss.backward()
     assert held(model) == {}
     model.zero_grad()
@@ -107,8 +108,8 @@ def test_what_several_blocks_were_given_is_stored_once(tmp_path: Path) -> None:
 def test_without_checkpointing_nothing_moves(tmp_path: Path) -> None:
     model = wrap(llama(), tmp_path, "nvme")
     model(**batch()).loss.backward()
-    assert model._gemini_engine.store.ledger.held(gemini.Tier.NVME, "activations") == 0
-    assert "cpu->nvme" not in model._gemini_engine.store.mover.watch.moved.counts()
+    assert world_of(model).held(gemini.Tier.NVME, "activations") == 0
+    assert "cpu->nvme" not in world_of(model).moved()
 
 
 @pytest.mark.parametrize("offload", [None, "nvme"])
@@ -132,7 +133,7 @@ def test_graphs_are_freed_without_the_garbage_collector(tmp_path: Path) -> None:
         counts = []
         for _ in range(3):
             model(**batch())
-            model._gemini_engine.drain()
+            world_of(model).settle()
             counts.append(sum(type(o) is torch.Tensor for o in gc.get_objects()))
             assert held(model) == {}
         assert counts[0] == counts[2]
@@ -192,7 +193,7 @@ def test_a_failing_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypat
         model(**batch()).loss.backward()  # the write is behind it: it is told in forward or in backward
     gc.collect()
     model.zero_grad()
-    model._gemini_engine.activations.collect()
+    world_of(model).activations.collect()
     assert held(model) == {} and not hooks_are_open()
     model(**batch()).loss.backward()
 

@@ -28,6 +28,7 @@ from gemini.train.checkpoint.format import write_manifest
 from gemini.train.checkpoint.torch_file import Promises, write
 from tests import models
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model
+from tests.world import world_of
 
 
 class _Of(Optimizer):
@@ -162,7 +163,7 @@ def train(model: Any, optimizer: Optimizer, seeds: range, clip: float | None) ->
 
 
 def assert_same(model: Any, optimizer: Any, plain: Plain) -> None:
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     for name, master in plain.masters.items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master.detach())), name
         kept, wanted = optimizer.full_state(name), plain.optimizer.state[master]
@@ -465,7 +466,7 @@ def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
     sizes = [p.shape for p in model.parameters()]
     wanted = 4 * sum(shape[0] + shape[1] if len(shape) == 2 else shape[0] for shape in sizes)
-    report, problem = model.memory_report(), model._gemini_engine.decision.problem
+    report, problem = model.memory_report(), world_of(model).problem
     assert report["cpu"]["holders"]["factors"] == problem.factors == wanted < 0.03 * 4 * sum(map(math.prod, sizes)) * 2
     assert report["bytes_per_param"] * problem.layout.payload == 4 * problem.layout.numel + wanted
     optimizer = rule.make(model.parameters(), lr=1e-2)
@@ -484,10 +485,10 @@ def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
         optimizer.load_state_dict(state)
     gemini.save_checkpoint(tmp_path / "kept", model, optimizer)
     optimizer.state.clear()
-    assert not any(value.any() for handle in model._gemini_engine.params.handles for value in handle.factors.values())
+    assert not any(value.any() for handle in world_of(model).handles for value in handle.factors.values())
     gemini.load_checkpoint(tmp_path / "kept", model, optimizer)
     assert all(torch.equal(value, kept[kind]) for kind, value in optimizer.full_state(name).items())
-    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    write(Promises(world_of(model).by_names).optimizer_state(optimizer), tmp_path / "states.pt")
     assert torch.equal(torch.load(tmp_path / "states.pt")["state"][index]["col_var"], kept["col_var"])
     manifest = tmp_path / "kept" / "manifest.json"
     body = json.loads(manifest.read_text())
@@ -514,7 +515,7 @@ def test_a_number_of_a_param_takes_next_to_nothing(tmp_path: Path) -> None:
     """4 of the master, 8 of the averages, and one fp32 in a block of 2048 elements: in memory, never in the file."""
     rule = rule_of("nadam")
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
-    report, layout = model.memory_report(), model._gemini_engine.decision.problem.layout
+    report, layout = model.memory_report(), world_of(model).layout
     assert report["nvme"]["used"] == (12 + 2) * layout.numel, "with gradients"
     assert report["cpu"]["holders"]["mu_product"] == 4096 * len(layout.chunks)
     assert adopted.ALIGN == 2048 and rule.spec.planes[-1].num_bytes(2**20) == 4 * 2**20 // 2048

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import gemini
 from benchmarks._progress import run
 from gemini.train.setup import arguments
+from tests.world import world_of
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -69,7 +70,7 @@ def test_paths_of_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     memory = gemini.MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path="~/spill")
     assert memory.nvme_path == tmp_path / "spill"
     config = gemini.GeminiConfig(memory=memory, placement=gemini.StaticPlacement(weights_on_nvme=1.0))
-    assert gemini.GeminiDDP(nn.Linear(8, 8), config)._gemini_engine.store.spill.directory == tmp_path / "spill"
+    assert world_of(gemini.GeminiDDP(nn.Linear(8, 8), config)).spill.directory == tmp_path / "spill"
     if Path("/proc/self").exists():
         memory = gemini.MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path="/proc")
         with pytest.raises(gemini.StorageError, match=r"nvme_path /proc cannot be written: \w+"):

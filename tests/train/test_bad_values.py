@@ -20,7 +20,6 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_trains_alike,
-    engine_of,
     llama,
     make_config,
     on_batch,
@@ -30,13 +29,14 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import is_managed, world_of
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
 def assert_untouched(model: nn.Module, like: nn.Module) -> None:
     """Still the ordinary model it was: class, params, hooks, values."""
-    assert type(model) is type(like) and not hasattr(model, "_gemini_engine")
+    assert type(model) is type(like) and not is_managed(model)
     for (name, param), (_, expected) in zip(model.named_parameters(), like.named_parameters(), strict=True):
         assert type(param) is nn.Parameter and same_bits(param.detach(), expected.detach()), name
         assert handle_is_gone(param), name
@@ -56,7 +56,7 @@ def cpu(**budget: Any) -> gemini.GeminiConfig:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_budget_too_small_names_the_gap_and_the_cheapest_change(precision: str, tmp_path: Path) -> None:
-    everything = engine_of(wrap(llama(), "ram", tmp_path, precision=precision)).store.ledger.used(gemini.Tier.CPU)
+    everything = world_of(wrap(llama(), "ram", tmp_path, precision=precision)).used(gemini.Tier.CPU)
     model, half = llama(), everything // 2
     config = gemini.GeminiConfig(device="cpu", precision=precision, memory=gemini.MemoryBudget(cpu=half))
     with pytest.raises(gemini.BudgetExceeded, match=r"does not fit: .*missing on cpu.*Cheapest change: ") as error:
@@ -91,7 +91,7 @@ def test_budget_below_the_working_set(tmp_path: Path) -> None:
 
 def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
     """With just the bytes it asks for the model fits, with a page less it does not."""
-    used = engine_of(wrap(llama(), "ram", tmp_path)).store.ledger.used(gemini.Tier.CPU)
+    used = world_of(wrap(llama(), "ram", tmp_path)).used(gemini.Tier.CPU)
     with pytest.raises(gemini.BudgetExceeded):
         gemini.GeminiDDP(llama(), cpu(cpu=used - 4096))
     gemini.GeminiDDP(llama(), cpu(cpu=used))
@@ -271,7 +271,7 @@ def test_managed_and_plain_params_in_one_optimizer(where: str, tmp_path: Path) -
     before = head.weight.detach().clone()
     head(model(torch.tensor([[1, 2, 3]])).logits).float().square().mean().backward()
     optimizer.step()
-    assert not torch.equal(head.weight, before) and engine_of(model).by_names[Q].num_steps == 1
+    assert not torch.equal(head.weight, before) and world_of(model).by_names[Q].num_steps == 1
     optimizer.zero_grad()
     assert head.weight.grad is None
 
@@ -305,14 +305,14 @@ def test_a_bad_gradient_in_fp16_skips_the_step(where: str, tmp_path: Path) -> No
     model = wrap(llama(), where, tmp_path, precision="fp16")
     optimizer = adam(model)
     train(model, optimizer, [0])
-    before, scale = snapshot(model), engine_of(model).backward.scaling.loss_scale.scale
+    before, scale = snapshot(model), world_of(model).loss_scale.scale
     for skipped in (1, 2):
         with model.model.layers[2].register_forward_hook(lambda module, args, out: out * float("nan")):
             on_batch(model, 1).backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert engine_of(model).backward.scaling.loss_scale.scale == scale / 2**skipped
+        assert world_of(model).loss_scale.scale == scale / 2**skipped
         assert_same_snapshot(before, snapshot(model))
     plain = Plain(llama(), "fp16", scale=scale)
     train_plain(plain, [0])

@@ -25,7 +25,6 @@ from tests.train.helpers import (
     assert_trains_alike,
     batch,
     compare,
-    engine_of,
     gpt2,
     llama,
     make_config,
@@ -38,6 +37,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def test_gradient_checkpointing(make: Any, reentrant: bool, where: str, tmp_path
         checkpointed.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert on_batch(model, 0).item() == without
     assert_trains_alike(model, optimizer, plain, range(2))
-    assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
+    assert where == "ram" or world_of(model).num_evictions > 0
 
 
 @pytest.mark.parametrize("gradients", ["retain", "accumulate"])
@@ -200,7 +200,7 @@ def test_an_exception_leaves_a_correct_next_step(error: Any, phase: str, where: 
         with pytest.raises(error, match="from a hook"):
             on_batch(model, 1).backward()
     optimizer.zero_grad()
-    engine_of(model).check_invariants()
+    world_of(model).check()
     assert_trains_alike(model, optimizer, plain, [1, 2])
 
 

@@ -27,6 +27,7 @@ from tests.train.test_compact import (
     rounded24,
 )
 from tests.train.test_update_rules import bits, loss_of, make_model
+from tests.world import world_of
 
 CLIP = 0.1
 PLACED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -123,8 +124,8 @@ def test_sums_have_the_bits_of_the_plain_loop(
         model, optimizer = wrapped(which, told, tmp_path)
         assert train(model, optimizer, range(3)) == plain["losses"]
         assert_same(model, plain)
-    numel = model._gemini_engine.decision.problem.layout
-    kept = sum(p.num_bytes for c in model._gemini_engine.store.chunks for k, p in c.planes.items() if "grad" in k)
+    numel = world_of(model).layout
+    kept = sum(p.num_bytes for c in world_of(model).chunks for k, p in c.planes.items() if "grad" in k)
     assert kept == 3 * numel.numel, "two bytes, and one for what rounding loses"
 
 

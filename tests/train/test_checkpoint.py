@@ -27,7 +27,6 @@ from tests.train.helpers import (
     PLACEMENTS,
     adam,
     assert_same_snapshot,
-    engine_of,
     gpt2,
     llama,
     on_batch,
@@ -36,6 +35,7 @@ from tests.train.helpers import (
     train,
     wrap,
 )
+from tests.world import world_of
 
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)
 
@@ -97,7 +97,7 @@ def test_resumed_is_uninterrupted(precision: str, where: str, tmp_path: Path) ->
         assert resumed.train(3) == expected[3:]
         assert_same_snapshot(snapshot(resumed.model), snapshot(whole.model))
         assert resumed.scheduler.state_dict() == whole.scheduler.state_dict()
-        engine_of(resumed.model).check_invariants()
+        world_of(resumed.model).check()
 
 
 def test_loss_scale_after_skipped_steps(where: str, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_loss_scale_after_skipped_steps(where: str, tmp_path: Path) -> None:
     fresh = wrap(llama(), where, tmp_path, precision="fp16")
     other = adam(fresh)
     gemini.load_checkpoint(tmp_path / "ckpt", fresh, other)
-    assert vars(engine_of(fresh).backward.scaling.loss_scale) == vars(engine_of(model).backward.scaling.loss_scale)
+    assert vars(world_of(fresh).loss_scale) == vars(world_of(model).loss_scale)
     assert train(fresh, other, [3, 4]) == train(model, optimizer, [3, 4])
 
 
@@ -181,7 +181,7 @@ def assert_refused(run: Run, directory: Path, kind: Any = REFUSED, match: str | 
     assert torch.equal(rng, torch.get_rng_state())
     now = repr([run.optimizer.state_dict()["param_groups"], run.scheduler.state_dict(), random.getstate()])
     assert now == others
-    engine_of(run.model).check_invariants()
+    world_of(run.model).check()
 
 
 @pytest.mark.slow

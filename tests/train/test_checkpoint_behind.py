@@ -18,8 +18,9 @@ import torch
 
 import gemini
 from benchmarks._progress import run
-from tests.train.helpers import adam, assert_same_snapshot, engine_of, snapshot, wrap
+from tests.train.helpers import adam, assert_same_snapshot, snapshot, wrap
 from tests.train.test_checkpoint import Run
+from tests.world import world_of
 
 
 def behind(run: Run, directory: Path, **extra: Any) -> Any:
@@ -49,7 +50,7 @@ def test_a_second_save_and_a_load_wait_for_a_pending_one(tmp_path: Path, monkeyp
     assert first.done() and (tmp_path / "one").exists() and not second.done()
     run.load(tmp_path / "one")
     assert second.done() and sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
-    engine_of(run.model).check_invariants()
+    world_of(run.model).check()
 
 
 def test_what_is_captured_at_the_call_does_not_follow_the_training(
@@ -91,7 +92,7 @@ def test_without_room_to_write_behind_it_is_written_at_once(tmp_path: Path) -> N
     assert pending.done() and (tmp_path / "ckpt").exists()
     pending.wait()
     run.train(1)
-    engine_of(run.model).check_invariants()
+    world_of(run.model).check()
     assert losses
 
 
@@ -115,7 +116,7 @@ def test_a_failure_that_nobody_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(os, "pwrite", full)
         behind(run, tmp_path / "ckpt")
         with pytest.warns(UserWarning, match="nobody waited for failed.*No space left"):
-            engine_of(run.model).close()
+            world_of(run.model).close()
     assert [path.name for path in tmp_path.iterdir()] == ["good"]
 
 
@@ -125,7 +126,7 @@ def test_the_model_ends_after_its_checkpoint(tmp_path: Path, monkeypatch: pytest
     slow_disk(monkeypatch)
     before = snapshot(run.model)
     behind(run, tmp_path / "ckpt")
-    engine_of(run.model).close()
+    world_of(run.model).close()
     fresh = Run("ram", tmp_path)
     fresh.load(tmp_path / "ckpt")
     assert_same_snapshot(snapshot(fresh.model), before)

@@ -25,7 +25,8 @@ from torch.optim import lr_scheduler
 
 import gemini
 from gemini.train.checkpoint import format as checkpoint_format
-from tests.train.helpers import assert_same_snapshot, engine_of, same_bits, snapshot, wrap
+from tests.train.helpers import assert_same_snapshot, same_bits, snapshot, wrap
+from tests.world import world_of
 
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)
 MANY = int(os.environ.get("GEMINI_HOSTILE_MANIFESTS", "300"))
@@ -71,16 +72,16 @@ class Tiny:
         return gemini.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)
 
     def everything(self) -> dict[str, Any]:
-        engine = engine_of(self.model)
+        world = world_of(self.model)
         return {
             "model": snapshot(self.model),
             "groups": repr(self.optimizer.state_dict()["param_groups"]),
             "plain": [self.plain.detach().clone(), *(v.clone() for v in self.optimizer.state[self.plain].values())],
             "buffers": [buffer.clone() for buffer in self.model.buffers()],
             "scheduler": repr(vars(self.scheduler)),
-            "scale": repr(engine.backward.scaling.loss_scale),
+            "scale": repr(world.loss_scale),
             "rng": (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
-            "lost": engine.state.corrupted_by,
+            "lost": world.corrupted_by,
         }
 
 
@@ -229,7 +230,7 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
         else:
             accepted.append(path)
             run.train()  # whatever it took, it can go on with
-            engine_of(run.model).check_invariants()
+            world_of(run.model).check()
             run.load(good)
             run.train()
         shutil.rmtree(directory)

@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gemini
-from tests.train.helpers import adam, engine_of, same_bits, wrap
+from tests.train.helpers import adam, same_bits, wrap
+from tests.world import world_of
 
 PLAIN = [
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
@@ -91,7 +92,7 @@ def test_views_come_back_as_the_numbers_they_show(tmp_path: Path) -> None:
             model.held.zero_()
         found = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
         assert found.tolist() == model.held.tolist() == shown, name
-        assert engine_of(model).state.corrupted_by is None
+        assert world_of(model).corrupted_by is None
 
 
 def impossible() -> dict[str, Any]:

@@ -33,6 +33,7 @@ from tests.train import test_update_rules as rules
 from tests.train.helpers import assert_same_snapshot, snapshot
 from tests.train.test_checkpoint_hostile import rewrite
 from tests.train.test_update_rules import bits, loss_of, make_model, train
+from tests.world import world_of
 
 EXACT: dict[str, UpdateRule] = {
     "adam": AdamRule(), "lion": LionRule(), "sgd": SGDRule(), "plain sgd": PlainSGDRule(),
@@ -114,15 +115,15 @@ def on_nvme(path: Path, **how: Any) -> dict[str, Any]:
 
 
 def assert_same(model: Any, plain: dict[str, Any]) -> None:
-    engine = model._gemini_engine
-    engine.check_invariants()
+    world = world_of(model)
+    world.check()
     num_compact = 0
     for name, master in plain["masters"].items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
         for kind, state in plain["states"][name].items():
-            kept = engine.by_names.read_plane(engine.by_names[name], kind)
+            kept = world.read_plane(world.by_names[name], kind)
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
-        num_compact += not engine.by_names[name].chunk.spec.exact
+        num_compact += not world.by_names[name].chunk.spec.exact
     assert 0 < num_compact < len(plain["masters"]), "some params are compact, and some are small"
 
 
@@ -150,7 +151,7 @@ def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, over
     optimizer = make_optimizer(model, which)
     assert train(model, optimizer, range(4), 0.1) == plain["losses"]
     assert_same(model, plain)
-    for chunk in model._gemini_engine.store.chunks:
+    for chunk in world_of(model).chunks:
         tiers = {kind: plane.tier for kind, plane in chunk.planes.items()}
         assert all((tier is gemini.Tier.CPU) == kind.endswith("_scale") for kind, tier in tiers.items()), tiers
 
@@ -282,7 +283,7 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
     for states in ("compact", "exact"):
         here = gemini.GeminiDDP(make_model(), config_for("adam", states=states))
         with pytest.raises(PlanMismatch, match=r"compact states of another form .*for 128 elements.*for 64 elements"):
-            convert.check_rule(tmp_path, rule, here._gemini_engine.stepping.rule.spec)
+            convert.check_rule(tmp_path, rule, world_of(here).rule)
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert manifest["exact"] and manifest["rule"][0] == "Adam, compact"
     manifest["rule"].pop()  # as codes of the first form were saved
@@ -328,7 +329,7 @@ def test_a_state_dict_is_torchs_and_goes_both_ways(tmp_path: Path) -> None:
         kept, given = resumed.full_state(name), optimizer.full_state(name)
         for kind in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(kept[kind], given[kind], rtol=0.02, atol=1e-3 * float(given[kind].abs().max()))
-    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    write(Promises(world_of(model).by_names).optimizer_state(optimizer), tmp_path / "states.pt")
     for index, own in torch.load(tmp_path / "states.pt")["state"].items():
         assert own.keys() == plain[index].keys()
         assert all(torch.equal(value, plain[index][kind]) for kind, value in own.items())
@@ -348,8 +349,8 @@ def test_weights_that_are_written_become_masters_of_24_bits() -> None:
     model.load_state_dict({**model.state_dict(), name: value})
     kept = model.full_param(name, torch.float32)
     assert torch.equal(kept.reshape(-1), rounded24(value.reshape(-1).clone()))
-    engine = model._gemini_engine
-    assert engine.by_names[name].chunk.planes[RESIDUAL].dtype is torch.int8
+    world = world_of(model)
+    assert world.by_names[name].chunk.planes[RESIDUAL].dtype is torch.int8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -388,9 +389,9 @@ def test_a_frozen_param_that_is_trained_later_has_exact_states() -> None:
     train(model, optimizer, range(1), None)
     model.model.layers[0].mlp.up_proj.requires_grad_(True)
     train(model, optimizer, range(1, 3), None)
-    chunk = model._gemini_engine.by_names["model.layers.0.mlp.up_proj.weight"].chunk
+    chunk = world_of(model).by_names["model.layers.0.mlp.up_proj.weight"].chunk
     assert chunk.planes["exp_avg"].dtype is torch.float32 and chunk.planes[RESIDUAL].dtype is torch.int16
-    assert model._gemini_engine.by_names["lm_head.weight"].chunk.planes["exp_avg"].dtype is torch.int8
+    assert world_of(model).by_names["lm_head.weight"].chunk.planes["exp_avg"].dtype is torch.int8
     assert optimizer.full_state("model.layers.0.mlp.up_proj.weight")["exp_avg"].abs().max() > 0
 
 

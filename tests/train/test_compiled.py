@@ -34,7 +34,6 @@ from tests.train.helpers import (
     assert_same_state,
     assert_trains_alike,
     batch,
-    engine_of,
     llama,
     make_config,
     on_batch,
@@ -43,6 +42,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 CUT = 4000
 """Elements of the largest chunk: a block of the tiny Llama is several."""
@@ -141,7 +141,7 @@ def test_the_bits_of_the_plain_loop(way: str, where: str, tmp_path: Path) -> Non
     model = WAYS[way](small())
     model = gemini.GeminiDDP(model, cut_config(model, where, tmp_path))
     assert_same_run(model, WAYS[way](small()))
-    assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
+    assert where == "ram" or world_of(model).num_evictions > 0
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_recomputation_is_compiled_too(way: str, where: str, tmp_path: Path) -> 
     def long(model: Any, seed: int) -> torch.Tensor:
         loss = model(**batch(seed, rows=4, length=64)).loss
         if isinstance(model, gemini.GeminiDDP):
-            held.append(engine_of(model).store.ledger.held(Tier.NVME, "activations"))
+            held.append(world_of(model).held(Tier.NVME, "activations"))
         return loss
 
     model = WAYS[way](checkpointed())
@@ -377,7 +377,5 @@ def test_a_trace_of_modules_leaves_room_for_compiled_blocks(tmp_path: Path) -> N
     model = by_call(small())
     config = replace(cut_config(model, "disk", tmp_path), trace=trace)
     model = gemini.GeminiDDP(model, config)
-    assert engine_of(model).decision.problem.working_set == working_set(
-        model, engine_of(model).decision.problem.layout, "bf16"
-    )
+    assert world_of(model).problem.working_set == working_set(model, world_of(model).layout, "bf16")
     assert_same_run(model, by_call(small()))

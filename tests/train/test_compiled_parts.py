@@ -21,7 +21,6 @@ from tests.train.helpers import (
     assert_same_state,
     assert_trains_alike,
     batch,
-    engine_of,
     make_config,
     noise,
     on_batch,
@@ -31,6 +30,7 @@ from tests.train.helpers import (
     wrap,
 )
 from tests.train.test_compiled import WAYS, by_call, counted, cut_config, fresh_compiler, nothing_ran, ran, small  # noqa: F401
+from tests.world import world_of
 
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ def test_a_compiled_function_that_calls_the_model_is_refused(where: str, tmp_pat
     step = torch.compile(lambda ids: model(input_ids=ids, labels=ids).loss, backend=counted)
     with pytest.raises(gemini.GeminiError, match="called inside of a function that torch.compile compiles"):
         step(batch()["input_ids"])
-    engine_of(model).check_invariants()
+    world_of(model).check()
     model(**batch()).loss.backward()
 
 
@@ -179,7 +179,7 @@ def test_an_engine_may_be_collected_among_fake_tensors(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "unraisablehook", said.append)
     model = wrap(Blocks(), "disk", tmp_path)
     squares(model, 0).backward()
-    spill = engine_of(model).store.spill
+    spill = world_of(model).spill
     with FakeTensorMode():
         del model
         gc.collect()

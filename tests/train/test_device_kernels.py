@@ -23,7 +23,8 @@ from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
 from tests.train import test_update_rules as update_rules
-from tests.train.helpers import assert_same_snapshot, engine_of, snapshot
+from tests.train.helpers import assert_same_snapshot, snapshot
+from tests.world import world_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
@@ -90,7 +91,7 @@ def train(model: Any, optimizer: Any, how: How, emulated: EmulatedKernels | None
         optimizer.zero_grad()
         counts.append(num_waits(emulated))
         seen.waits.append((counts[1] - counts[0], counts[2] - counts[1], counts[3] - counts[2]))
-        seen.moved += sum(engine_of(model).store.mover.watch.moved_last_step.counts().values())
+        seen.moved += sum(world_of(model).moved_last_step().values())
     return seen
 
 
@@ -135,9 +136,9 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
     assert (how.on_gpu == 1) is (seen.moved == 0), "gradients that are added up on the device stay there"
     if promised is not None:
         assert seen.waits == [promised] * STEPS
-    chunks = engine_of(model).store.chunks
+    chunks = world_of(model).chunks
     chunks = [chunk for chunk in chunks if chunk.planes["exp_avg"].tier is Tier.GPU or chunk.streamed]
-    num_params = sum(len(engine_of(model).params.by_chunk[chunk.spec.index]) for chunk in chunks)
+    num_params = sum(len(world_of(model).by_chunk[chunk.spec.index]) for chunk in chunks)
     per_step = num_params if how.gradients == "transient" else len(chunks)
     launches = emulated.module.launches["update"]
     if how.streamed:  # tile by tile
@@ -169,7 +170,7 @@ def test_every_rule_runs_by_the_device_s_kernels(
     model = gemini.GeminiDDP(update_rules.make_model(), config)
     optimizer = update_rules.make_optimizer(model, rule, step_in_backward=gradients == "transient")
     assert update_rules.train(model, optimizer, range(2), None) == plain["losses"]
-    assert emulated.module.launches["update"] >= 2 * len(engine_of(model).store.chunks)
+    assert emulated.module.launches["update"] >= 2 * len(world_of(model).chunks)
     update_rules.assert_same(model, plain)
 
 
@@ -229,11 +230,11 @@ def test_chunks_with_a_bad_gradient_are_not_updated_and_the_step_says_which(
     spoil(model, models.make_batches(1, 1)[0][0], float("nan"))
     assert len(emulated.num_fetched) == num_waits, "backward does not look"
     with pytest.raises(NonFiniteGradient) as raised:
-        optimizer.step() if noticed_by == "step" else engine_of(model).drain()
+        optimizer.step() if noticed_by == "step" else world_of(model).settle()
     assert len(emulated.num_fetched) == num_waits + 1
     after = snapshot(model)
     changed = {name for name in before if not torch.equal(before[name]["exp_avg"], after[name]["exp_avg"])}
-    by_chunk = engine_of(model).params.by_chunk.values()
+    by_chunk = world_of(model).by_chunk.values()
     stopped = [chunk for chunk in by_chunk if not {handle.name for handle in chunk} & changed]
     updated = [chunk for chunk in by_chunk if chunk not in stopped]
     assert any("layers.0.mlp.down" in handle.name for chunk in stopped for handle in chunk)
@@ -273,11 +274,11 @@ def test_an_fp16_step_with_inf_is_skipped_after_one_wait(tmp_path: Path, monkeyp
     gpu, how = EmulatedGpu(), How(precision="fp16", clips=False)
     emulated = emulate(monkeypatch, gpu)
     model, optimizer = wrap(how, gpu, tmp_path)
-    before, scale = snapshot(model), engine_of(model).backward.scaling.loss_scale.scale
+    before, scale = snapshot(model), world_of(model).loss_scale.scale
     spoil(model, models.make_batches(1, 1)[0][0], float("inf"))
     optimizer.step()
     optimizer.zero_grad()
-    assert len(emulated.num_fetched) == 1 and engine_of(model).backward.scaling.loss_scale.scale == scale / 2
+    assert len(emulated.num_fetched) == 1 and world_of(model).loss_scale.scale == scale / 2
     assert_same_snapshot(snapshot(model), before)
     scaler, batch = gemini.GradScaler("cpu"), models.make_batches(1, 1)[0][0]
     for loss in (model(**batch).loss * float("inf"), model(**batch).loss):
@@ -296,7 +297,7 @@ def test_kernels_of_the_host_are_asked_for_what_is_the_host_s(tmp_path: Path, mo
     gpu = EmulatedGpu()
     emulate(monkeypatch, gpu)
     model, _ = wrap(How(on_gpu=0.5), gpu, tmp_path)
-    planes = [plane for chunk in engine_of(model).store.chunks for plane in chunk.planes.values()]
+    planes = [plane for chunk in world_of(model).chunks for plane in chunk.planes.values()]
     for tier in (Tier.GPU, Tier.CPU):
         there = [plane.tensor for plane in planes if plane.tier is tier]
         assert there and all((kernels._cuda_for(tensor) is not None) is (tier is Tier.GPU) for tensor in there)

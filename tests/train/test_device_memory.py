@@ -20,6 +20,7 @@ from gemini.memory.devices.pinned import Arena
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import batch, llama, train
+from tests.world import world_of
 
 
 class Arranged(StandinDevice):
@@ -74,14 +75,12 @@ def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, g
     model, optimizer = wrap(device, tmp_path, gpu, precision=precision, overlap=overlap)
     train(model, optimizer, range(3), clip=None)
     assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
-    engine = model._gemini_engine
-    assert device.reservations == [engine.store.ledger.used(Tier.CPU)], "what the placement names, and nothing else"
-    windows = sum(chunk.window.num_bytes for chunk in engine.store.chunks if chunk.window is not None)
-    planes = engine.store.ledger.used(Tier.GPU) - sum(
-        engine.store.ledger.held(Tier.GPU, holder) for holder in ("windows", "pool")
-    )
-    problem, placement = engine.decision.problem, engine.decision.placement
-    left = engine.store.ledger.budget(Tier.GPU) - planes - problem.waiting_in(placement)
+    world = world_of(model)
+    assert device.reservations == [world.used(Tier.CPU)], "what the placement names, and nothing else"
+    windows = sum(chunk.window.num_bytes for chunk in world.chunks if chunk.window is not None)
+    planes = world.used(Tier.GPU) - sum(world.held(Tier.GPU, holder) for holder in ("windows", "pool"))
+    problem, placement = world.problem, world.placement
+    left = world.budget(Tier.GPU) - planes - problem.waiting_in(placement)
     left = max(left, problem.working_set)
     assert device.for_windows == [min(windows, left)] and (windows < left) == (gpu == "8MiB")
 
@@ -119,7 +118,7 @@ def load_states(model: Any, optimizer: gemini.HybridAdam) -> None:
 
 def step(model: Any, optimizer: gemini.HybridAdam) -> None:
     optimizer.step()
-    model._gemini_engine.drain()
+    world_of(model).settle()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -128,9 +127,9 @@ def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, writ
     model, optimizer = wrap(StandinDevice(), tmp_path, overlap=overlap)
     train(model, optimizer, range(2), clip=None)
     model(**batch(5)).loss.backward()
-    engine = model._gemini_engine
-    engine.drain()
-    moving = [chunk for chunk in engine.store.chunks if not chunk.resident]
+    world = world_of(model)
+    world.settle()
+    moving = [chunk for chunk in world.chunks if not chunk.resident]
     for chunk in moving:
         chunk.fetched = NotYet(chunk)
     copies = [chunk.fetched for chunk in moving]
@@ -141,9 +140,9 @@ def test_who_changes_a_chunk_waits_for_the_copies_out_of_it(tmp_path: Path, writ
 def test_what_was_written_to_gathered_weights_waits_too(tmp_path: Path) -> None:
     model, optimizer = wrap(StandinDevice(), tmp_path)
     train(model, optimizer, range(2), clip=None)
-    engine = model._gemini_engine
-    chunk = next(c for c in engine.store.chunks if not c.resident and c.weights.tier is Tier.CPU)
-    param = engine.params.by_chunk[chunk.spec.index][0].param
+    world = world_of(model)
+    chunk = next(c for c in world.chunks if not c.resident and c.weights.tier is Tier.CPU)
+    param = world.by_chunk[chunk.spec.index][0].param
     with model.gathered([param], write=True), torch.no_grad():
         param.add_(1)
         copy = chunk.fetched = NotYet(chunk)
@@ -184,11 +183,11 @@ def test_books_that_differ_from_the_allocator_s_are_found(
     device = Arranged()
     model, optimizer = wrap(device, tmp_path)
     train(model, optimizer, range(2), clip=None)
-    engine = model._gemini_engine
-    engine.check_invariants()
-    assert engine.store.ledger.held(Tier.GPU, "windows") and engine.store.ledger.held(Tier.GPU, "weights")
+    world = world_of(model)
+    world.check()
+    assert world.held(Tier.GPU, "windows") and world.held(Tier.GPU, "weights")
     if what == "planes":
-        monkeypatch.setattr(engine.store.manager, "check_invariants", lambda: None)
+        monkeypatch.setattr(world.manager, "check_invariants", lambda: None)
     device.lost = 4096
     with pytest.raises(AssertionError, match=f"bytes of {what} are .* bytes of the allocator's"):
-        engine.check_invariants()
+        world.check()

@@ -27,7 +27,8 @@ from gemini.train.checkpoint.commit import Commit
 from gemini.train.checkpoint.stored import open_store
 from gemini.train.update import worker as update_worker
 from tests.crash_images import Judge, Log
-from tests.train.helpers import adam, assert_same_snapshot, batch, engine_of, gpt2, make_config, snapshot, train
+from tests.train.helpers import adam, assert_same_snapshot, batch, gpt2, make_config, snapshot, train
+from tests.world import world_of
 
 
 def durable(where: str, path: Path, states: str = "exact") -> tuple[Any, Any]:
@@ -41,7 +42,7 @@ def durable(where: str, path: Path, states: str = "exact") -> tuple[Any, Any]:
 
 def end(model: Any) -> None:
     """As a killed process leaves it: nothing is committed."""
-    engine_of(model).close()
+    world_of(model).close()
 
 
 @pytest.mark.sweep(every=2)
@@ -64,7 +65,7 @@ def test_a_resumed_run_goes_on_from_the_last_commit(where: str, then: str, state
         assert train(model, optimizer, range(3, 5)) == expected
         assert_same_snapshot(snapshot(model), trained)
     gemini.save_checkpoint(tmp_path, model, optimizer, extra="on")
-    engine_of(model).check_invariants()
+    world_of(model).check()
     end(model)
 
 

@@ -19,13 +19,13 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_same_state,
-    engine_of,
     noise,
     snapshot,
     train,
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Initializing zero-element tensors")
 
@@ -68,7 +68,7 @@ def test_they_train_and_come_back(precision: str, where: str, tmp_path: Path) ->
     optimizer.zero_grad()
     train_plain(plain, [2], loss_of, clip=None)
     assert_same_state(model, plain)
-    assert model.full_param("nothing").shape == (0, 32) and engine_of(model).by_names["nothing"].num_steps == 3
+    assert model.full_param("nothing").shape == (0, 32) and world_of(model).by_names["nothing"].num_steps == 3
     with model.gathered(write=True), torch.no_grad():
         for param in model.parameters():
             param.copy_(param + 0)
@@ -86,7 +86,7 @@ def test_they_train_and_come_back(precision: str, where: str, tmp_path: Path) ->
         model.frozen.requires_grad_(True)
         loss_of(model, 4).backward()
         assert model.full_grad("frozen") is not None
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])

@@ -33,6 +33,7 @@ from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.models import Recipe
 from tests.plain import Plain
+from tests.world import world_of
 
 # 30 placements for each family, over its precisions; not the whole product, which would only take longer.
 ADAM = {"decoupled": False}
@@ -188,8 +189,8 @@ def test_20_steps_are_the_plain_loop_s_bits_for_every_placement(
         try:
             with models.tiles_of(monkeypatch, drawn.tile), kernels.use_isa(drawn.isa):
                 model = gemini.GeminiDDP(model, drawn.config(recipe.precision, tmp_path))
-                engine = model._gemini_engine
-                run, evicted = models.managed_loop(model, made, each_step=engine.check_invariants)
+                world = world_of(model)
+                run, evicted = models.managed_loop(model, made, each_step=world.check)
             models.assert_same(run, models.plain_loop(family, made))
         except BaseException:
             print(f"failed at draw {seed!r}: {drawn}")

@@ -27,7 +27,6 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     batch,
-    engine_of,
     llama,
     make_config,
     mixtral,
@@ -36,6 +35,7 @@ from tests.train.helpers import (
     train,
     wrap,
 )
+from tests.world import world_of
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -61,7 +61,7 @@ def test_saved_models_open_with_plain_transformers(name: str, precision: str, wh
     before = snapshot(model)
     model.save_pretrained(tmp_path / "out")
     assert_same_snapshot(before, snapshot(model))
-    engine_of(model).check_invariants()
+    world_of(model).check()
     plain = type(MODELS[name]()).from_pretrained(tmp_path / "out", dtype=DTYPES[precision])
     assert type(plain) is type(MODELS[name]())
     assert same_bits(logits(plain), logits(model))

@@ -14,6 +14,7 @@ import pytest
 from tests.hunts import fault_hunt, race_hunt
 from tests.hunts.fault_hunt import CASES, Child, step
 from tests.hunts.faults import KINDS, Faults
+from tests.world import world_of
 
 PER_KIND = 4
 
@@ -54,7 +55,7 @@ def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number
     schedule, quiet = CASES["cpu, all in memory"], Faults("")
     worlds = race_hunt.reference(schedule.recipe)[1]
     model, optimizer = race_hunt.wrap(schedule, tmp_path)
-    backward, taken = model._gemini_engine.backward, []
+    backward, taken = world_of(model).backward, []
     real = backward.take_grad
 
     def interrupted(handle: object) -> None:

@@ -19,13 +19,13 @@ from tests.train.helpers import (
     assert_same_snapshot,
     assert_same_state,
     batch,
-    engine_of,
     llama,
     on_batch,
     same_bits,
     snapshot,
     wrap,
 )
+from tests.world import world_of
 
 
 @each_program
@@ -39,7 +39,7 @@ def test_gradients_are_those_of_the_stock_loop(program: Any, where: str, tmp_pat
     assert_same_grads(model, plain)
     for name, tensor in own.items():
         assert tensor.grad is not None and same_bits(tensor.grad, theirs[name].grad), name  # type: ignore[arg-type]
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 # ---- whole steps ----------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_steps_scales_and_skips_are_those_of_the_stock_loop(where: str, max_norm
         optimizer.zero_grad()
         theirs.step(max_norm)
         assert scaler.state_dict() == theirs.scaler.state_dict()
-        if engine_of(model).params.handles[0].num_steps == before["layers.0.weight"]["step"]:
+        if world_of(model).handles[0].num_steps == before["layers.0.weight"]["step"]:
             num_skipped += 1
             assert_same_snapshot(before, snapshot(model))
         assert_same_state(model, theirs.plain)
@@ -136,7 +136,7 @@ def test_a_step_with_inf_is_skipped_in_every_bit(where: str, tmp_path: Path) -> 
         assert scaler.get_scale() == scale / 2
     scaler.scale(outside(model, {}, data())).backward()
     scaler.step(optimizer)
-    assert engine_of(model).params.handles[0].num_steps == 1
+    assert world_of(model).handles[0].num_steps == 1
 
 
 def test_plain_params_are_treated_as_torch_does(tmp_path: Path) -> None:
@@ -173,8 +173,8 @@ def test_what_was_found_is_of_each_optimizer(tmp_path: Path) -> None:
     halves = [list(first.layers[0].parameters()), [p for i in (1, 2) for p in first.layers[i].parameters()]]
     optimizers = [gemini.HybridAdam(params, lr=1e-2) for params in (*halves, list(second.parameters()))]
     scaler = gemini.GradScaler("cpu", init_scale=SCALE)
-    handles = [engine_of(first).by_names[f"layers.{i}.weight"] for i in (0, 1)]
-    handles.append(engine_of(second).by_names["layers.0.weight"])
+    handles = [world_of(first).by_names[f"layers.{i}.weight"] for i in (0, 1)]
+    handles.append(world_of(second).by_names["layers.0.weight"])
     for step, counts in enumerate([[1, 1, 1], [1, 2, 2], [2, 3, 3]]):
         hook = first.layers[0].weight.register_hook(lambda g, bad=step == 1: g * float("inf") if bad else g)
         scaler.scale(outside(first, {}, data(step)) + outside(second, {}, data(step))).backward()
@@ -252,7 +252,7 @@ def test_the_order_of_calls_is_torchs(tmp_path: Path) -> None:
     scaler.update()
     with pytest.raises(RuntimeError, match="Closure"):
         scaler.step(optimizer, closure=lambda: None)
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def test_scales_do_not_mix_in_a_step(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_a_disabled_scaler_leaves_the_plain_path(tmp_path: Path) -> None:
     scaler.scale(model(data())).backward()
     scaler.step(adam(model))
     scaler.update()
-    assert engine_of(model).backward.scaling.loss_scale.num_good_steps == 1
+    assert world_of(model).loss_scale.num_good_steps == 1
 
 
 def test_what_torch_refuses_changes_nothing(tmp_path: Path) -> None:
@@ -394,4 +394,4 @@ def test_a_jacobian_is_taken_beside_a_scaler(tmp_path: Path) -> None:
     gemini.GradScaler("cpu").scale(model(x).sum()).backward()
     found, wanted = (torch.func.jacrev(lambda x, m=m: m(x).sum(0))(x) for m in (model, plain))
     assert same_bits(found, wanted)
-    engine_of(model).check_invariants()
+    world_of(model).check()

@@ -24,6 +24,7 @@ from gemini import kernels
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
 from tests.train.helpers import Blocks, Plain, adam, noise, squares, train_plain, wrap
+from tests.world import world_of
 
 ROOT = str(Path(gemini.__file__).parent)
 
@@ -95,10 +96,10 @@ def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = wrap(Blocks(), "ram", tmp_path)
-    optimizer, engine = adam(model), model._gemini_engine
+    optimizer, world = adam(model), world_of(model)
     swept: list[int] = []
-    abandon = engine.forward.abandon
-    monkeypatch.setattr(engine.forward, "abandon", lambda: (swept.append(1), abandon()))
+    abandon = world.forward.abandon
+    monkeypatch.setattr(world.forward, "abandon", lambda: (swept.append(1), abandon()))
     for seed in (0, 1):
         squares(model, seed).backward()
         model.clip_grad_norm_(1.0)
@@ -113,8 +114,8 @@ def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
 @pytest.mark.parametrize("ends", ["in order", "by an exception", "by an interrupt"])
 def test_a_forward_is_settled_until_it_ends(ends: str, tmp_path: Path) -> None:
     model = wrap(Blocks(), "ram", tmp_path)
-    model._gemini_engine.drain()
-    state, seen = model._gemini_engine.state, []
+    world_of(model).settle()
+    state, seen = world_of(model).state, []
 
     def look(*_: Any) -> None:
         seen.append((state.settled_in == threading.get_ident(), state.settled_for == id(model)))
@@ -130,17 +131,17 @@ def test_a_forward_is_settled_until_it_ends(ends: str, tmp_path: Path) -> None:
     hook.remove()
     assert seen == [(True, True)] and (state.settled_in, state.settled_for) == (0, 0)
     model.layers[0](noise(2, 32))  # an entrance of its own begins and ends again
-    assert state.phase.value == "rest" and not model._gemini_engine.forward.calls.running
+    assert state.phase.value == "rest" and not world_of(model).calls.running
 
 
 def test_a_block_that_another_thread_calls_meanwhile_is_a_call_of_its_own(tmp_path: Path) -> None:
     model = wrap(Blocks(), "ram", tmp_path)
-    engine, found = model._gemini_engine, {}
-    engine.drain()
+    world, found = world_of(model), {}
+    world.settle()
 
     def call() -> None:
         hook = model.layers[2].register_forward_pre_hook(
-            lambda *_: found.update(running={t: len(s) for t, s in engine.forward.calls.running.items()})
+            lambda *_: found.update(running={t: len(s) for t, s in world.calls.running.items()})
         )
         with torch.no_grad():
             found["result"] = model.layers[2](noise(2, 32))
@@ -157,7 +158,7 @@ def test_a_block_that_another_thread_calls_meanwhile_is_a_call_of_its_own(tmp_pa
     assert sorted(found["running"].values()) == [1, 1] and len(found["running"]) == 2
     with torch.no_grad():
         assert torch.equal(found["result"], model.layers[2](noise(2, 32)))
-    assert not engine.forward.calls.running
+    assert not world.calls.running
 
 
 def test_a_forward_is_not_settled_while_updates_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +166,7 @@ def test_a_forward_is_not_settled_while_updates_are_awaited(monkeypatch: pytest.
     memory = gemini.MemoryBudget(cpu="1GiB")
     config = gemini.GeminiConfig(memory=memory, device="cpu", update_threads=1, max_chunk=1024)
     model, plain = gemini.GeminiDDP(Blocks(), config), Plain(Blocks())
-    optimizer, state, settled = adam(model), model._gemini_engine.state, list[bool]()
+    optimizer, state, settled = adam(model), world_of(model).state, list[bool]()
     squares(model, 0).backward()
     train_plain(plain, [0], squares, clip=None)
     update = kernels.adam_update
@@ -190,7 +191,7 @@ def test_gradients_wait_for_an_update_that_begins_in_their_backward(
 ) -> None:
     """A program that steps inside backward, by a hook of its own: the short way of gradients is not taken then."""
     model = wrap(Blocks(), "ram", tmp_path)
-    updates, gradients = model._gemini_engine.updates, model._gemini_engine.backward.gradients
+    updates, gradients = world_of(model).updates, world_of(model).gradients
     landed, waited = list[Any](), list[Any]()
     land = gradients.land
 
@@ -211,7 +212,7 @@ def test_gradients_wait_for_an_update_that_begins_in_their_backward(
 def test_what_is_prepared_lasts_as_long_as_planes_do(tmp_path: Path) -> None:
     """Sums take the place of gradients between two steps, and those come back: nobody looks at memory of before."""
     model, plain = wrap(Blocks(), "ram", tmp_path), Plain(Blocks())
-    optimizer, chunk = adam(model), model._gemini_engine.store.chunks[1]
+    optimizer, chunk = adam(model), world_of(model).chunks[1]
     squares(model, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -246,7 +247,7 @@ def test_a_hyperparameter_that_changes_in_place_is_looked_at_again(tmp_path: Pat
 
 def test_views_of_a_plane_are_made_once_and_none_in_inference_mode(tmp_path: Path) -> None:
     model = wrap(Blocks(), "ram", tmp_path)
-    plane = model._gemini_engine.store.chunks[0].weights
+    plane = world_of(model).chunks[0].weights
     with torch.inference_mode():
         first = plane.host_view(0, 64)
     assert first is not None and plane.host_view(0, 64) is not first

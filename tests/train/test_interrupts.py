@@ -33,6 +33,7 @@ from tests.train.helpers import (
     train,
     train_plain,
 )
+from tests.world import world_of
 
 
 @pytest.fixture(autouse=True)
@@ -107,9 +108,9 @@ def test_an_update_is_whole_before_it_is_interrupted(
             calls = at_call(patch, *MOMENTS[moment], number, once=overlap)
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
-                model._gemini_engine.drain()
+                world_of(model).settle()
                 wait_for_ctrl_c()
-            model._gemini_engine.drain()
+            world_of(model).settle()
             assert len(calls) >= number
         optimizer.zero_grad()
         train_plain(plain, [number], squares, clip=None)
@@ -140,7 +141,7 @@ def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
     before = snapshot(model)
     loss = squares(model, 3)
     with monkeypatch.context() as patch:
-        at_call(patch, model._gemini_engine.backward, "take_grad", 1)
+        at_call(patch, world_of(model).backward, "take_grad", 1)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
     optimizer.zero_grad()
@@ -162,7 +163,7 @@ def test_params_that_an_interrupt_left_ordinary_are_guarded_again(
         with pytest.raises(KeyboardInterrupt):
             squares(model, 0).backward()
     optimizer.zero_grad()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     train(model, optimizer, [1], squares)
     train_plain(plain, [1], squares)
     assert_same_state(model, plain)
@@ -244,7 +245,7 @@ def test_a_write_is_whole(write: str, where: str, tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         WRITES[write](model, new_values(model))
     assert_same_snapshot(snapshot(quiet), snapshot(model))
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 def test_a_loaded_optimizer_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,4 +282,4 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
                 gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
         assert_same_snapshot(snapshot(other) if whole else before, snapshot(model))
         assert optimizer.param_groups[0]["lr"] == (0.5 if whole else 1e-2)
-        model._gemini_engine.state.check_whole()
+        world_of(model).state.check_whole()

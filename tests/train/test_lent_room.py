@@ -20,6 +20,7 @@ from gemini.tiers import Tier
 from gemini.train.setup import problem as setup
 from tests import models
 from tests.train.helpers import batch, train
+from tests.world import world_of
 
 LENGTH = 384
 
@@ -66,16 +67,16 @@ def test_fewer_bytes_move_and_the_bits_are_the_same(
     frozen: bool, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = managed(True, frozen=frozen, monkeypatch=monkeypatch, overlap=overlap)
-    engine = model._gemini_engine
-    ledger, foresight = engine.store.ledger, engine.store.manager.foresight
-    trace, most = engine.decision.trace, engine.decision.problem.activations
+    world = world_of(model)
+    ledger, foresight = world.ledger, world.foresight
+    trace, most = world.trace, world.problem.activations
     needed = activations_at(trace, offloaded=False)
     acquired, seen = foresight.acquired, []
 
     def checked(index: int) -> None:
         acquired(index)
         at = foresight.schedule._at
-        engine.store.manager.room.give_back()  # as the manager does next
+        world.give_back()  # as the manager does next
         held = ledger.held(Tier.GPU, ACTIVATIONS)
         assert held >= (most if at is None else needed[at]), "what activations take now is theirs"
         assert ledger.used(Tier.GPU) <= ledger.budget(Tier.GPU)
@@ -84,14 +85,14 @@ def test_fewer_bytes_move_and_the_bits_are_the_same(
     monkeypatch.setattr(foresight, "acquired", checked)
     losses = train(model, optimizer(model), range(3), step)
     moved = model.memory_report()["moved"]["cpu->gpu"]
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     assert max(seen) > 0, "something was lent"
     with torch.no_grad():
         step(model.eval(), 5)  # no step: nothing is known of what it takes
         assert ledger.held(Tier.GPU, ACTIVATIONS) == most
     plain = managed(False, frozen=frozen, monkeypatch=monkeypatch, overlap=overlap)
     assert train(plain, optimizer(plain), range(3), step) == losses
-    assert plain._gemini_engine.store.ledger.held(Tier.GPU, ACTIVATIONS) == most
+    assert world_of(plain).held(Tier.GPU, ACTIVATIONS) == most
     fixed = plain.memory_report()["moved"]["cpu->gpu"]
     assert moved < 0.8 * fixed if frozen else moved <= fixed
 
@@ -100,12 +101,12 @@ def test_another_step_than_planned_borrows_nothing(monkeypatch: pytest.MonkeyPat
     """Where the schedule loses its place the whole room for activations is theirs from the next read on."""
     model = managed(True, frozen=True, monkeypatch=monkeypatch)
     train(model, optimizer(model), range(2), step)
-    ledger = model._gemini_engine.store.ledger
+    ledger = world_of(model).ledger
     rotated = (torch.ones(1, 4, 16, dtype=torch.bfloat16),) * 2
     for layer in (7, 2):
         model.model.layers[layer](torch.zeros(1, 4, 64, dtype=torch.bfloat16), position_embeddings=rotated)
-    assert ledger.held(Tier.GPU, ACTIVATIONS) == model._gemini_engine.decision.problem.activations
-    model._gemini_engine.check_invariants()
+    assert ledger.held(Tier.GPU, ACTIVATIONS) == world_of(model).problem.activations
+    world_of(model).check()
 
 
 def test_plans_with_lent_room_keep_it_and_are_read_back(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import gemini
 from gemini.train.loading import from_config as drawing
 from gemini.train.loading import paging
 from tests.hunts.zoo.configs import tiny_config
+from tests.world import world_of
 
 TEXT = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -100,14 +101,14 @@ def assert_same(managed: Any, plain: nn.Module, precision: str = "bf16") -> None
         assert (name in managed.state_dict()) == (name in plain.state_dict()), f"{name} is persistent in one of them"
     names = [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in managed.named_parameters()] == names
-    ties = [sorted(h.names) for h in managed._gemini_engine.params.handles]
+    ties = [sorted(h.names) for h in world_of(managed).handles]
     wrapped: Any = gemini.GeminiDDP(plain, config_of(precision))
-    assert ties == [sorted(h.names) for h in wrapped._gemini_engine.params.handles]
+    assert ties == [sorted(h.names) for h in world_of(wrapped).handles]
     for name in names:
         mine, theirs = managed.full_param(name, torch.float32), wrapped.full_param(name, torch.float32)
         assert torch.equal(mine, theirs), name
         assert managed.get_parameter(name).requires_grad == wrapped.get_parameter(name).requires_grad, name
-    managed._gemini_engine.check_invariants()
+    world_of(managed).check()
 
 
 # ---- from a config ---------------------------------------------------------------------------------------------------

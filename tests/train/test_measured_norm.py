@@ -17,7 +17,6 @@ from tests.train.helpers import (
     PLACEMENTS,
     adam,
     assert_same_snapshot,
-    engine_of,
     llama,
     make_config,
     on_batch,
@@ -25,6 +24,7 @@ from tests.train.helpers import (
     train,
     wrap,
 )
+from tests.world import world_of
 
 Make = Callable[[Any, bool], Any]
 RULES: dict[str, tuple[Any, Make]] = {
@@ -80,7 +80,7 @@ def test_the_bits_of_clipping_what_is_kept(where: str, rule: str, again: bool, t
     assert losses == wanted and min(norms) > MAX_NORM
     assert_same_snapshot(snapshot(model), snapshot(kept))
     assert model.memory_report()["grad_bytes_per_param"] == 0
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def test_a_backward_after_the_clipped_step_is_not_clipped(tmp_path: Path) -> None:
@@ -135,4 +135,4 @@ def test_a_loop_that_fails_while_measuring_leaves_all_as_it_was(tmp_path: Path) 
     assert_same_snapshot(snapshot(model), before)
     losses, _ = two_passes(model, optimizer, range(1), again=True)
     assert torch.isfinite(torch.tensor(losses)).all()
-    engine_of(model).check_invariants()
+    world_of(model).check()

@@ -34,6 +34,7 @@ from benchmarks._memory import spill_bytes, trim
 from benchmarks.memory_promise import CONSTANT, MB, Watched, watch
 from gemini.planning.planes import ADAM, WEIGHTS
 from gemini.tiers import Tier
+from tests.world import world_of
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is measured by /proc"),
@@ -159,7 +160,7 @@ def train(model: Any, steps: int = 2) -> None:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        model._gemini_engine.check_invariants()
+        world_of(model).check()
 
 
 def padded(chunk: Any) -> int:
@@ -190,12 +191,12 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
             ("all on disk", "11MiB"),
         }  # fmt: skip
         return
-    engine = model._gemini_engine
-    others = spill_bytes(os.getpid()) - os.fstat(engine.store.spill._fd).st_blocks * 512 if engine.store.spill else 0
+    world = world_of(model)
+    others = spill_bytes(os.getpid()) - os.fstat(world.spill._fd).st_blocks * 512 if world.spill else 0
     train(model)
     report = model.memory_report()
-    chunks = engine.decision.problem.layout.chunks
-    homes = engine.decision.placement.homes
+    chunks = world.layout.chunks
+    homes = world.placement.homes
     on: dict[Tier, int] = dict.fromkeys(Tier, 0)
     for chunk in chunks:
         assert chunk.numel == padded(chunk)
@@ -205,7 +206,7 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     moves = on[Tier.NVME] > 0
     staging = 0
     if moves:  # of the training thread and of the update worker; of the first alone where that is all that fits
-        staging = STAGED * min(2**20, largest) * (1 + (engine.updates._worker.slot_tile > 0))
+        staging = STAGED * min(2**20, largest) * (1 + (world.update_worker.slot_tile > 0))
     windows = [2 * padded(c) for c in chunks if homes[c.index][WEIGHTS] is not Tier.CPU]
     room = report["cpu"]["budget"] - on[Tier.CPU] - staging
     expected = on[Tier.CPU] + staging + min(sum(windows), room)
@@ -213,13 +214,13 @@ def test_ledger_peaks_are_planes_plus_windows_plus_staging(tmp_path: Path, place
     assert abs(report["cpu"]["peak"] - expected) <= (max(windows) if windows else 0)
     assert report["cpu"]["peak"] <= report["cpu"]["budget"]
     assert report["nvme"]["peak"] == report["nvme"]["used"] == on[Tier.NVME]
-    if engine.store.spill is not None:
-        assert os.fstat(engine.store.spill._fd).st_size == on[Tier.NVME]
+    if world.spill is not None:
+        assert os.fstat(world.spill._fd).st_size == on[Tier.NVME]
         assert 0 <= spill_bytes(os.getpid()) - others - on[Tier.NVME] <= 64 * 1024
     # (b) 12 bytes per param, padding included, within 2 % (1.3 % on layers this small); kind by kind.
     params = sum(p.numel() for p in model.parameters())
     held = dict.fromkeys(ADAM.kinds, 0)
-    for chunk in engine.store.chunks:
+    for chunk in world.chunks:
         for kind, plane in chunk.planes.items():
             held[kind] += plane.num_bytes
     assert sum(n for kind, n in held.items() if kind != "grad") == pytest.approx(12 * params, rel=0.02)
@@ -251,15 +252,15 @@ def test_the_stand_in_keeps_each_tier_in_its_budget(tmp_path: Path, precision: s
     placement = gemini.StaticPlacement(weights_on_gpu=0.0, optimizer_on_nvme=0.5)
     config = gemini.GeminiConfig(precision=precision, memory=memory, placement=placement, device="standin")
     model: Any = gemini.GeminiDDP(Stack(), config)
-    engine = model._gemini_engine
+    world = world_of(model)
     train(model)
     report = model.memory_report()
     grad = 4 if precision == "fp32" else 2
-    total = (12 + grad) * sum(padded(chunk) for chunk in engine.decision.problem.layout.chunks)
-    staging = 4 * STAGED * max(padded(chunk) for chunk in engine.decision.problem.layout.chunks)
+    total = (12 + grad) * sum(padded(chunk) for chunk in world.layout.chunks)
+    staging = 4 * STAGED * max(padded(chunk) for chunk in world.layout.chunks)
     assert report["cpu"]["peak"] + report["nvme"]["peak"] - staging == total
     width = 4 if precision == "fp32" else 2
-    windows = [width * padded(chunk) for chunk in engine.decision.problem.layout.chunks]
+    windows = [width * padded(chunk) for chunk in world.layout.chunks]
     expected = min(sum(windows), report["gpu"]["budget"])
     assert expected - max(windows) <= report["gpu"]["peak"] <= expected
 

@@ -21,7 +21,8 @@ from gemini.train.modules.mixed import kept_in_fp32
 from tests.integrations.mixed_cases import Declares, resnet
 from tests.plain import DTYPES, Plain
 from tests.train import helpers
-from tests.train.helpers import PLACEMENTS, adam, assert_same_state, engine_of, same_bits, train, wrap
+from tests.train.helpers import PLACEMENTS, adam, assert_same_state, same_bits, train, wrap
+from tests.world import world_of
 
 HALF = ("bf16", "fp16")
 
@@ -259,7 +260,7 @@ def test_a_named_head_gives_fp32_and_a_named_norm_what_it_was_given() -> None:
     assert seen["lm_head"] == (full, full) and seen["model.norm"] == (full, half)
     assert seen["model.embed_tokens"][1] is half and seen["model.layers.0"] == (half, half)
     assert all(torch.isfinite(torch.tensor(train(model, optimizer, range(3)))))
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("wanted", ["blocks.0.0", "stem", "last", nn.Conv2d])
@@ -417,7 +418,7 @@ def test_a_plan_from_a_trace_ahead_of_time_is_the_run_s(case: str, precision: st
     plan = gemini.Plan.from_json(gemini.plan(trace, None, budget).to_json())
     model = gemini.GeminiDDP(make(), config(precision=precision, placement=plan))
     assert {param.name for param in plan.trace.params if param.fp32} == fp32_in(model)
-    engine_of(model).check_invariants()
+    world_of(model).check()
     with gemini.MemoryTracer(model) as tracer:
         loss = loss_of(model, 0)
         (loss if precision == "bf16" else gemini.GradScaler().scale(loss)).backward()
@@ -468,12 +469,12 @@ def test_compact_states_are_exact_where_params_stay_in_fp32() -> None:
 
     model = gemini.GeminiDDP(Wide(), config(states="compact", keep_fp32=["head"], gradients="accumulate_bf16"))
     train(model, adam(model), range(2), loss_of)
-    planes = {h.name: h.chunk.planes for h in engine_of(model).params.handles}
+    planes = {h.name: h.chunk.planes for h in world_of(model).handles}
     assert planes["body.weight"]["residual"].dtype is torch.int8
     assert {kind: plane.dtype for kind, plane in planes["head.weight"].items()} == dict.fromkeys(
         ("weights", "exp_avg", "exp_avg_sq", "grad"), torch.float32
     )
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("precision", HALF)

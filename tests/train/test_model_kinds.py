@@ -23,7 +23,6 @@ from tests.train.helpers import (
     assert_same_state,
     batch,
     compare,
-    engine_of,
     llama,
     noise,
     on_batch,
@@ -34,12 +33,13 @@ from tests.train.helpers import (
     train,
     wrap,
 )
+from tests.world import world_of
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_in_the_plain_loop(name: str, where: str, tmp_path: Path) -> None:
     model, _, _ = compare(MODELS[name], where, tmp_path)
-    assert where == "ram" or engine_of(model).store.manager.num_evictions > 0
+    assert where == "ram" or world_of(model).num_evictions > 0
 
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
@@ -61,7 +61,7 @@ def test_frozen_params(where: str, tmp_path: Path) -> None:
     model, _, plain = compare(make, where, tmp_path)
     for name, param in make().named_parameters():
         if not param.requires_grad:
-            assert engine_of(model).by_names[name].num_steps == 0
+            assert world_of(model).by_names[name].num_steps == 0
             assert same_bits(model.full_param(name), param.bfloat16()), name
 
 
@@ -71,7 +71,7 @@ def test_params_without_gradient_are_skipped_as_none_is(where: str, tmp_path: Pa
         return squares(model, seed)
 
     model, _, _ = compare(Blocks, where, tmp_path, loss_of, steps=5)
-    counts = {h.name: h.num_steps for h in engine_of(model).params.handles}
+    counts = {h.name: h.num_steps for h in world_of(model).handles}
     assert counts["layers.0.weight"] == 5 and counts["layers.1.weight"] == 2
 
 

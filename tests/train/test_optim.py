@@ -20,6 +20,7 @@ from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch
 from gemini.optim.matrices import orthogonalized
 from tests import models
+from tests.world import world_of
 
 STEPS = 20
 
@@ -248,7 +249,7 @@ def test_sgd_without_momentum_keeps_nothing(tmp_path: Path) -> None:
     before = {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
     loss_of(model, 0).backward()
     optimizer.step()
-    layout = model._gemini_engine.decision.problem.layout
+    layout = world_of(model).layout
     assert model.memory_report()["bytes_per_param"] == 4 * layout.numel / layout.payload
     assert all(not torch.equal(model.full_param(name, torch.float32), old) for name, old in before.items())
     gemini.save_checkpoint(tmp_path / "plain", model, optimizer)

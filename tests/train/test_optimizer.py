@@ -26,7 +26,6 @@ from tests.train.helpers import (
     adam,
     assert_same_state,
     assert_trains_alike,
-    engine_of,
     llama,
     noise,
     on_batch,
@@ -37,6 +36,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -157,7 +157,7 @@ def test_groups_inside_one_chunk(where: str, tmp_path: Path) -> None:
     fast = [(n, p) for n, p in model.named_parameters() if "q_proj" in n or "mlp.up" in n]
     still = [(n, p) for n, p in model.named_parameters() if "norm" in n]
     rest = [p for n, p in model.named_parameters() if all(p is not q for _, q in fast + still)]
-    assert len({engine_of(model).by_names[n].chunk.spec.index for n, _ in fast + still}) < len(fast + still)
+    assert len({world_of(model).by_names[n].chunk.spec.index for n, _ in fast + still}) < len(fast + still)
     optimizer = gemini.HybridAdam(
         [
             {"params": rest},

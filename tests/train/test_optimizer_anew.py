@@ -24,6 +24,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 
 def forget(plain: Plain) -> None:
@@ -178,7 +179,7 @@ def test_after_an_update_broke_off_a_new_one_is_made_and_a_checkpoint_loaded(tmp
     train(model, first, [0], squares, clip=None)
     gemini.save_checkpoint(tmp_path / "c", model, first)
     before = snapshot(model)
-    model._gemini_engine.state.mark_corrupted(OSError("the disk"))
+    world_of(model).state.mark_corrupted(OSError("the disk"))
     second = adam(model)
     gemini.load_checkpoint(tmp_path / "c", model, second)
     assert_same_snapshot(before, snapshot(model))

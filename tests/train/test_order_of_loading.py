@@ -21,6 +21,7 @@ from gemini import kernels
 from gemini.planning import compact
 from tests.train import test_adopt as adopted
 from tests.train.helpers import adam, assert_same_snapshot, llama, make_config, same_bits, snapshot, train, wrap
+from tests.world import world_of
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 Loads = Callable[[Any, Any, dict[str, Any], dict[str, Any]], None]
@@ -213,7 +214,7 @@ def test_after_an_update_a_loaded_residual_is_gone(where: str, tmp_path: Path) -
     train(first, optimizer, [2])
     first.load_state_dict(weights)
     assert same_bits(first.full_param(Q, torch.float32), weights[Q].float())
-    assert all(handle.waiting is None for handle in first._gemini_engine.params.handles)
+    assert all(handle.waiting is None for handle in world_of(first).handles)
 
 
 def test_a_checkpoint_ends_the_waiting(tmp_path: Path) -> None:

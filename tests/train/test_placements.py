@@ -16,6 +16,7 @@ from gemini.errors import StorageError
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.tiers import MemoryBudget, Tier
 from tests import models
+from tests.world import world_of
 
 STATES = (*ADAM.states, GRAD)
 PLENTY = "64MiB"
@@ -33,13 +34,13 @@ def train_one_step(model: nn.Module) -> None:
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     model(**models.make_batches(1, 1)[0][0]).loss.backward()
     optimizer.step()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 def bytes_on(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> dict[Tier, int]:
     """Bytes of some planes by tier, asked of the chunks themselves."""
     found = dict.fromkeys(Tier, 0)
-    for chunk in model._gemini_engine.store.chunks:
+    for chunk in world_of(model).chunks:
         for kind in kinds:
             if kind in chunk.planes:
                 found[chunk.planes[kind].tier] += chunk.planes[kind].num_bytes
@@ -47,10 +48,7 @@ def bytes_on(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> dict[Tier, int]:
 
 
 def largest_chunk(model: nn.Module, kinds: tuple[PlaneKind, ...]) -> int:
-    return max(
-        sum(chunk.planes[k].num_bytes for k in kinds if k in chunk.planes)
-        for chunk in model._gemini_engine.store.chunks
-    )
+    return max(sum(chunk.planes[k].num_bytes for k in kinds if k in chunk.planes) for chunk in world_of(model).chunks)
 
 
 # ---- fractions -------------------------------------------------------------------------------------------------------
@@ -112,7 +110,7 @@ def test_auto_takes_the_fastest_tier_alone_if_all_fits(tmp_path: Path) -> None:
         found = bytes_on(model, ADAM.kinds)
         assert found[fastest] == sum(found.values()) > 0
         train_one_step(model)
-        assert model._gemini_engine.store.manager.num_gathers == 0, "nothing has to be gathered"
+        assert world_of(model).num_gathers == 0, "nothing has to be gathered"
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
@@ -121,19 +119,17 @@ def test_auto_fills_the_fastest_first(device: str, share: float, tmp_path: Path)
     """What is not in the computing tier would not have fitted there: its room is used to within one chunk's planes."""
     whole = wrap(models.make_model("llama"), memory=plenty(device, tmp_path), device=device, max_chunk=8192)
     compute = Tier.CPU if device == "cpu" else Tier.GPU
-    total = whole._gemini_engine.store.ledger.used(compute)
+    total = world_of(whole).used(compute)
     sizes = {"cpu": int(total * share)} if device == "cpu" else {"gpu": int(total * share), "cpu": PLENTY}
     memory = MemoryBudget(**sizes, nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=memory, device=device, max_chunk=8192)
-    engine = model._gemini_engine
+    world = world_of(model)
     found = bytes_on(model, ADAM.kinds)
     assert 0 < found[compute] < sum(found.values()) == total
-    spoken_for = max(chunk.spec.numel * 2 for chunk in engine.store.chunks) * 2 + engine.store.ledger.held(
-        compute, "staging"
-    )
-    left = engine.store.ledger.budget(compute) - found[compute] - spoken_for
+    spoken_for = max(chunk.spec.numel * 2 for chunk in world.chunks) * 2 + world.held(compute, "staging")
+    left = world.budget(compute) - found[compute] - spoken_for
     assert left <= largest_chunk(model, STATES), "room was left though planes had to go below"
-    homes = [chunk.planes[WEIGHTS].tier for chunk in engine.store.chunks]
+    homes = [chunk.planes[WEIGHTS].tier for chunk in world.chunks]
     if found[Tier.NVME]:
         assert homes == sorted(homes, key=list(Tier).index), "weights in order of use, the fastest tier first"
     train_one_step(model)
@@ -273,15 +269,15 @@ def test_gathered_weights_give_way_to_the_sums_of_a_second_backward(device: str,
     static = gemini.StaticPlacement(weights_on_nvme=1)
     batch = models.make_batches(1, 1)[0][0]
     model = wrap(model, memory=roomy, placement=static, device=device, max_chunk=8192)
-    engine = model._gemini_engine
-    compute, grads = engine.store.device.tier, [c.planes.get(GRAD) for c in engine.store.chunks]
+    world = world_of(model)
+    compute, grads = world.device.tier, [c.planes.get(GRAD) for c in world.chunks]
     # All that anyone may need at once: what is held now, one module's weights, and new sums beside the old gradients.
     sums = sum(2 * plane.num_bytes for plane in grads if plane is not None and plane.tier is compute)
-    needed = engine.store.ledger.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in engine.store.chunks) + sums
+    needed = world.used(compute) + 2 * 2 * max(chunk.spec.numel for chunk in world.chunks) + sums
     exact = MemoryBudget(**(budgets | {compute.value: needed}), nvme=PLENTY, nvme_path=tmp_path)
     model = wrap(models.make_model("llama"), memory=exact, placement=static, device=device, max_chunk=8192)
-    engine = model._gemini_engine
+    world = world_of(model)
     for _ in range(2):
         model(**batch).loss.backward()
-        engine.check_invariants()
-    assert all(c.planes[GRAD].dtype is torch.float32 for c in engine.store.chunks)
+        world.check()
+    assert all(c.planes[GRAD].dtype is torch.float32 for c in world.chunks)

@@ -17,7 +17,6 @@ from tests.train.helpers import (
     Plain,
     adam,
     assert_same_state,
-    engine_of,
     llama,
     on_batch,
     same_bits,
@@ -25,6 +24,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import world_of
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])
@@ -43,7 +43,7 @@ def test_a_plain_backward_is_refused_before_anything_lands(program: Any, where: 
     scaler.scale(loss_of(model, extra, data())).backward()  # and the remedy works on the same model
     scaler.step(optimizer)
     scaler.update()
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 # ---- plain backwards ------------------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ def recomputing(model: Any, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("loss_of", [divided, summed, squared, recomputing])
 def test_plain_backwards_of_a_loss_inside_are_exact(loss_of: Any, gives: str, where: str, tmp_path: Path) -> None:
     model, plain = wrap(Toy(gives), where, tmp_path, precision="fp16"), Plain(Toy(gives), "fp16", scale=SCALE)
-    engine_of(model).backward.scaling.loss_scale.scale = SCALE
+    world_of(model).loss_scale.scale = SCALE
     train_plain(plain, range(2), loss_of)
     train(model, adam(model), range(2), loss_of)
     assert_same_state(model, plain)
@@ -92,7 +92,7 @@ def test_checkpointed_blocks(reentrant: bool, scaled: bool, where: str, tmp_path
         each.gradient_checkpointing_enable(**how)
         each.enable_input_require_grads()  # a leaf inside, whose gradient nobody sees
         each.train()
-    engine_of(model).backward.scaling.loss_scale.scale = SCALE
+    world_of(model).loss_scale.scale = SCALE
     optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE, enabled=scaled)
     train_plain(plain, range(2), clip=None)
     for seed in range(2):
@@ -109,23 +109,20 @@ def test_gradients_with_respect_to_inputs_alone_are_torchs(where: str, tmp_path:
     mine, theirs = data().requires_grad_(True), data().requires_grad_(True)
     assert same_bits(torch.autograd.grad(model(mine), [mine])[0], torch.autograd.grad(plain(theirs), [theirs])[0])
     model(mine.detach()).backward()
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 def test_params_without_an_optimizer_do_not_hold_the_scale(tmp_path: Path) -> None:
     """Their gradients stay when those of the others are used: the next step has a scale of its own nevertheless."""
     model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16")
-    optimizer, scale = adam(model.layers[0]), engine_of(model).backward.scaling.loss_scale.scale
+    optimizer, scale = adam(model.layers[0]), world_of(model).loss_scale.scale
     for bad in (float("inf"), 1.0):
         (model(data()) * bad).backward()
         optimizer.step()
         optimizer.zero_grad()
     plain = stock("loss")
     plain(data()).backward(torch.tensor(scale / 2))
-    assert (
-        engine_of(model).params.handles[0].num_steps == 1
-        and engine_of(model).backward.scaling.loss_scale.scale == scale / 2
-    )
+    assert world_of(model).handles[0].num_steps == 1 and world_of(model).loss_scale.scale == scale / 2
     grad = plain.layers[2].weight.grad.float() / (scale / 2)  # type: ignore[union-attr, operator]
     assert same_bits(model.full_grad("layers.2.weight"), grad)
 

@@ -20,6 +20,7 @@ from gemini.planning.traffic import by_name
 from gemini.testing.plans import check_plan
 from gemini.tiers import Tier
 from tests import models
+from tests.world import world_of
 
 MAX_CHUNK = 4096
 
@@ -70,18 +71,18 @@ def test_auto_does_what_plan_says(share: float, device: str, tmp_path: Path) -> 
     trace, there = known_trace(model), budgets(model, share, device)
     said = gemini.plan(trace, None, there, max_chunk=MAX_CHUNK)
     model, optimizer = wrap(there, device, tmp_path, trace=trace)
-    engine = model._gemini_engine
-    assert engine.decision.plan == said and engine.decision.placement == said.placement
+    world = world_of(model)
+    assert world.plan == said and world.placement == said.placement
     assert {tier: n for tier, n in said.bytes_per_tier.items() if n} == {
-        tier: engine.store.ledger.used(tier)
-        - (engine.store.ledger.held(tier, "pool") if engine.store.device.keeps_windows else 0)
+        tier: world.used(tier)
+        - (world.held(tier, "pool") if world.device.keeps_windows else 0)
         + (said.problem.working_set if tier is said.problem.compute and _moves(said) else 0)
-        for tier in engine.store.ledger.tiers
-        if engine.store.ledger.used(tier)
+        for tier in world.tiers
+        if world.used(tier)
     }
     for moved in steps(model, optimizer, 3):
         assert moved == by_name(said.traffic), "byte for byte, in the first step as in the third"
-    engine.check_invariants()
+    world.check()
 
 
 def room_for(model: Any, device: str, windows: float, host: int, **how: Any) -> dict[Tier, int]:
@@ -128,7 +129,7 @@ def test_accumulation_moves_what_is_planned(
         optimizer.step()
         optimizer.zero_grad()
         assert managed.memory_report()["moved"] == by_name(said.traffic), step
-    managed._gemini_engine.check_invariants()
+    world_of(managed).check()
 
 
 def _moves(plan: Plan) -> bool:
@@ -144,7 +145,7 @@ def test_a_plan_from_a_file_runs(device: str, states: str, tmp_path: Path, monke
     made = make_plan(known_trace(model), None, there, max_chunk=MAX_CHUNK, states=states)
     said = Plan.from_json(made.to_json())
     model, optimizer = wrap(there, device, tmp_path, placement=said, states=states)
-    assert model._gemini_engine.decision.placement == said.placement
+    assert world_of(model).placement == said.placement
     assert steps(model, optimizer, 2)[-1] == by_name(said.traffic)
     other = "compact" if states == "exact" else "exact"
     with pytest.raises(PlanMismatch, match="the plan was made for rule='Adam"):
@@ -156,12 +157,12 @@ def test_the_first_step_is_the_trace_where_none_is_given(tmp_path: Path) -> None
     model = models.make_model("llama")
     there, trace = budgets(model, 0.05, "standin"), known_trace(model)
     model, optimizer = wrap(there, "standin", tmp_path)
-    engine = model._gemini_engine
-    how = {"activations": 0, "max_chunk": MAX_CHUNK, "placement": engine.decision.placement}
+    world = world_of(model)
+    how = {"activations": 0, "max_chunk": MAX_CHUNK, "placement": world.placement}
     best = by_name(gemini.plan(trace, None, there, **how).traffic)
-    assert engine.decision.plan.trace.source is Source.STRUCTURE and engine.store.manager.foresight.schedule is None
+    assert world.plan.trace.source is Source.STRUCTURE and world.schedule is None
     moved = steps(model, optimizer, 3)
-    assert engine.store.manager.foresight.schedule is not None
+    assert world.schedule is not None
     assert moved[1] == moved[2] == best
     assert sum(moved[0].values()) >= sum(best.values())
 
@@ -175,9 +176,9 @@ def test_a_step_that_does_something_else_costs_time_only(tmp_path: Path) -> None
     half = len(trace.moments) // 2
     wrong = replace(trace, moments=(*trace.moments[half:], *trace.moments[:half]))
     model, optimizer = wrap(there, "standin", tmp_path, trace=wrong)
-    schedule = model._gemini_engine.store.manager.foresight.schedule
+    schedule = world_of(model).schedule
     steps(model, optimizer, 4)
-    assert model._gemini_engine.store.manager.foresight.schedule is not schedule, "recorded anew"
+    assert world_of(model).schedule is not schedule, "recorded anew"
     for (name, a), b in zip(plain.state_dict(dtype=torch.float32).items(),
                             model.state_dict(dtype=torch.float32).values(), strict=True):  # fmt: skip
         assert torch.equal(a, b), name
@@ -193,7 +194,7 @@ def test_evaluation_between_steps_is_no_step(tmp_path: Path) -> None:
             model(**models.make_batches(1, 1)[0][0])
     model.memory_report()
     models_moved = steps(model, optimizer, 2)
-    assert models_moved[-1] == best and not model._gemini_engine.store.manager.foresight.num_strange
+    assert models_moved[-1] == best and not world_of(model).foresight.num_strange
 
 
 def test_plans_and_traces_of_something_else_are_refused(tmp_path: Path) -> None:

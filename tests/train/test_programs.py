@@ -20,7 +20,8 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gemini
-from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, engine_of, noise, same_bits, wrap
+from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, noise, same_bits, wrap
+from tests.world import world_of
 
 WIDTH = 32
 
@@ -269,7 +270,7 @@ def test_gradients_of_the_params_that_are_named(where: str, tmp_path: Path) -> N
         assert (ours is None) == (param.grad is None), name
         assert ours is None or same_bits(ours, param.grad), name
     model.zero_grad()
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("where", ["disk", "standin"])
@@ -287,7 +288,7 @@ def test_a_view_kept_over_steps_shows_the_new_weights(where: str, tmp_path: Path
     views = [block.transposed for block in model.layers]
     optimizer.step()
     plain.step()
-    engine_of(model).drain()
+    world_of(model).settle()
     for view, block in zip(views, plain.model.layers, strict=True):
         assert same_bits(view.detach(), block.router.detach().t())
 
@@ -313,7 +314,7 @@ def test_a_graph_from_before_an_update_is_refused(where: str, tmp_path: Path) ->
     optimizer.zero_grad()
     loss_of(model, 2).backward()
     optimizer.step()
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("where", ALL_PLACEMENTS)
@@ -360,7 +361,7 @@ def test_branches_in_two_threads(where: str, tmp_path: Path) -> None:
             torch.testing.assert_close(model.full_grad(name).view(-1), grad, rtol=1e-5, atol=1e-7)
         model.zero_grad()
         plain.grads = {}
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("where", ALL_PLACEMENTS)
@@ -384,7 +385,7 @@ def test_several_threads_evaluate_one_model(where: str, tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert found == [True] * 15
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 # ---- state at rest -------------------------------------------------------------------------------------------------
@@ -442,7 +443,7 @@ def test_transforms(transform: str, where: str, tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         plain.step()
-    engine_of(model).check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])

@@ -14,6 +14,7 @@ from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
 from tests import models
+from tests.world import world_of
 
 WAYS = {Track.NVME_READ: "nvme->cpu", Track.NVME_WRITE: "cpu->nvme", Track.H2D: "cpu->gpu", Track.D2H: "gpu->cpu"}
 
@@ -63,23 +64,19 @@ def check(timeline: Timeline, model: Any, *, alone: bool = True) -> None:
         assert sum(s.num_bytes for s in timeline.spans if s.track is track) == timeline.moved.get(way, 0), track
     busy, stalls = timeline.busy, sum(timeline.stalls.values())
     assert busy[Track.COMPUTE] + stalls <= timeline.step_seconds * (1 + 1e-9)
-    engine = model._gemini_engine
-    if not engine.config.overlap:  # whatever is done, computing waits for it
+    world = world_of(model)
+    if not world.config.overlap:  # whatever is done, computing waits for it
         assert busy.get(Track.UPDATE, 0.0) <= stalls * (1 + 1e-9)
     waited = model.memory_report()["stalls"]
     # The report's waits are around those that are recorded, and count to the outermost cause.
     assert not alone or stalls <= sum(waited.values()) * (1 + 1e-9)
     for tier, budget in timeline.budgets.items():
-        assert budget == engine.store.ledger.budget(tier)
+        assert budget == world.budget(tier)
         assert all(0 <= sample.total(tier) <= budget for sample in timeline.samples)
-        assert not alone or timeline.samples[-1].held.get(tier, {}) == engine.store.ledger.holders(tier)
+        assert not alone or timeline.samples[-1].held.get(tier, {}) == world.holders(tier)
     assert all(0 <= s.moment < len(timeline.moments) for s in timeline.spans if s.track is Track.COMPUTE)
     assert Timeline.from_json(timeline.to_json()) == timeline
-    assert (
-        engine.forward.observers.recording is None
-        and engine.store.mover.watch.recorder is None
-        and engine.store.ledger.on_change is None
-    )
+    assert world.recording is None and world.recorder is None and world.ledger.on_change is None
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])
@@ -93,7 +90,7 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     gathers = 0
     with model.recording() as recording:
         for _ in range(2):
-            gathers = model._gemini_engine.store.manager.num_gathers
+            gathers = world_of(model).num_gathers
             for micro in range(num_micro):
                 loss_of(model, micro).backward()
             if clip:
@@ -106,13 +103,13 @@ def test_a_step_is_where_its_time_and_its_bytes_went(
     names = {span.name.split(" chunk ")[0] for span in timeline.spans if span.chunk >= 0}
     assert {"fetch", "update"} <= names and ("land gradients of" in names) == (gradients != "transient")
     fetched = [s for s in timeline.spans if s.name.startswith("fetch") and s.track in (Track.H2D, Track.NVME_READ)]
-    assert len({(s.chunk, s.moment) for s in fetched}) <= model._gemini_engine.store.manager.num_gathers - gathers
+    assert len({(s.chunk, s.moment) for s in fetched}) <= world_of(model).num_gathers - gathers
     phases = {name.split()[0] for name in timeline.moments}
     assert phases == {"forward", "loss", "backward"}
     assert {"forward model.layers.0", "backward model.layers.0"} <= set(timeline.moments)
     assert timeline.stalls["update"] >= timeline.busy[Track.UPDATE]
-    peak = timeline.peaks[model._gemini_engine.store.device.tier]
-    assert peak > timeline.samples[-1].total(model._gemini_engine.store.device.tier) - 1, "windows came and went"
+    peak = timeline.peaks[world_of(model).device.tier]
+    assert peak > timeline.samples[-1].total(world_of(model).device.tier) - 1, "windows came and went"
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])
@@ -129,14 +126,14 @@ def test_an_overlapped_step_shows_what_ran_beside_computing(device: str, gradien
             optimizer.step()
             optimizer.zero_grad()
             if seed == 1:  # of the second step until the third begins
-                engine, tail = model._gemini_engine, recording._last.step
+                world, tail = world_of(model), recording._last.step
     second = tail.timeline(title="", tokens=0, flops=0, budgets={})
     third = recording.timeline
     check(third, model, alone=False)
     assert second.step_seconds == tail.next_start - tail.start, "to the first forward of the third"
     assert all(0 <= span.start < span.stop <= second.step_seconds * (1 + 1e-9) for span in second.spans)
     updates = [span for span in third.spans if span.track is Track.UPDATE and span.name.startswith("update chunk")]
-    assert {span.chunk for span in updates} == {chunk.spec.index for chunk in engine.store.chunks}
+    assert {span.chunk for span in updates} == {chunk.spec.index for chunk in world.chunks}
     assert sum(third.stalls.values()) < third.step_seconds and set(third.stalls) <= {
         "update", "fetch from nvme", "fetch from cpu", "gradient landing",
     }  # fmt: skip
@@ -166,8 +163,8 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
                 norm = model.clip_grad_norm_(1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-        engine = model._gemini_engine
-        counts = (engine.store.manager.num_gathers, engine.store.manager.num_evictions, model.memory_report()["moved"])
+        world = world_of(model)
+        counts = (world.num_gathers, world.num_evictions, model.memory_report()["moved"])
         floats = [float(x.detach()) for x in (*losses, norm)]
         seen.append((floats, model.state_dict(dtype=torch.float32), counts))
     (floats, weights, counts), (same_floats, same_weights, same_counts) = seen
@@ -237,21 +234,21 @@ def test_a_step_goes_on_to_the_next_first_forward(tmp_path: Path) -> None:
 def test_updates_that_a_step_left_in_flight_are_waited_for(inside: bool, tmp_path: Path) -> None:
     """A drain that ends an update which takes an hour more."""
     model = wrap("cpu", tmp_path)
-    engine, optimizer = model._gemini_engine, adam(model)
+    world, optimizer = world_of(model), adam(model)
 
     def drain() -> None:
-        recorder = engine.store.mover.watch.recorder
+        recorder = world.recorder
         recorder.add(Track.UPDATE, recorder.clock(), recorder.clock() + 3600, "update chunk 99", 99)
 
     with model.recording() as recording:
         step(model, optimizer)
-        engine.drain = drain
+        world.settle_by(drain)
         if inside:
             assert recording.timeline.step_seconds > 3600
             loss = loss_of(model)
-            engine.drain = lambda: 1 / 0  # the next step has begun: asking does not wait in its middle
+            world.settle_by(lambda: 1 / 0)  # the next step has begun: asking does not wait in its middle
             assert recording.timeline.spans[-1].chunk == 99
-            engine.drain = lambda: None
+            world.settle_by(lambda: None)
             loss.backward()
             model.zero_grad()
     assert recording.timeline.spans[-1].chunk == 99
@@ -307,11 +304,11 @@ def test_a_failed_step_is_dropped_and_the_next_one_recorded(tmp_path: Path) -> N
     model = wrap("cpu", tmp_path)
     optimizer = adam(model)
     with model.recording() as recording:
-        fetch = model._gemini_engine.store.spill.begin_read
-        model._gemini_engine.store.spill.begin_read = lambda into, offset, urgent: 1 / 0
+        fetch = world_of(model).spill.begin_read
+        world_of(model).spill.begin_read = lambda into, offset, urgent: 1 / 0
         with pytest.raises(ZeroDivisionError):
             loss_of(model)
-        model._gemini_engine.store.spill.begin_read = fetch
+        world_of(model).spill.begin_read = fetch
         optimizer.zero_grad()
         step(model, optimizer)
     check(recording.timeline, model)

@@ -37,6 +37,7 @@ from tests.train.helpers import (
     train_plain,
     wrap,
 )
+from tests.world import is_managed, world_of
 
 REFUSED = (gemini.GeminiError, ValueError, TypeError)
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -130,7 +131,7 @@ def test_the_class_makes_ordinary_models(model: Any, tmp_path: Path) -> None:
     assert isinstance(model, gemini.GeminiDDP) and isinstance(model, LlamaForCausalLM)
     assert type(model).__name__ == "LlamaForCausalLM"
     made = type(model)(model.config)
-    assert type(made) is LlamaForCausalLM and not hasattr(made, "_gemini_engine")
+    assert type(made) is LlamaForCausalLM and not is_managed(made)
     model.save_pretrained(tmp_path / "out")
     loaded = type(model).from_pretrained(tmp_path / "out")
     assert type(loaded) is LlamaForCausalLM
@@ -379,4 +380,4 @@ def test_a_transform_inside_a_module_whose_weights_move(part: bool, tmp_path: Pa
     with pytest.raises(gemini.ParamAccessError, match=r"'0\.weight'.* called torch\.func inside of its forward"):
         (model[0] if part else model)(torch.ones(2, 8))
     model[1](torch.ones(2, 8)).sum().backward()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()

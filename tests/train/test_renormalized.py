@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from tests.train.helpers import DTYPES, Plain, adam, assert_same_state, engine_of, make_config, train, wrap
+from tests.train.helpers import DTYPES, Plain, adam, assert_same_state, make_config, train, wrap
+from tests.world import world_of
 
 
 class Own(nn.Module):
@@ -123,7 +124,7 @@ def test_as_the_same_program_on_plain_params(where: str, tmp_path: Path) -> None
 def test_a_checkpoint_that_is_being_written_is_of_its_moment(where: str, tmp_path: Path) -> None:
     model = wrap(MODELS["embedding"](), where, tmp_path, slack=2**16)
     optimizer = adam(model)
-    before = {name: model.full_param(name, torch.float32) for name in engine_of(model).by_names}
+    before = {name: model.full_param(name, torch.float32) for name in world_of(model).by_names}
     pending = gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, wait=False)
     loss_of(model, 0)
     pending.wait()
@@ -141,4 +142,4 @@ def test_a_lookup_that_fails_leaves_masters_that_are_the_weights(tmp_path: Path)
     weights, master = model.full_param(name).float(), model.full_param(name, torch.float32)
     rewritten = weights != plain.bfloat16().float()
     assert rewritten.any() and torch.equal(master, torch.where(rewritten, weights, plain))
-    engine_of(model).check_invariants()
+    world_of(model).check()

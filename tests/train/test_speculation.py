@@ -35,7 +35,6 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_same_state,
-    engine_of,
     make_config,
     noise,
     snapshot,
@@ -43,6 +42,7 @@ from tests.train.helpers import (
     train_plain,
 )
 from tests.train.test_updates import Held
+from tests.world import world_of
 
 
 @pytest.mark.parametrize("commits", [False, True])
@@ -59,7 +59,7 @@ def test_the_bits_are_those_of_the_plain_loop(
         assert_same_state(model, plain)
     kept, undone = counts(model)
     assert (kept > 0) == (which != "always") and (undone > 0) == (which != "never"), (kept, undone)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 # ---- what a program may do between backward and step -----------------------------------------------------------------
@@ -132,7 +132,7 @@ def drop_the_step(model: Any, optimizer: Any, number: int) -> Any:
     squares(model, number).backward()
     if number % 2:
         optimizer.zero_grad()
-        assert not any(job.is_undecided for job in engine_of(model).updates.pending.values())
+        assert not any(job.is_undecided for job in world_of(model).updates_in_flight)
         return [model.full_param(name) for name, _ in model.named_parameters()]
     return optimizer.step()
 
@@ -228,7 +228,7 @@ def test_a_program_sees_no_guess(
             optimizer.zero_grad()
         assert_same_snapshot(*(snapshot(model) for model, _ in runs))
         for model, _ in runs:
-            engine_of(model).check_invariants()
+            world_of(model).check()
     assert sum(counts(runs[0][0])) > 0
 
 
@@ -336,7 +336,7 @@ def test_guesses_end_where_steps_clip_and_come_back(tmp_path: Path) -> None:
 def test_a_wrong_guess_ends_at_its_next_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tile is worked on until the step says so: no other one is begun for a guess."""
     model, optimizer = guessing(tmp_path, make=Large, slack=1 << 20)
-    engine_of(model).updates._worker.slot_tile = 4096
+    world_of(model).update_worker.slot_tile = 4096
     held = Held(monkeypatch)
     begun, begin = list[Tile](), Tile.begin
     monkeypatch.setattr(Tile, "begin", lambda self: begun.append(self) or begin(self))
@@ -346,7 +346,7 @@ def test_a_wrong_guess_ends_at_its_next_tile(tmp_path: Path, monkeypatch: pytest
     threading.Timer(0.1, held.gate.set).start()
     model.clip_grad_norm_(ALWAYS)
     optimizer.step()
-    engine_of(model).drain()
+    world_of(model).settle()
     num_tiles = 3 * -(-256 * 257 // 4096)
     assert counts(model) == (0, 3) and num_tiles < len(begun) < num_tiles + num_tiles // 3
 

@@ -30,13 +30,13 @@ from tests.train.helpers import (
     Blocks,
     assert_same_snapshot,
     assert_same_state,
-    engine_of,
     noise,
     snapshot,
     squares,
     train_plain,
 )
 from tests.train.test_interrupts import at_call, wait_for_ctrl_c
+from tests.world import world_of
 
 # ---- gradients that are not finite -----------------------------------------------------------------------------------
 
@@ -95,7 +95,7 @@ def test_a_step_that_fp16_skips_is_undone(where: str, tmp_path: Path, monkeypatc
             model.clip_grad_norm_(clip)
             optimizer.step()
             optimizer.zero_grad()
-        scales = [engine_of(model).backward.scaling.loss_scale.scale for model, _ in runs]
+        scales = [world_of(model).loss_scale.scale for model, _ in runs]
         assert scales[0] == scales[1]
         assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
     kept, undone = counts(runs[0][0])
@@ -153,7 +153,7 @@ def test_a_guess_that_fails_costs_nothing(since: int, tmp_path: Path, monkeypatc
         train(model, optimizer, number, NEVER, tmp_path)
         train_plain(plain, [number], squares, clip=NEVER)
     assert_same_state(model, plain)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -196,12 +196,12 @@ def test_a_drive_that_stays_broken_leaves_the_last_commit(tmp_path: Path, monkey
             snapshot(model)
     with pytest.raises(GeminiError, match="Load the last checkpoint"):
         train(model, optimizer, 2, NEVER)
-    engine_of(model).close()
+    world_of(model).close()
     model, optimizer = guessing(tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == "good"
     assert_same_snapshot(snapshot(model), expected)
     train(model, optimizer, 1, NEVER)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 def test_a_run_that_ends_with_open_guesses_goes_on_from_its_last_commit(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ def test_a_run_that_ends_with_open_guesses_goes_on_from_its_last_commit(tmp_path
     gemini.save_checkpoint(tmp_path, model, optimizer, extra="committed")
     expected = snapshot(model)
     squares(model, 1).backward()
-    assert any(job.is_undecided for job in engine_of(model).updates.pending.values())
-    engine_of(model).close()
+    assert any(job.is_undecided for job in world_of(model).updates_in_flight)
+    world_of(model).close()
     model, optimizer = guessing(tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == "committed"
     assert_same_snapshot(snapshot(model), expected)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 @pytest.mark.parametrize("where", ["store", "memory"])
@@ -224,10 +224,10 @@ def test_what_is_forgotten_is_undone(where: str, tmp_path: Path) -> None:
     model, _optimizer = guessing(tmp_path, where)
     before = snapshot(model)
     squares(model, 0).backward()
-    assert engine_of(model).updates.pending
-    engine_of(model).updates.forget()
+    assert world_of(model).updates_in_flight
+    world_of(model).forget_updates()
     if where == "store":
-        assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+        assert all(pair._before is None for pair in world_of(model).durable.slots.pairs.values())
     assert_same_snapshot(snapshot(model), before)
 
 
@@ -239,13 +239,13 @@ def test_a_checkpoint_is_loaded_over_open_guesses(tmp_path: Path) -> None:
     train(model, optimizer, 1, NEVER)
     squares(model, 2).backward()
     gemini.load_checkpoint(tmp_path, model, optimizer)
-    assert all(pair._before is None for pair in engine_of(model).store.durable.slots.pairs.values())
+    assert all(pair._before is None for pair in world_of(model).durable.slots.pairs.values())
     assert_same_snapshot(snapshot(model), expected)
     plain = Plain(Blocks())
     train_plain(plain, [0, 1], squares, clip=NEVER)
     train(model, optimizer, 1, NEVER)
     assert_same_state(model, plain)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -258,11 +258,11 @@ def test_an_interrupted_backward_leaves_nothing_behind(
     train(model, optimizer, 0, NEVER, tmp_path if where == "store" else None)
     before = snapshot(model)
     loss = squares(model, 1)
-    engine = engine_of(model)
+    world = world_of(model)
     owner, name = {
-        "take_grad": (engine.backward, "take_grad"),
+        "take_grad": (world.backward, "take_grad"),
         "kernel": (kernels, "adam_update"),
-        "put": (engine.updates._worker, "put"),
+        "put": (world.update_worker, "put"),
     }[moment]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(patch, owner, name, number, once=True)
@@ -275,7 +275,7 @@ def test_an_interrupted_backward_leaves_nothing_behind(
     train_plain(plain, [0, 1], squares, clip=NEVER)
     train(model, optimizer, 1, NEVER)
     assert_same_state(model, plain)
-    engine.close()
+    world.close()
 
 
 @pytest.mark.parametrize("clip", [NEVER, ALWAYS])

@@ -18,17 +18,17 @@ from tests.train.helpers import (
     Blocks,
     assert_same_snapshot,
     assert_same_state,
-    engine_of,
     noise,
     snapshot,
     squares,
     train_plain,
 )
+from tests.world import world_of
 
 
 def held(model: Any) -> int:
     """Bytes of copies."""
-    return engine_of(model).store.ledger.held(Tier.CPU, HOLDER)
+    return world_of(model).held(Tier.CPU, HOLDER)
 
 
 class LooksAgain(Blocks):
@@ -50,7 +50,7 @@ def test_weights_that_a_graph_looks_at_are_those_of_its_forward(where: str, tmp_
 
     def wait() -> None:
         let_guesses_end(model)
-        begun.append(len(engine_of(model).updates.pending))
+        begun.append(len(world_of(model).updates_in_flight))
 
     model.before_it = wait
     for number in range(3):
@@ -87,7 +87,7 @@ def test_copies_go_with_the_step(where: str, clip: float, tmp_path: Path, monkey
 def test_who_needs_the_memory_has_guesses_undone(where: str, tmp_path: Path) -> None:
     """And the step makes its own update."""
     (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
-    ledger = engine_of(model).store.ledger
+    ledger = world_of(model).ledger
     squares(model, 0).backward()
     before, wanted = held(model), ledger.free(Tier.CPU) + 1
     ledger.reserve(Tier.CPU, wanted, "what is needed")
@@ -115,5 +115,5 @@ def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatc
             optimizer.zero_grad()
     with pytest.raises(GeminiError, match="Load the last checkpoint"):
         train(model, optimizer, 1, NEVER)
-    engine_of(model).updates.forget()
+    world_of(model).forget_updates()
     assert not held(model)

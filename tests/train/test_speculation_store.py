@@ -29,11 +29,11 @@ from tests.train.helpers import (
     Blocks,
     adam,
     assert_same_state,
-    engine_of,
     squares,
     train_plain,
 )
 from tests.train.test_speculation_faults import failing
+from tests.world import world_of
 
 
 def test_what_was_trained_since_a_commit_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_what_was_trained_since_a_commit_is_not_overwritten(tmp_path: Path, monk
             gemini.save_checkpoint(tmp_path, model, optimizer)
         kept += 3 if number in (0, 1, 2, 4) else 0
         assert counts(model)[0] == kept, number
-    engine_of(model).close()
+    world_of(model).close()
 
 
 def test_sums_of_a_store_are_those_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +72,13 @@ def test_sums_of_a_store_are_those_of_what_was_kept(tmp_path: Path, monkeypatch:
         gemini.save_checkpoint(tmp_path, model, optimizer, extra=number)
         train_plain(plain, [number], squares, clip=clip)
     assert_same_state(model, plain)
-    engine_of(model).close()
+    world_of(model).close()
     console = Console(record=True, width=300, file=io.StringIO())
     assert doctor(console, store=tmp_path) == 0, console.export_text()
     model, optimizer = guessing(tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == 5
     assert_same_state(model, plain)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_an_optimizer_begins_to_guess_when_eight_steps_say_that_it_pays(
     train(model, optimizer, 11, ALWAYS)
     train_plain(plain, [11], squares, clip=ALWAYS)
     assert_same_state(model, plain)
-    engine_of(model).close()
+    world_of(model).close()
 
 
 def test_in_memory_nothing_is_guessed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import gemini
 from gemini.planning.placement import bytes_per_tier
 from gemini.tiers import Tier
 from tests.ranks.schedules import Blocks, Injected
+from tests.world import world_of
 
 ORDERS = {"two forwards": "ffbb", "interleaved": "fffbfbbb", "in turn": "fbfb", "the last one first": "ffBB"}
 """f: the next forward; b: the backward of the earliest that had none; B: of the latest."""
@@ -29,7 +30,7 @@ def tight(folder: Path) -> Any:
             placement=gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0),
         )  # fmt: skip
         model: Any = gemini.GeminiDDP(Blocks(), config)
-        decision = model._gemini_engine.decision
+        decision = world_of(model).decision
         cpu = bytes_per_tier(decision.problem, decision.placement)[Tier.CPU] + 32 * 1024
     return model
 
@@ -48,7 +49,7 @@ def train(folder: Path, order: str, *, scoped: bool) -> tuple[list[torch.Tensor]
     """Weights, the bytes read from the drive in the last step, and by step the accesses that were not foreseen."""
     model = tight(folder)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
-    foresight, strange = model._gemini_engine.store.manager.foresight, []
+    foresight, strange = world_of(model).foresight, []
     for step in range(4):
         with model.step_scope() if scoped else contextlib.nullcontext():
             passes(model, order, step)
@@ -73,7 +74,7 @@ def test_any_order_is_foreseen(order: str, tmp_path: Path) -> None:
 def test_a_scope_that_changes_is_recorded_again(tmp_path: Path) -> None:
     """And a step outside of it goes by its own schedule."""
     model = tight(tmp_path)
-    foresight = model._gemini_engine.store.manager.foresight
+    foresight = world_of(model).foresight
     for step, order in enumerate(["ffbb", "ffbb", "ffffbbbb", "ffffbbbb", "ffffbbbb", "ffffbbbb"]):
         with model.step_scope():
             passes(model, order, step)
@@ -94,4 +95,4 @@ def test_a_scope_in_a_scope_is_refused_and_one_that_fails_ends(tmp_path: Path) -
     passes(model, "fb", 0)
     with model.step_scope():
         passes(model, "ffbb", 1)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()

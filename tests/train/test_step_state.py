@@ -10,6 +10,7 @@ from torch import nn
 
 import gemini
 from gemini.train.step import PHASES, PhaseChange, StepPhase, StepState
+from tests.world import world_of
 
 LEGAL = {
     (StepPhase.REST, PhaseChange.BEGIN_FORWARD),
@@ -62,7 +63,7 @@ def test_a_step_goes_through_its_phases() -> None:
 
     config = gemini.GeminiConfig(precision="fp32", memory=gemini.MemoryBudget(cpu="64MiB"))
     model = gemini.GeminiDDP(Net(), config)
-    state = model._gemini_engine.state
+    state = world_of(model).state
     loss = model(torch.ones(2, 4))
     assert state.phase is StepPhase.REST and state.num_open == 1, "its backward is still to come"
     loss.backward()

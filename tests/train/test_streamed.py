@@ -28,6 +28,7 @@ from gemini.train.update import tiles
 from gemini.train.update import worker as update_worker
 from tests import models
 from tests.hunts import race_hunt
+from tests.world import world_of
 
 MAX_CHUNK = 8192
 BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
@@ -98,13 +99,13 @@ def test_clipped_and_accumulated_steps_are_the_plain_loop_s_bits(number: int, tm
     how = {"precision": precision, "gradients": gradients, "overlap": overlap}
     device, gpu = unruly(number), "2MiB" if overlap else "1MiB"
     model = wrap(tmp_path, device, gpu=gpu, homes={"updates_on_gpu": fraction, **homes}, **how)
-    engine = model._gemini_engine
-    streams = [chunk for chunk in engine.store.chunks if chunk.streamed]
-    assert (len(streams) == len(engine.store.chunks)) == (fraction == 1.0)
-    run, _ = models.managed_loop(model, recipe, each_step=engine.check_invariants)
+    world = world_of(model)
+    streams = [chunk for chunk in world.chunks if chunk.streamed]
+    assert (len(streams) == len(world.chunks)) == (fraction == 1.0)
+    run, _ = models.managed_loop(model, recipe, each_step=world.check)
     models.assert_same(run, models.plain_loop("llama", recipe))
     assert min(run.coefficients) < 1 and {"update in", "update out"} <= set(device._gate.order)
-    assert engine.store.ledger.held(Tier.GPU, "staging") == engine.decision.problem.device_staging > 0
+    assert world.held(Tier.GPU, "staging") == world.problem.device_staging > 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_steps_inside_backward_are_the_bits_of_steps_after_it(
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)
     assert_same(model, other)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 def test_transient_gradients_without_room_to_wait_are_used_at_once(
@@ -128,7 +129,7 @@ def test_transient_gradients_without_room_to_wait_are_used_at_once(
 ) -> None:
     """Through the worker all the same: its slots on the device are all there are."""
     model, other = wrap(tmp_path, gradients="transient"), plain()
-    monkeypatch.setattr(model._gemini_engine.updates, "_hold", lambda num_bytes: False)
+    monkeypatch.setattr(world_of(model).updates, "_hold", lambda num_bytes: False)
     threads, run = set[str](), tiles.StreamedTile.run
     monkeypatch.setattr(
         tiles.StreamedTile, "run", lambda tile: (threads.add(threading.current_thread().name), run(tile))
@@ -137,7 +138,7 @@ def test_transient_gradients_without_room_to_wait_are_used_at_once(
     for number in range(3):
         loss = model(**BATCHES[number]).loss
         loss.backward()
-        assert not model._gemini_engine.updates.pending, "their gradients are not in the ledger: none may wait"
+        assert not world_of(model).updates_in_flight, "their gradients are not in the ledger: none may wait"
         first.step()
         step(other, second, number)
     assert_same(model, other)
@@ -147,14 +148,14 @@ def test_transient_gradients_without_room_to_wait_are_used_at_once(
 def test_sums_that_went_to_the_spill_file_are_added_by_the_host(tmp_path: Path) -> None:
     """Nothing is streamed from NVMe: such a chunk is updated as if nobody had said that it is streamed."""
     model, other = wrap(tmp_path), plain()
-    ledger = model._gemini_engine.store.ledger
+    ledger = world_of(model).ledger
     ledger.reserve(Tier.CPU, ledger.free(Tier.CPU) - 100_000, "somebody else")
     optimizers = adam(model), adam(other)
     for managed, optimizer in zip((model, other), optimizers, strict=True):
         for number in range(2):
             managed(**BATCHES[number]).loss.backward()
         optimizer.step()
-    tiers = Counter(chunk.planes[GRAD].tier for chunk in model._gemini_engine.store.chunks)
+    tiers = Counter(chunk.planes[GRAD].tier for chunk in world_of(model).chunks)
     assert tiers[Tier.NVME] and tiers[Tier.CPU], "some of the sums, for the test to see both"
     assert_same(model, other)
 
@@ -189,18 +190,18 @@ def test_bytes_held_and_moved_are_the_plan_s(gradients: str, homes: dict[str, fl
     assert said.placement.streamed
     said = gemini.plan(trace, None, there, placement=said.placement, gradients=gradients, max_chunk=MAX_CHUNK)
     model = wrap(tmp_path, gpu=2**21, gradients=gradients, placement=type(said).from_json(said.to_json()))
-    engine, optimizer = model._gemini_engine, adam(model, step_in_backward=gradients == "transient")
-    assert engine.decision.placement == said.placement
-    assert {i for i, chunk in enumerate(engine.store.chunks) if chunk.streamed} == said.placement.streamed
+    world, optimizer = world_of(model), adam(model, step_in_backward=gradients == "transient")
+    assert world.placement == said.placement
+    assert {i for i, chunk in enumerate(world.chunks) if chunk.streamed} == said.placement.streamed
     for tier, num_bytes in said.bytes_per_tier.items():
         gathers = said.problem.working_set + said.problem.in_flight if tier is Tier.GPU else 0
-        assert engine.store.ledger.used(tier) - engine.store.ledger.held(tier, "pool") == num_bytes - gathers
-    assert engine.store.ledger.held(Tier.GPU, "staging") == said.problem.device_staging
+        assert world.used(tier) - world.held(tier, "pool") == num_bytes - gathers
+    assert world.held(Tier.GPU, "staging") == said.problem.device_staging
     for number in range(3):
         step(model, optimizer, number)
         assert model.memory_report()["moved"] == by_name(said.traffic), "byte for byte"
-    for tier in engine.store.ledger.tiers:
-        assert engine.store.ledger.peak(tier) <= engine.store.ledger.budget(tier)
+    for tier in world.tiers:
+        assert world.peak(tier) <= world.budget(tier)
     assert "staging" in str(model.memory_report())
 
 
@@ -213,11 +214,11 @@ def test_auto_streams_on_a_machine_whose_link_beats_its_host(tmp_path: Path) -> 
     trace = gemini.trace(models.make_model("llama"), BATCHES[0], precision="bf16", target="cpu")
     model = wrap(tmp_path, gpu="500KiB", placement="auto", trace=trace, hardware=machine, activations=0)
     other = plain()
-    assert any(chunk.streamed for chunk in model._gemini_engine.store.chunks)
+    assert any(chunk.streamed for chunk in world_of(model).chunks)
     first, second = adam(model), adam(other)
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)
-        assert model.memory_report()["moved"] == by_name(model._gemini_engine.decision.plan.traffic)
+        assert model.memory_report()["moved"] == by_name(world_of(model).plan.traffic)
     assert_same(model, other)
 
 
@@ -228,7 +229,7 @@ def test_without_a_gpu_it_has_no_effect_and_says_so(tmp_path: Path) -> None:
             placement=gemini.StaticPlacement(updates_on_gpu=1.0),
         )  # fmt: skip
         model = gemini.GeminiDDP(models.make_model("llama"), config)
-    assert not any(chunk.streamed for chunk in model._gemini_engine.store.chunks)
+    assert not any(chunk.streamed for chunk in world_of(model).chunks)
 
 
 # ---- in a pipeline, and in order -------------------------------------------------------------------------------------
@@ -261,20 +262,20 @@ def test_tiles_go_through_in_a_pipeline_over_the_borders_of_chunks(tmp_path: Pat
 
     gate = Gate(hold)
     model = wrap(tmp_path, StandinDevice(gate=gate))
-    engine = model._gemini_engine
-    first = min(engine.store.chunks, key=lambda chunk: engine.updates._first_use[chunk.spec.index])
-    tile = engine.updates._worker._device_tile
+    world = world_of(model)
+    first = min(world.chunks, key=lambda chunk: world.first_use[chunk.spec.index])
+    tile = world.update_worker._device_tile
     assert first.spec.numel < DEVICE_SLOTS * tile, "it does not fill the slots alone"
     step(model, adam(model), 0)
-    engine.drain()
+    world.settle()
     tiles = gate.begun["update in"] // 5
-    assert tiles * tile >= engine.decision.problem.layout.numel and gate.begun["update out"] == 4 * tiles
+    assert tiles * tile >= world.layout.numel and gate.begun["update out"] == 4 * tiles
 
 
 def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their slots were waited for; what they take back comes after the kernel, by its event."""
     model = wrap(tmp_path)
-    device, found, marks = model._gemini_engine.store.device, list[tuple[str, bool, bool]](), list[Event]()
+    device, found, marks = world_of(model).device, list[tuple[str, bool, bool]](), list[Event]()
     copy = device.copy
 
     def mark() -> Event:
@@ -289,7 +290,7 @@ def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, m
     monkeypatch.setattr(device, "copy", copying)
     monkeypatch.setattr(device, "mark", mark)
     step(model, adam(model), 0)
-    model._gemini_engine.drain()
+    world_of(model).settle()
     of_updates = {how for how in found if how[0].startswith("update")}
     assert of_updates == {("update in", False, False), ("update out", True, False)}
 
@@ -303,10 +304,10 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     model = wrap(tmp_path, gradients=gradients, homes=homes)
     optimizer = adam(model, step_in_backward=gradients == "transient")
     step(model, optimizer, 0)
-    model._gemini_engine.drain()
+    world_of(model).settle()
     trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
-    device, real, check = model._gemini_engine.store.device, kernels.adam_update, update_worker.check_finite
-    worker = model._gemini_engine.updates._worker
+    device, real, check = world_of(model).device, kernels.adam_update, update_worker.check_finite
+    worker = world_of(model).update_worker
     run, under_way = worker._update, list[Any]()
 
     def mark() -> Event:
@@ -336,7 +337,7 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     monkeypatch.setattr(kernels, "adam_update", update)
     monkeypatch.setattr(update_worker, "check_finite", looked)
     step(model, optimizer, 1)
-    model._gemini_engine.drain()
+    world_of(model).settle()
     assert early and not any(early) and set(beside) == {"update"}
 
 
@@ -354,12 +355,12 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
 
     def hold(stream: str, number: int) -> None:
         if (stream, number) == ("update in", 1):
-            until(lambda: len(engine.updates.pending) > 1)
+            until(lambda: len(world.updates_in_flight) > 1)
 
     gate = Gate(hold)
     model = wrap(tmp_path, StandinDevice(gate=gate), gradients="transient")
     optimizer = adam(model, step_in_backward=True)
-    engine, trainer, marks = model._gemini_engine, threading.get_ident(), list[Event]()
+    world, trainer, marks = world_of(model), threading.get_ident(), list[Event]()
 
     def mark() -> Event:
         event = Event()
@@ -371,15 +372,15 @@ def test_an_update_that_waits_for_its_gradients_keeps_none_that_has_them(
             marks.append(event)
         return event
 
-    monkeypatch.setattr(engine.store.device, "mark", mark)
+    monkeypatch.setattr(world.device, "mark", mark)
     model(**BATCHES[0]).loss.backward()
-    first, *others = engine.updates.pending.values()
+    first, *others = world.updates_in_flight
     first.wait(PATIENCE)
     assert others and not any(job.is_complete() for job in others)
     for event in marks[1:]:
         event.finish()
     optimizer.step()
-    engine.check_invariants()
+    world.check()
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -412,17 +413,17 @@ def test_a_copy_that_fails_surfaces_and_nothing_hangs(stream: str, number: int, 
     for count in (1, 2):
         assert step(model, first, count) == step(other, second, count)
     assert_same(model, other)
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 def test_a_budget_without_room_for_the_staging_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    problem = wrap(tmp_path, overlap=False)._gemini_engine.decision.problem
+    problem = world_of(wrap(tmp_path, overlap=False)).problem
     needed = problem.spoken_for(streams=True)[Tier.GPU]
     with pytest.raises(gemini.BudgetExceeded, match=r"1 B missing on gpu.*stream no updates \(updates_on_gpu=0\)"):
         wrap(tmp_path, gpu=needed - 1)
     assert wrap(tmp_path, gpu=needed - 1, homes={"updates_on_gpu": 0.0}) is not None
     model, other = wrap(tmp_path, gpu=needed), plain()
-    assert len(model._gemini_engine.store.mover.staging.on_device) == 1, "one slot, which the lane has for itself"
+    assert len(world_of(model).staging.on_device) == 1, "one slot, which the lane has for itself"
     first, second = adam(model), adam(other)
     for number in range(3):
         assert step(model, first, number) == step(other, second, number)

@@ -34,6 +34,7 @@ from tests.train.helpers import (
     train,
     train_plain,
 )
+from tests.world import is_managed
 
 TOKENS = 8
 
@@ -206,7 +207,7 @@ def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> Non
     failing = Blocks()
     with pytest.raises(gemini.GeminiError, match="Leave tile_tokens out"):
         gemini.GeminiDDP(failing, replace(make_config(failing, "ram", tmp_path), tile_tokens=TOKENS))
-    assert not isinstance(failing, gemini.GeminiDDP) and "_gemini_engine" not in failing.__dict__
+    assert not isinstance(failing, gemini.GeminiDDP) and not is_managed(failing)
     gemini.GeminiDDP(failing, make_config(failing, "ram", tmp_path))
 
 

@@ -22,6 +22,7 @@ from gemini.planning.traffic import Boundary, by_name, path, step_traffic, updat
 from gemini.tiers import Tier
 from tests import models
 from tests.planning.stacks import stack_trace
+from tests.world import world_of
 
 ALL, HALF, NONE = 1.0, 0.5, 0.0
 # weights and states on the GPU, weights and states on NVMe: as fractions.
@@ -51,23 +52,23 @@ def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradien
 
 def posed(model: Any) -> tuple[Problem, Placement]:
     """The problem as the closed forms read it: layout, precision, gradients and the computing tier."""
-    engine = model._gemini_engine
+    world = world_of(model)
     problem = Problem(
-        engine.decision.problem.layout,
-        engine.config.precision,
-        engine.config.gradients,
+        world.layout,
+        world.config.precision,
+        world.config.gradients,
         {},
-        engine.store.device.tier,
+        world.device.tier,
         0,
         0,
-        rule=engine.decision.problem.rule,
+        rule=world.problem.rule,
     )
-    return problem, engine.decision.placement
+    return problem, world.placement
 
 
 def fetched_in(model: Any) -> list[tuple[int, bool]]:
     """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
-    manager, mover, fetched = model._gemini_engine.store.manager, model._gemini_engine.store.mover, []
+    manager, mover, fetched = world_of(model).manager, world_of(model).mover, []
     gather = manager.fetches.source.gather
 
     def noted(chunk: Any) -> Any:
@@ -87,7 +88,7 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
     )
     fetched = fetched_in(model)
     for _ in range(2):
-        model._gemini_engine.drain()
+        world_of(model).settle()
         ahead = [index for index, is_ahead in fetched if is_ahead]
         fetched.clear()
         for _ in range(backwards):
@@ -95,7 +96,7 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
         optimizer.step()
         optimizer.zero_grad()
     problem, placement = posed(model)
-    for index, chunk in enumerate(model._gemini_engine.store.chunks):
+    for index, chunk in enumerate(world_of(model).chunks):
         for kind, home in placement.homes[index].items():
             assert chunk.planes[kind].tier is home
     moved = model.memory_report()["moved"]

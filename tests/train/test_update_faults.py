@@ -21,6 +21,7 @@ from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.nvme import SpillFile
 from gemini.train.update import worker as update_worker
 from tests.train.test_updates import PLACES, Held, adam, backward, wrap
+from tests.world import world_of
 
 
 @pytest.mark.sweep(every=2)
@@ -57,7 +58,7 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
     assert torch.equal(model.full_param(name, dtype=torch.float32), reference[name])
     backward(model, 1)
     optimizer.step()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -75,7 +76,7 @@ def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(
     hook = model.model.layers[0].mlp.register_forward_hook(spoil)
     with pytest.raises(NonFiniteGradient, match="holds inf or NaN"):
         backward(model, 1)
-        model._gemini_engine.drain()
+        world_of(model).settle()
     hook.remove()
     with pytest.raises(GeminiError, match="Load the last checkpoint"):
         backward(model, 2)
@@ -92,15 +93,15 @@ def test_an_error_before_the_first_tile_reaches_who_waits(tmp_path: Path, monkey
 
     monkeypatch.setattr(update_worker, "check_finite", fails)
     backward(model, 0)
-    engine = model._gemini_engine
-    job = next(iter(engine.updates.pending.values()))
+    world = world_of(model)
+    job = world.updates_in_flight[0]
     with pytest.raises(MemoryError):
         job.wait(PATIENCE)
     with pytest.raises(GeminiError, match="MemoryError"):
         optimizer.step()
     with pytest.raises(MemoryError):
-        engine.drain()
-    engine.check_invariants()
+        world.settle()
+    world.check()
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -110,7 +111,7 @@ def test_an_interrupt_between_handing_over_and_noting_leaves_no_update_behind(
     """What nobody knows of would go on while a checkpoint is loaded."""
     model = wrap("ram", tmp_path)
     optimizer, held = adam(model, step_in_backward=in_backward), Held(monkeypatch)
-    updates, put, jobs = model._gemini_engine.updates, JobThread.put, list[Job]()
+    updates, put, jobs = world_of(model).updates, JobThread.put, list[Job]()
 
     def interrupted(self: JobThread, *given: Job) -> None:
         put(self, *given)
@@ -141,15 +142,10 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         backward(model, number)
         optimizer.step()
         optimizer.zero_grad()
-    engine = model._gemini_engine
-    engine.drain()
+    world = world_of(model)
+    world.settle()
     monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = (
-        engine.store.transfers.thread(Lane.FETCH),
-        threading.Event(),
-        threading.Event(),
-        list[bool](),
-    )
+    fetches, go, ended, found = world.transfers.thread(Lane.FETCH), threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_updates(self) -> None: ...
@@ -157,8 +153,8 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         def before_write(self, chunk: Any) -> None:
             if not found:
                 assert go.wait(PATIENCE)
-                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in engine.store.chunks))
-                engine.close()
+                found.append(any(c.arriving is not None and not c.arriving.is_complete() for c in world.chunks))
+                world.close()
                 found.append(fetches.is_alive)
                 ended.set()
 
@@ -172,7 +168,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
             pass
 
     backward(model, 2)
-    engine.write_observers.append(Ends())
+    world.write_observers.append(Ends())
     optimizer.step()
     go.set()
     assert ended.wait(PATIENCE)
@@ -185,8 +181,8 @@ def test_a_model_may_go_in_the_middle_of_its_updates(where: str, tmp_path: Path)
     optimizer = adam(model)
     backward(model, 0)
     optimizer.step()
-    engine = model._gemini_engine
-    worker = engine.updates._worker
-    del engine, model, optimizer
+    world = world_of(model)
+    worker = world.update_worker
+    del world, model, optimizer
     gc.collect()
     assert not worker.is_alive

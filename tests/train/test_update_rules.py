@@ -46,6 +46,7 @@ from gemini.train.checkpoint.torch_file import Promises, write
 from gemini.train.setup.structure import structural_trace
 from tests import models
 from tests.train import helpers
+from tests.world import world_of
 
 
 @dataclass(frozen=True)
@@ -226,13 +227,13 @@ def bits(value: Tensor) -> Tensor:
 
 
 def assert_same(model: Any, plain: dict[str, Any]) -> None:
-    engine = model._gemini_engine
-    engine.check_invariants()
+    world = world_of(model)
+    world.check()
     for name, master in plain["masters"].items():
         assert torch.equal(bits(model.full_param(name, torch.float32)), bits(master)), name
         for kind, state in plain["states"][name].items():
-            handle = engine.by_names[name]
-            kept = handle.factors[kind] if kind in handle.factors else engine.by_names.read_plane(handle, kind)
+            handle = world.by_names[name]
+            kept = handle.factors[kind] if kind in handle.factors else world.read_plane(handle, kind)
             assert kept.dtype is state.dtype and torch.equal(bits(kept), bits(state)), (name, kind)
 
 
@@ -249,9 +250,7 @@ def test_a_rule_trains_on_nvme_with_the_bits_of_its_plain_loop(
     optimizer = make_optimizer(model, rule)
     assert train(model, optimizer, range(3), 0.1) == plain["losses"]
     assert_same(model, plain)
-    tiers = {
-        kind: {chunk.planes[kind].tier for chunk in model._gemini_engine.store.chunks} for kind in rule.spec.kinds[2:]
-    }
+    tiers = {kind: {chunk.planes[kind].tier for chunk in world_of(model).chunks} for kind in rule.spec.kinds[2:]}
     assert all(tiers.pop(kind) == {Tier.CPU} for kind in rule.spec.in_memory)
     assert all(found == {Tier.NVME} for found in tiers.values()), tiers
 
@@ -355,7 +354,7 @@ def test_a_torch_file_has_the_states_of_the_rule(which: str, tmp_path: Path) -> 
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16"))
     optimizer = gemini.HybridOptimizer(model.parameters(), rule)
     train(model, optimizer, range(2), None)
-    write(Promises(model._gemini_engine.by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    write(Promises(world_of(model).by_names).optimizer_state(optimizer), tmp_path / "states.pt")
     written, kept = torch.load(tmp_path / "states.pt")["state"], optimizer.state_dict()["state"]
     assert written.keys() == kept.keys() and written
     for index, state in written.items():
@@ -393,13 +392,13 @@ def test_staging_has_room_for_the_largest_param_that_is_trained(tmp_path: Path) 
     """Of a rule of whole params, in one slot beside training, with what such an update takes beside planes."""
     rule, frozen = Normed(), make_model()
     frozen.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr, operator]
-    engine = gemini.GeminiDDP(frozen, config_for(rule, tmp_path, "bf16", max_chunk=64))._gemini_engine
+    world = world_of(gemini.GeminiDDP(frozen, config_for(rule, tmp_path, "bf16", max_chunk=64)))
     sizes = [param.numel() for param in frozen.parameters() if param.requires_grad]
-    assert engine.store.mover.tile == max(sizes) + -max(sizes) % 2048 > 64
-    problem, held = engine.decision.problem, engine.store.ledger.holders(Tier.CPU)
+    assert world.tile == max(sizes) + -max(sizes) % 2048 > 64
+    problem, held = world.problem, world.holders(Tier.CPU)
     areas = [4, 2, 4, 4]  # weights, residual, velocity, gradient
-    assert held["staging"] == problem.staging == 2 * sum(areas) * engine.store.mover.tile
-    assert held["temporaries"] == problem.temporaries == 4 * WHOLE_TEMPORARIES * engine.store.mover.tile
+    assert held["staging"] == problem.staging == 2 * sum(areas) * world.tile
+    assert held["temporaries"] == problem.temporaries == 4 * WHOLE_TEMPORARIES * world.tile
     with pytest.raises(GeminiError, match="the rule 'normed' passes whole params through staging, which has no room"):
         train_later(rule)
 
@@ -440,8 +439,8 @@ def test_plans_budgets_and_reports_count_the_planes_of_the_rule(
     rule = RULES[which]
     config = config_for(rule, tmp_path, precision)
     model = gemini.GeminiDDP(make_model(), config)
-    engine, report = model._gemini_engine, model.memory_report()
-    layout = engine.decision.problem.layout
+    world, report = world_of(model), model.memory_report()
+    layout = world.layout
     kept = sum(spec.page_bytes(chunk.numel) for chunk in layout.chunks for spec in rule.spec.planes)
     assert report["bytes_per_param"] == (4 * layout.numel + kept) / layout.payload
     assert abs(report["bytes_per_param"] * layout.payload - bytes_each * layout.numel) <= 4096 * len(layout.chunks)
@@ -482,14 +481,14 @@ def test_a_step_moves_what_the_plan_counts(which: str, tmp_path: Path) -> None:
     """Bytes over each boundary, update by update: in closed form and at run time."""
     rule = RULES[which]
     model = gemini.GeminiDDP(make_model(), config_for(rule, tmp_path, "bf16", overlap=False))
-    optimizer, engine = gemini.HybridOptimizer(model.parameters(), rule), model._gemini_engine
+    optimizer, world = gemini.HybridOptimizer(model.parameters(), rule), world_of(model)
     train(model, optimizer, range(1), None)
     loss_of(model, 1).backward()
-    before = engine.store.mover.watch.moved.counts()
+    before = world.moved()
     optimizer.step()
-    moved = engine.store.mover.watch.moved_last_step.counts() - before
+    moved = world.moved_last_step() - before
     counted = sum(
-        (update_traffic(engine.decision.problem, h, i) for i, h in enumerate(engine.decision.placement.homes)),
+        (update_traffic(world.problem, h, i) for i, h in enumerate(world.placement.homes)),
         type(moved)(),
     )
     assert dict(moved) == by_name(counted)

@@ -21,6 +21,7 @@ from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker
 from tests import models
+from tests.world import world_of
 
 PLACES = ["ram", "nvme", "standin"]
 
@@ -77,7 +78,7 @@ def test_step_returns_with_updates_in_flight(where: str, tmp_path: Path, monkeyp
     held = Held(monkeypatch)
     backward(model, 0)
     optimizer.step()
-    updates = model._gemini_engine.updates
+    updates = world_of(model).updates
     assert updates.pending and set(held.threads) <= {"gemini-update"}
     optimizer.param_groups[0]["lr"] = 1e9  # of the next step
     optimizer.zero_grad()
@@ -100,7 +101,7 @@ def test_weights_are_written_by_hand_after_their_update(
         backward(managed, 0)
         optimizer.step()
         if managed is model:
-            assert managed._gemini_engine.updates.pending
+            assert world_of(managed).updates_in_flight
             threading.Timer(0.1, held.gate.set).start()
         param = dict(managed.named_parameters())["lm_head.weight"]
         with contextlib.suppress(ZeroDivisionError), managed.gathered([param], write=True), torch.no_grad():
@@ -113,14 +114,14 @@ def test_what_is_needed_first_is_updated_first(tmp_path: Path, monkeypatch: pyte
     model = wrap("ram", tmp_path)
     optimizer, held = adam(model), Held(monkeypatch)
     order: list[int] = []
-    worker = model._gemini_engine.updates._worker
+    worker = world_of(model).update_worker
     run = worker._update
     monkeypatch.setattr(worker, "_update", lambda job, tile: (order.append(job.chunk.spec.index), run(job, tile)))
     backward(model, 0)
     optimizer.step()
     held.gate.set()
-    model._gemini_engine.drain()
-    first_use = model._gemini_engine.updates._first_use
+    world_of(model).settle()
+    first_use = world_of(model).first_use
     assert len(order) > 4 and order[1:] == sorted(order[1:], key=lambda index: first_use[index])
 
 
@@ -133,9 +134,9 @@ def test_a_forward_waits_for_the_chunk_that_it_reads_and_no_other(
     backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    model._gemini_engine.drain()
-    worker, passed, gate = model._gemini_engine.updates._worker, threading.Event(), threading.Event()
-    last = len(model._gemini_engine.store.chunks) - 1
+    world_of(model).settle()
+    worker, passed, gate = world_of(model).update_worker, threading.Event(), threading.Event()
+    last = len(world_of(model).chunks) - 1
     run = worker._update
 
     def update(job: Any, tile: Any) -> None:
@@ -174,7 +175,7 @@ def test_the_backward_outside_no_sync_is_the_one_that_updates(where: str, tmp_pa
     for number in range(0, 4, 2):
         with inside.no_sync():
             backward(inside, number)
-        assert inside._gemini_engine.backward.has_gradients and not inside._gemini_engine.state.updated_in_backward
+        assert world_of(inside).has_gradients and not world_of(inside).state.updated_in_backward
         backward(inside, number + 1)
         first.step()
         backward(after, number)
@@ -200,20 +201,20 @@ def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pyte
     model = wrap("ram", tmp_path, gradients="transient")
     optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
     backward(model, 0)
-    ledger = model._gemini_engine.store.ledger
+    ledger = world_of(model).ledger
     waiting = ledger.held(Tier.CPU, "gradients in flight")
     params = sum(p.numel() for p in model.parameters())
     assert 0 < waiting <= 2 * params
     held.gate.set()
     optimizer.step()
-    model._gemini_engine.drain()
+    world_of(model).settle()
     assert ledger.held(Tier.CPU, "gradients in flight") == 0
 
 
 def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Path) -> None:
     model = wrap("standin", tmp_path)
     adam(model)
-    store = model._gemini_engine.backward.gradients
+    store = world_of(model).gradients
     land, drain, alive = store.land, store.drain, list[Any]()
     found = list[int]()
 
@@ -282,7 +283,7 @@ def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool) -> None:
     model, step = recomputed(True, overlap)
     with pytest.raises(GeminiError, match="'shared.* in two parts .*leave step_in_backward out"):
         step()
-    assert all(handle.num_steps <= 1 for handle in model._gemini_engine.params.handles)
+    assert all(handle.num_steps <= 1 for handle in world_of(model).handles)
 
 
 def test_gradients_that_the_device_still_computes_are_not_looked_at(
@@ -300,11 +301,11 @@ def test_gradients_that_the_device_still_computes_are_not_looked_at(
     def looked(segments: Any) -> None:
         early.append(not any(event.is_complete() for event in marks))
 
-    monkeypatch.setattr(model._gemini_engine.store.device, "mark", mark)
+    monkeypatch.setattr(world_of(model).device, "mark", mark)
     monkeypatch.setattr(update_worker, "check_finite", looked)
     backward(model, 0)
     optimizer.step()
-    model._gemini_engine.drain()
+    world_of(model).settle()
     assert early and not any(early)
 
 
@@ -320,7 +321,7 @@ def test_without_room_for_a_lane_everything_is_done_in_turn(tmp_path: Path) -> N
             break
         except gemini.BudgetExceeded:
             continue
-    assert tight._gemini_engine.updates._worker.slot_tile == 0
+    assert world_of(tight).update_worker.slot_tile == 0
     plain = wrap("ram", tmp_path, overlap=False)
     first, second = adam(tight), adam(plain)
     for number in range(3):
@@ -341,7 +342,7 @@ def test_what_the_device_computes_is_left_to_the_thread_that_computes(
     config = gemini.GeminiConfig(memory=memory, device="standin", precision="fp16", max_chunk=4096, placement=placement)
     model = gemini.GeminiDDP(models.make_model("llama"), config)
     optimizer, threads = adam(model), set[threading.Thread]()
-    mover = model._gemini_engine.store.mover
+    mover = world_of(model).mover
     cast = mover._send_tiles
 
     def noted(*given: Any) -> Any:

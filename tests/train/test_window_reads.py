@@ -12,6 +12,7 @@ import gemini
 from gemini.memory.chunks.states import Use
 from tests import models
 from tests.train.test_updates import Held, adam, backward, same
+from tests.world import world_of
 
 ON_NVME = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
 
@@ -42,27 +43,27 @@ def test_windows_stay_until_their_updates_are_over(cpu: str, tmp_path: Path, mon
     """Every update waits until somebody waits for one: who needs the room, or the weights, or the next step."""
     model, (other, its) = wrap(tmp_path, cpu), reference(tmp_path)
     optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
-    engine, most = model._gemini_engine, [0]
-    updates, manager = engine.updates, engine.store.manager
+    world, most = world_of(model), [0]
+    updates, manager = world.updates, world.manager
     await_one, begin = updates._await, manager.begin_update
 
     def await_now(job: Any) -> None:
-        most[0] = max(most[0], sum(chunk.use is Use.UPDATING for chunk in engine.store.chunks))
+        most[0] = max(most[0], sum(chunk.use is Use.UPDATING for chunk in world.chunks))
         held.gate.set()
         await_one(job)
         held.gate.clear()
 
     def began(chunk: Any) -> None:
         begin(chunk)
-        engine.store.manager.check_invariants()
+        world.check_windows()
 
     monkeypatch.setattr(updates, "_await", await_now)
     monkeypatch.setattr(manager, "begin_update", began)
     assert steps(model, optimizer, range(4)) == steps(other, its, range(4))
     assert same(model, other)
     assert most[0] > (3 if cpu == "1MiB" else 0), "no window was read by an update"
-    engine.store.manager.check_invariants()
-    assert not any(chunk.use is Use.UPDATING for chunk in engine.store.chunks)
+    world.check_windows()
+    assert not any(chunk.use is Use.UPDATING for chunk in world.chunks)
 
 
 def test_a_window_that_somebody_looks_into_stays_theirs(tmp_path: Path) -> None:

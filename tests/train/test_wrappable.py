@@ -15,6 +15,7 @@ import gemini
 from gemini.train import ddp
 from gemini.train.passes import hooks
 from tests.train.helpers import train
+from tests.world import world_of
 
 
 class Net(nn.Module):
@@ -252,4 +253,4 @@ def test_a_wrap_that_breaks_off_is_undone(
         assert value.dtype is values[name].dtype and torch.equal(value, values[name]), name
     managed: Any = gemini.GeminiDDP(model.float(), config(tmp_path, precision="fp32"))
     managed(torch.ones(2, 8)).backward()
-    managed._gemini_engine.check_invariants()
+    world_of(managed).check()

@@ -13,7 +13,8 @@ import torch
 import gemini
 from gemini.planning.planes import GRAD
 from tests import models
-from tests.train.helpers import adam, engine_of, wrap
+from tests.train.helpers import adam, wrap
+from tests.world import world_of
 
 BATCHES = [batch for batches in models.make_batches(4, 1) for batch in batches]
 
@@ -21,9 +22,9 @@ BATCHES = [batch for batches in models.make_batches(4, 1) for batch in batches]
 class Watching:
     """Compares what every chunk holds when a change begins with what it held when the one before was complete."""
 
-    def __init__(self, engine: Any):
-        self._buffer = engine.store.device.make_host_buffer(4 * max(chunk.spec.numel for chunk in engine.store.chunks))
-        self._whole = {chunk.spec.index: self._bits(chunk) for chunk in engine.store.chunks}
+    def __init__(self, world: Any):
+        self._buffer = world.device.make_host_buffer(4 * max(chunk.spec.numel for chunk in world.chunks))
+        self._whole = {chunk.spec.index: self._bits(chunk) for chunk in world.chunks}
         self._open = dict.fromkeys(self._whole, 0)
         self.changed: set[int] = set()
         self.unannounced: list[int] = []
@@ -54,11 +55,11 @@ class Watching:
     def close(self) -> None:
         self.closed = True
 
-    def look(self, engine: Any) -> set[int]:
+    def look(self, world: Any) -> set[int]:
         """The chunks that have changed since the last look."""
-        engine.drain()
+        world.settle()
         assert self.unannounced == [] and set(self._open.values()) == {0}
-        for chunk in engine.store.chunks:
+        for chunk in world.chunks:
             assert self._bits(chunk) == self._whole[chunk.spec.index], f"{chunk.name} has changed and nobody was told"
         found, self.changed = self.changed, set()
         return found
@@ -93,11 +94,11 @@ def test_every_change_is_announced_and_said_to_be_whole(
     )  # fmt: skip
     model: Any = gemini.GeminiDDP(models.make_model("llama"), config)
     optimizer = adam(model, step_in_backward=gradients == "transient")
-    engine = engine_of(model)
+    world = world_of(model)
     gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
-    watching = Watching(engine)
-    engine.write_observers.append(watching)
-    every = set(range(len(engine.store.chunks)))
+    watching = Watching(world)
+    world.write_observers.append(watching)
+    every = set(range(len(world.chunks)))
 
     def steps() -> None:
         for batch in BATCHES[:2]:
@@ -125,17 +126,17 @@ def test_every_change_is_announced_and_said_to_be_whole(
     changes: list[Callable[[], None]] = [steps, by_name, moments, gathered, load]
     for change in changes:
         change()
-        assert watching.look(engine) == every, change.__name__
+        assert watching.look(world) == every, change.__name__
     model(**BATCHES[0])
     model.full_param("lm_head.weight")
-    assert watching.look(engine) == set() and watching.num_steps == 2
-    engine.close()
+    assert watching.look(world) == set() and watching.num_steps == 2
+    world.close()
     assert watching.closed
 
 
 def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> None:
     model = wrap(torch.nn.Linear(4, 4), "ram", tmp_path)
-    observers, told = engine_of(model).write_observers, []
+    observers, told = world_of(model).write_observers, []
 
     class Leaving:
         def __init__(self, name: str):
@@ -157,6 +158,6 @@ def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> No
             pass
 
     observers += [Leaving("one"), Leaving("two")]
-    with observers.writing(engine_of(model).store.chunks[0]):
+    with observers.writing(world_of(model).chunks[0]):
         assert told == ["one", "two"]
     assert told == ["one", "two"] and not observers

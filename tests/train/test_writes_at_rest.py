@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import gemini
-from tests.train.helpers import DTYPES, Blocks, Plain, adam, engine_of, noise, same_bits, squares, wrap
+from tests.train.helpers import DTYPES, Blocks, Plain, adam, noise, same_bits, squares, wrap
+from tests.world import world_of
 
 NAME = "layers.1.weight"
 
@@ -104,7 +105,7 @@ def test_the_values_of_torch(precision: str, where: str, tmp_path: Path) -> None
         if name not in ("foreach_copy_", "of itself", "a vector", "of a graph"):  # which write all of the master
             exact = torch.where(same, master, exact)
         assert same_bits(now, exact), name
-        engine_of(model).check_invariants()
+        world_of(model).check()
 
     for name, how in {**WRITES, **STARTS}.items():
         if (name, precision) == ("bits", "fp32") or (name == "orthogonal_" and precision != "fp32"):

@@ -6,7 +6,6 @@ Wherever weights are gathered copies, the refusal also undoes the write: the cop
 from __future__ import annotations
 
 import gc
-import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import gemini
 from gemini.train.params import handle as handles
 from tests.train.helpers import Blocks, adam, compare, llama, noise, on_batch, same_bits, squares, wrap
+from tests.world import world_of
 
 
 @pytest.mark.parametrize("where", ["disk", "standin"])
@@ -27,7 +27,7 @@ def test_writes_in_gathered_without_write(where: str, tmp_path: Path) -> None:
         with model.gathered(params):
             for param in params:
                 param.zero_()
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
     assert on_batch(model, 0).item() == loss, "the written copies were dropped"
     assert all(torch.equal(model.full_param(name, torch.float32), value) for name, value in before.items())
 
@@ -115,7 +115,7 @@ def test_an_error_of_the_program_is_not_hidden_by_its_write(tmp_path: Path) -> N
         raise KeyError
     assert same_bits(model.full_param("layers.1.weight"), before)
     model(noise(2, 5, 32))
-    model._gemini_engine.check_invariants()
+    world_of(model).check()
 
 
 def test_a_graph_does_not_keep_the_engine(tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_a_graph_does_not_keep_the_engine(tmp_path: Path) -> None:
 
     model = wrap(Reader(), "disk", tmp_path, slack=2**20)
     out = model(torch.ones(2, 8, dtype=torch.bfloat16))
-    engine = weakref.ref(model._gemini_engine)
+    manager = world_of(model).reference()
     del model
     gc.collect()
-    assert engine() is None and out.grad_fn is not None
+    assert manager() is None and out.grad_fn is not None
 
 
 class OfOneTensor(torch.nn.Module):
@@ -182,7 +182,7 @@ def test_a_write_of_ours_is_no_write_to_a_param_of_the_same_tensor(
 
 def test_a_model_that_was_never_whole_has_a_count_of_writes_for_each_param(tmp_path: Path) -> None:
     model = gemini.from_config(llama().config, gemini.GeminiConfig(memory=gemini.MemoryBudget(cpu="64MiB")))
-    assert not any(handle.siblings for handle in model._gemini_engine.params.handles)
+    assert not any(handle.siblings for handle in world_of(model).handles)
 
 
 class Clamps(Blocks):

@@ -26,6 +26,7 @@ from tests.hunts.zoo.configs import tiny_config
 from tests.hunts.zoo.inputs import Batches, Spec
 from tests.hunts.zoo.mappings import Entry
 from tests.train.helpers import DTYPES, Plain, assert_same_state, same_bits
+from tests.world import world_of
 
 STEPS = 3
 MAX_PARAMS = 16_000_000
@@ -260,17 +261,17 @@ def _compare(
         model = gemini.GeminiDDP(model, tight_config(model, result.precision, path, result.extra))
     except (ValueError, TypeError) as e:  # what GeminiDDP says of models that it does not take
         raise gemini.GeminiError(_line(e)) from e
-    engine = model._gemini_engine
-    result.chunks = len(engine.store.chunks)
+    world = world_of(model)
+    result.chunks = len(world.chunks)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
     managed: list[float] = []
     forward = backward = 0
     for step in range(STEPS):
-        before = engine.store.manager.num_evictions
+        before = world.num_evictions
         loss, _ = loss_of(model, batches(step), step)
-        between = engine.store.manager.num_evictions
+        between = world.num_evictions
         loss.backward()
-        forward, backward = forward + between - before, backward + engine.store.manager.num_evictions - between
+        forward, backward = forward + between - before, backward + world.num_evictions - between
         managed += [loss.item(), model.clip_grad_norm_(1.0).item()]
         optimizer.step()
         optimizer.zero_grad()
