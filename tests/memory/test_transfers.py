@@ -41,16 +41,14 @@ class World:
             if fail is not None:
                 raise fail
 
-        transfer = Transfer(self.lane, run, deadline, key=number)
-        self.transfers.submit(transfer)
-        return transfer
+        return self.transfers.begin(self.lane, run, deadline, key=number)
 
     def hold(self) -> None:
         def run() -> None:
             self._entered.set()
             assert self._go.wait(PATIENCE)
 
-        self.transfers.submit(Transfer(self.lane, run, -1.0, key="held"))
+        self.transfers.begin(self.lane, run, -1.0, key="held")
         assert self._entered.wait(PATIENCE)
 
     def let_go(self) -> None:
@@ -118,7 +116,7 @@ def test_what_went_wrong_is_told_once_and_the_rest_goes_on(world: World) -> None
 
 
 def test_it_is_over_with_its_copies_and_not_before(world: World) -> None:
-    transfer, copies = Transfer(world.lane, lambda: None), Event()
+    transfer, copies = Transfer(world.lane), Event()
     transfer.copies = copies
     world.transfers.add(transfer)
     assert transfer.is_complete() and not transfer.is_over() and world.open == [transfer]
@@ -174,8 +172,7 @@ def test_what_has_ended_keeps_nothing_of_what_it_moved(world: World) -> None:
             pass
 
     moved = Bytes()
-    alive, transfer = weakref.ref(moved), Transfer(world.lane, moved.move)
-    world.transfers.submit(transfer)
+    alive, transfer = weakref.ref(moved), world.transfers.begin(world.lane, moved.move)
     assert world.wait(transfer) is None
     world.wait(world.submit(1))  # the thread has let go of the one before
     del moved

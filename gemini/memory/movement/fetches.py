@@ -86,10 +86,8 @@ class Fetches:
             with mover.working(working):
                 chunk.fetched = source.gather(chunk)
 
-        arriving = Transfer(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
         with WHOLE:  # nobody would wait for one that the chunk does not know, and its window is given to others
-            self._transfers.submit(arriving)
-            chunk.arriving = arriving
+            chunk.arriving = self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
 
     def begin_now(self, chunk: Chunk) -> None:
         """Fill the populated window of a chunk, and let computing wait for it.

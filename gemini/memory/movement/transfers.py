@@ -1,6 +1,6 @@
 """What of one model moves beside its training: one list of what is in flight, and the threads on which it is made.
 
-    submit     queue a transfer on its lane, the one that is needed first before others
+    begin      queue a transfer on its lane, the one that is needed first before others (``submit``, if it is made)
     hurry      somebody waits for it: it is the next one
     wait       until it is over
     take_back  it is not wanted any more: what has not begun never does, what has is waited for
@@ -55,10 +55,8 @@ class Transfer(Job):
 
     what = "a transfer"
 
-    def __init__(
-        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None
-    ):
-        super().__init__(run, deadline)
+    def __init__(self, lane: Lane, deadline: float = 0.0, *, key: Hashable = None, of: Any = None):
+        super().__init__(_nothing_on_the_host, deadline)
         self.lane, self.key, self.of = lane, self if key is None else key, of
         self.copies: Event = DONE
         """The end of what the device copies."""
@@ -111,6 +109,15 @@ class Transfers:
         if thread is None:
             thread = self._threads[lane] = Worker(lane.value)
         return thread
+
+    def begin(
+        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None
+    ) -> Transfer:
+        """Make a transfer and :meth:`submit` it. ``run``: what it does on its lane's thread."""
+        transfer = Transfer(lane, deadline, key=key, of=of)
+        transfer.run = run
+        self.submit(transfer)
+        return transfer
 
     def submit(self, *transfers: Transfer) -> None:
         """Queue transfers of one lane, all or none. From here on they are in flight.
@@ -202,3 +209,7 @@ class Transfers:
             for key, transfer in transfers.items():
                 assert transfer.key == key and transfer.lane is lane, (lane, key)
                 assert transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
+
+
+def _nothing_on_the_host() -> None:
+    """All of it is the device's work, or that of a thread with tiles of its own."""

@@ -84,7 +84,7 @@ class Flight(Transfer):
     """One tensor on its way, in either direction, and the memory that it travels in."""
 
     def __init__(self, lane: Lane, offloaded: Offloaded):
-        super().__init__(lane, _nothing, of=weakref.ref(offloaded))
+        super().__init__(lane, of=weakref.ref(offloaded))
         self.num_bytes = offloaded.num_bytes
         self.buffer: torch.Tensor | None = None
         """Page-aligned host memory, between the computing memory and the drive."""
@@ -514,10 +514,6 @@ def _flights(open_ones: dict[Any, Transfer]) -> Iterator[Flight]:
 def _there(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
-
-
-def _nothing() -> None:
-    """All of it is the device's work."""
 
 
 def _without_traceback(error: Exception) -> Exception:

@@ -24,7 +24,7 @@ from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.transfers import Lane, Transfer
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
@@ -123,7 +123,7 @@ class GradientStore:
 
         with WHOLE:
             handle.norm_sums = []  # it is there; its sums come with it
-            self._transfers.submit(Transfer(Lane.LANDING, land, len(self.landing)))
+            transfers.begin(Lane.LANDING, land, len(self.landing))
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""

@@ -59,7 +59,7 @@ class UpdateJob(Transfer, PendingUpdate):
         guess: Guess | None = None,
         owner: Any,
     ):
-        super().__init__(Lane.UPDATE, _tile_by_tile, urgency, key=update.chunk.spec.index)
+        super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
         self._owner = weakref.ref(owner)  # a worker must not keep a model alive
         self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
@@ -285,10 +285,6 @@ class UpdateWorker(JobThread):
         self._open = {}
         for job in ended:
             job.finish(error)
-
-
-def _tile_by_tile() -> None:
-    """What :class:`UpdateWorker` does with a job."""
 
 
 def _deleted() -> GeminiError:
