@@ -194,7 +194,7 @@ class BackwardPass:
             self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             self.sink.begin_adding()
-        self._state.take_gradients()
+        self._state.takes_gradients = True
 
     @property
     def is_reduced(self) -> bool:
@@ -265,7 +265,7 @@ class BackwardPass:
         self._calls.abandon(backward=True)
         self.end()
         if self._state.updated_in_backward and has_begun:
-            self._state.forget_update_in_backward()
+            self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
 
 

@@ -40,7 +40,7 @@ class ForwardPass:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         state = self._state
         if not state.computing:
-            state.open()
+            state.num_open += 1
             self.let_go_of_transformed()
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
@@ -151,7 +151,7 @@ class ForwardPass:
         """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
         with self._lock, without_transforms():
             if not self._transformed:
-                self._state.open()  # it ends without telling
+                self._state.num_open += 1  # it ends without telling
             for chunk in chunks:
                 if chunk not in self._transformed:
                     self._manager.acquire(chunk)
@@ -180,7 +180,7 @@ class ForwardPass:
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
-        self._state.open()
+        self._state.num_open += 1
         try:
             with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
                 yield

@@ -46,6 +46,6 @@ class Recovery:
         if not state.computing:
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
-            state.close_all()
+            state.num_open = 0
         if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
             self._manager.start_over()
