@@ -1,8 +1,8 @@
 """Where in a training step a model is: one value, handed to all who must know.
 
-The phase says what computes, and is changed by events. One that the table does not have is an error, as in the table of a chunk's states
-(:mod:`gemini.memory.chunks.states`). Beside it stand the facts of a step that outlive a phase: what clipping asks for,
-which weights an update inside backward has changed already, and whether an update broke off in the middle.
+The phase says what computes, and is changed by events. One that the table does not have is an error, as in the table of
+a chunk's states (:mod:`gemini.memory.chunks.states`). Beside it stand the facts of a step that outlive a phase: what
+clipping asks for, which weights an update inside backward has changed already, and whether one broke off in the middle.
 """
 
 from __future__ import annotations
