@@ -30,9 +30,8 @@ from gemini.optim import (
     SophiaGRule,
 )
 from gemini.planning.compact import compact
-from gemini.planning.factors import factor_bytes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, ParamSpec, make_layout
-from gemini.planning.planes import ADAM, RuleSpec, plane_specs
+from gemini.planning.planes import ADAM, RuleSpec, factor_bytes, plane_specs
 
 RANK = 16
 """Of LoRA's matrices."""

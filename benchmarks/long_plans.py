@@ -29,8 +29,7 @@ from benchmarks._report import table
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.optim import LionRule, PlainSGDRule, SGDRule
 from gemini.planning.break_even import played_break_even
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import machine
+from gemini.planning.hardware import Hardware, machine
 from gemini.planning.timeline import Track
 from gemini.planning.working import activation_bytes
 from gemini.rules import AdamRule

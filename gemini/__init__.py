@@ -41,14 +41,14 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
-    "release": "gemini.train.unmanage",
+    "release": "gemini.train.wrap",
     "from_config": "gemini.train.loading.from_config",
     "from_pretrained": "gemini.train.loading.from_pretrained",
     "MemoryTracer": "gemini.tracing.tracer",
     "batch_for": "gemini.tracing.batches",
     "trace": "gemini.tracing.ahead",
-    "data_rank": "gemini.ranks.mesh",
-    "sequence_batch": "gemini.train.context.batch",
+    "data_rank": "gemini.ranks.group",
+    "sequence_batch": "gemini.train.context.parallel",
     "slice_tensors": "gemini.train.slices.slicing",
     "Pipeline": "gemini.pipeline.pipeline",
 }
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from gemini.planning.simulate import simulate as simulate
     from gemini.planning.timeline import Timeline as Timeline
     from gemini.planning.trace import MemoryTrace as MemoryTrace
-    from gemini.ranks.mesh import data_rank as data_rank
+    from gemini.ranks.group import data_rank as data_rank
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
     from gemini.tracing.ahead import trace as trace
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
-    from gemini.train.context.batch import sequence_batch as sequence_batch
+    from gemini.train.context.parallel import sequence_batch as sequence_batch
     from gemini.train.ddp import GeminiDDP as GeminiDDP
     from gemini.train.loading.from_config import from_config as from_config
     from gemini.train.loading.from_pretrained import from_pretrained as from_pretrained
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridAdam as HybridAdam
     from gemini.train.optimizers.optimizer import HybridOptimizer as HybridOptimizer
     from gemini.train.slices.slicing import slice_tensors as slice_tensors
-    from gemini.train.unmanage import release as release
+    from gemini.train.wrap import release as release
 
 
 def __getattr__(name: str) -> Any:

@@ -56,7 +56,7 @@ class GeminiConfig:
         max_chunk: the largest number of elements in a chunk. Larger blocks of a model are divided into several chunks.
         trace: the step to plan for, from :func:`gemini.trace` or :class:`gemini.MemoryTracer`. Without a trace Gemini
             uses the order of the modules, and replaces it by what the first step does.
-        hardware: the machine to plan for. :func:`gemini.planning.machines.load_hardware` reads a file of
+        hardware: the machine to plan for. :func:`gemini.planning.hardware.load_hardware` reads a file of
             ``gemini doctor --measure``, and knows some machines by name. By default typical speeds.
         overlap: whether updates, fetches and writes run at the same time as computing. Results have the same bits
             without.

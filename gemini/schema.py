@@ -19,18 +19,22 @@ _STEP = re.compile(r"\.(\w+)|\[(\d+)\]|(\[\.\.\.\])")
 """One step of a path as msgspec writes it: a field, an index, or any key of a mapping, which it does not name."""
 
 
+class Misfit(ValueError):
+    """What was read is not what it should be. Whoever knows the file turns it into an error that names it."""
+
+
 def read(data: Any, kind: type[T], what: str) -> T:
     """The value of type ``kind`` that ``data`` (as JSON has it) stands for; parts of it may be values already.
 
     Raises:
-        ValueError: naming the place in ``what``, what stands there and what was expected.
+        Misfit: naming the place in ``what``, what stands there and what was expected.
     """
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as e:
         if e.__cause__ is not None:  # what a value itself objects to when it is made needs no explanation
-            raise ValueError(str(e.__cause__)) from e
-        raise ValueError(_explained(data, kind, what, str(e))) from e
+            raise Misfit(str(e.__cause__)) from e
+        raise Misfit(_explained(data, kind, what, str(e))) from e
 
 
 def shown(value: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
-from gemini.train.context.batch import sequence_batch
+from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import BLOCKS_INSTEAD

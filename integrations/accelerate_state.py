@@ -19,8 +19,8 @@ from accelerate.utils.constants import SCALER_NAME
 from torch import nn
 
 from gemini.errors import GeminiError, StorageError
+from gemini.replacing import find, place_of
 from gemini.train.checkpoint.format import read_manifest
-from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.ddp import GeminiDDP
 from gemini.train.optimizers.optimizer import HybridOptimizer

@@ -23,7 +23,7 @@ from gemini.errors import StorageError
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
-from gemini.ranks.foreign import collectives_of
+from gemini.ranks.wire import collectives_of
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states

@@ -17,7 +17,7 @@ import torch
 from transformers.trainer import SCALER_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from gemini.train.checkpoint import replacing
+from gemini import replacing
 from gemini.train.checkpoint.saving import load_checkpoint, save_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 

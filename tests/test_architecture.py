@@ -27,6 +27,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     (
         "gemini.errors",
+        "gemini.replacing",
         "gemini.schema",
         "gemini.tiers",
         "gemini.waiting",
@@ -69,7 +70,7 @@ FLOORS = [
 ROOMS = (
     "own_work", "step", "write_observers", "observers", "params", "modules", "slices", "context", "gradients",
     "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
-    "checkpoint", "unmanage", "adapters", "managed_class", "others", "ddp", "loading",
+    "checkpoint", "wrap", "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.
@@ -82,13 +83,13 @@ MOST_ARGUMENTS = 7
 # Constructors that take more arguments than that, or callables of other parts: (arguments, callables). No entry is
 # added and no number raised; what has come down is entered anew, or goes.
 BIG_CONSTRUCTORS = {
-    "Arrival": (0, 2), "DeviceSums": (0, 1), "DrawnModel": (0, 1), "Engine": (0, 1), "Exchange": (0, 1),
-    "Export": (10, 0), "Foresight": (0, 1), "Gathering": (0, 1), "InBackward": (8, 0), "Job": (0, 1),
-    "Launch": (0, 1), "LaunchedStep": (10, 5), "Logits": (0, 1), "ManagedStage": (0, 1), "Meter": (0, 2),
-    "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1), "Rest": (11, 0),
-    "Scripted": (0, 1), "StandinDevice": (0, 1), "StoredModel": (0, 1), "StrayReads": (0, 1), "UpdateJob": (10, 3),
-    "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "WiredStep": (8, 5),
-    "_Memory": (0, 1), "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
+    "Arrival": (0, 2), "Channel": (0, 1), "DeviceSums": (0, 1), "DrawnModel": (0, 1), "Engine": (0, 1),
+    "Exchange": (0, 1), "Export": (10, 0), "Foresight": (0, 1), "Gathering": (0, 1), "InBackward": (8, 0),
+    "Job": (0, 1), "Launch": (0, 1), "ScriptedStep": (8, 3), "Logits": (0, 1), "ManagedStage": (0, 1),
+    "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1),
+    "Rest": (11, 0), "Scripted": (0, 1), "StandinDevice": (0, 1), "StoredModel": (0, 1), "StrayReads": (0, 1),
+    "UpdateJob": (10, 3), "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2),
+    "WiredStep": (8, 5), "_Memory": (0, 1), "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
 }  # fmt: skip
 LIKE_TORCH = ("HybridAdam", "Muon")  # optimizers, whose hyperparameters are arguments as those of torch are
 

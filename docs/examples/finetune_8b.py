@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 import gemini
-from gemini.planning.machines import machine
+from gemini.planning.hardware import machine
 
 SIZES = {  # width, inner width, layers, heads, heads of keys, vocabulary; tokens of a step; budgets
     "8b": (4096, 14336, 32, 32, 8, 128256, 4096, {"gpu": "22GiB", "cpu": "64GiB", "nvme": "120GiB"}),

@@ -53,7 +53,7 @@ def plan(
 def machines() -> int:
     """List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source."""
     from gemini.errors import human_bytes
-    from gemini.planning.machines import machine, machine_names
+    from gemini.planning.hardware import machine, machine_names
     from gemini.tiers import Tier
 
     for name in machine_names():

@@ -7,8 +7,7 @@ from typing import NamedTuple
 from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import PlanSettings
-from gemini.planning.hardware import Hardware
-from gemini.planning.machines import load_hardware
+from gemini.planning.hardware import Hardware, load_hardware
 from gemini.planning.working import MARGIN
 from gemini.tiers import Tier
 

@@ -11,7 +11,7 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import SimulateSettings
 from gemini.jobs.step_files import check_files, say, write_all
 from gemini.planning import document
-from gemini.planning.machines import load_hardware, machine_names
+from gemini.planning.hardware import load_hardware, machine_names
 from gemini.planning.plan import Plan
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gemini.errors import GeminiError, RankLost
 from gemini.jobs.errors import JobError, SaidByRanks, exit_code_of
 from gemini.ranks import launch
-from gemini.ranks.meeting import start_group
+from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Tag, Wire
 
 

@@ -12,8 +12,7 @@ from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
 from gemini.jobs.step_files import check_files, progress, say, write_file
-from gemini.planning.quantized import with_4bit_base
-from gemini.planning.trace import MemoryTrace, Phase
+from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
 
 _TOP = 8
 """Modules in the table."""

@@ -37,8 +37,7 @@ from gemini.optim.anatomy import (
     trained,
     with_vectors,
 )
-from gemini.planning.factors import shapes_of
-from gemini.planning.planes import ALIGN, RuleSpec
+from gemini.planning.planes import ALIGN, RuleSpec, shapes_of
 from gemini.rules import UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.factors import make_factors

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gemini.interrupts import without_grad
-from gemini.planning.factors import FORMS, FactorSpec, shapes_of
-from gemini.planning.planes import ALIGN, ITEMSIZES, PlaneSpec
+from gemini.planning.planes import ALIGN, FORMS, ITEMSIZES, FactorSpec, PlaneSpec, shapes_of
 
 Hypers = tuple[tuple[str, Any], ...]
 """Hyperparameters by name, as a value that can be hashed."""

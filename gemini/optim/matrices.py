@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.planning.factors import FactorSpec
-from gemini.planning.planes import PlaneSpec, RuleSpec
+from gemini.planning.planes import FactorSpec, PlaneSpec, RuleSpec
 from gemini.rules import UpdateRule, Where
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

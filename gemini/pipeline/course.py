@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.errors import GeminiError
-from gemini.tracing.ahead import fake_copy, fake_input, loss_of, nothing_collected
-from gemini.tracing.fake_ops import FakeRunner
+from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.tracing.formulas import flops_of
 from gemini.train.loading.skeleton import generators_kept
 

@@ -24,15 +24,13 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
-from gemini.planning.stages import Blocks, balanced
+from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
-from gemini.ranks.foreign import collectives_of
-from gemini.ranks.mesh import names_of, place_in, size_of
-from gemini.ranks.wire import Tag, Wire
+from gemini.ranks.group import names_of, place_in, size_of
+from gemini.ranks.wire import Tag, Wire, collectives_of
 from gemini.tracing.batches import batch_for
-from gemini.train.context.batch import sequence_batch
-from gemini.train.context.same_batch import compare_batches
-from gemini.train.ddp import Fill, manage
+from gemini.train.context.parallel import sequence_batch
+from gemini.train.ddp import manage
 from gemini.train.gradients.store import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
@@ -41,6 +39,8 @@ from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.params.codes import first_coded
 from gemini.train.slices.experts import spread_experts
 from gemini.train.slices.slicing import cut_whole, sliced_in
+from gemini.train.slices.together import compare_batches
+from gemini.train.wrap import Fill
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "bfs")
 _EXAMPLE_TOKENS = 16

@@ -1,16 +1,20 @@
 """What a machine can do, as a value: capacities and speeds, each with where it comes from.
 
-``gemini doctor --measure`` measures it, ``gemini/machines/*.json`` holds named machines from their makers' data sheets.
-A figure that a plan needs and the value does not have is an error that names it, never a guess.
+A figure that a plan needs and the value does not have is an error that names it, never a guess. Named machines are in
+``gemini/machines/*.json``: *peaks* by the makers' data sheets, each with its source; what share of a peak a program
+reaches is the business of whoever computes with it. A machine that was measured (``gemini doctor --measure --json
+FILE``) is read by its path, and its figures are what was reached.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from gemini.errors import MissingFigure, human_bytes
+from gemini.errors import MissingFigure, PlanMismatch, human_bytes, parse_bytes
+from gemini.planning import document
 from gemini.planning.document import Document
 from gemini.tiers import Tier
 
@@ -161,3 +165,58 @@ def _human_rate(value: float, unit: str) -> str:
         if value >= factor:
             return f"{value / factor:.4g} {prefix}{unit}"
     return f"{value / 1e6:.4g} M{unit}"
+
+
+_FOLDER = Path(__file__).resolve().parents[1] / "machines"
+
+
+def machine_names() -> tuple[str, ...]:
+    """The machines that come with Gemini, sorted."""
+    return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
+
+
+def machine(name: str) -> Hardware:
+    """The machine of that name.
+
+    Raises:
+        PlanMismatch: if there is none of that name; the message lists those there are.
+    """
+    if name not in machine_names():
+        raise PlanMismatch(f"there is no machine {name!r}; there are {', '.join(machine_names())}")
+    return Hardware.from_json((_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def load_hardware(name_or_path: str | Path) -> Hardware:
+    """A machine by its name (a ``str`` out of :func:`machine_names`), or else from the JSON file at that path. Behind
+    either may stand what this one has more or less of: ``"rtx4090,cpu=128GiB,nvme=4TB"``.
+
+    Raises:
+        PlanMismatch: if it is neither, the file cannot be read or is no hardware of this version, or for a size that is
+            none.
+    """
+    path = Path(name_or_path)
+    name, *sizes = str(name_or_path).split(",")
+    if sizes and not path.exists():
+        return _with_sizes(load_hardware(name), sizes)
+    if name in machine_names():
+        return machine(name)
+    if not path.exists():
+        raise PlanMismatch(
+            f"{str(name_or_path)!r} is neither a machine that Gemini knows nor a file: there are "
+            f"{', '.join(machine_names())}; gemini doctor --measure --json FILE writes one of this machine"
+        )
+    return document.load(path, "", Hardware.from_json)
+
+
+def _with_sizes(hardware: Hardware, sizes: list[str]) -> Hardware:
+    for asked in sizes:
+        tier, _, size = asked.partition("=")
+        try:
+            figure = f"{Tier(tier.strip()).value}_bytes"
+            hardware = hardware.with_figures("as given", **{figure: parse_bytes(size)})
+        except ValueError:
+            raise PlanMismatch(
+                f"{hardware.name},{asked}: behind a machine stands what it has of gpu, cpu or nvme, such as "
+                f"{hardware.name},cpu=128GiB"
+            ) from None
+    return hardware

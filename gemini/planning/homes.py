@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from gemini.planning.costs import Speeds
 from gemini.planning.placement import Placement, Problem
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
-from gemini.planning.speeds import Speeds
 from gemini.planning.traffic import Boundary, Traffic, fetch_traffic, gradient_traffic, update_tier, update_traffic
 from gemini.tiers import Tier
 

@@ -10,16 +10,57 @@ compact states (:mod:`gemini.planning.compact`) the residual is 1 byte and each 
 gradients may be accumulated in bf16: 2 bytes, and 1 for what rounding the sum has lost.
 
 What a rule computes is not in here (:mod:`gemini.rules`): layout, budgets, plans and costs need its planes alone.
+
+Factors are states of a param that are a few vectors in the place of a matrix (a value for each row, and one for each
+column), as Adafactor keeps its second moment. They are fp32, stand in host memory beside the planes, and pass through
+nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
-from gemini.planning.factors import FactorSpec
+FORMS = ("rows", "columns", "vector")
+
+
+@dataclass(frozen=True)
+class FactorSpec:
+    """One of them: of params of two dimensions or more a value for each of the "rows" (the last dimension is 1) or of
+    the "columns" (the last but one is); of the others, which have neither, one for each element ("vector").
+
+    Raises:
+        ValueError: for a form that is not known.
+    """
+
+    name: str
+    form: str
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"factor {self.name!r} is {self.form!r}; use one of {', '.join(map(repr, FORMS))}")
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of a param of ``shape``; None if it has no such factor."""
+        if (len(shape) < 2) != (self.form == "vector"):
+            return None
+        if self.form == "vector":
+            return tuple(shape)
+        return (*shape[:-1], 1) if self.form == "rows" else (*shape[:-2], 1, shape[-1])
+
+
+def shapes_of(factors: Iterable[FactorSpec], shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The factors of a param, and their shapes."""
+    return {factor.name: found for factor in factors if (found := factor.shape_of(shape)) is not None}
+
+
+def factor_bytes(factors: Iterable[FactorSpec], shape: tuple[int, ...]) -> int:
+    """Bytes of the factors of a param."""
+    return sum(4 * math.prod(found) for found in shapes_of(factors, shape).values())
+
 
 PAGE = 4096
 """Bytes of a page: what direct I/O reads and writes whole."""

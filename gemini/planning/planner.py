@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
-from gemini.planning.attempts import with_staging, with_tiles
 from gemini.planning.compact import spec_for
-from gemini.planning.factors import factor_bytes
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.homes import Fetches, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
@@ -31,10 +30,10 @@ from gemini.planning.planes import (
     RuleSpec,
     check_gradients,
     compute_itemsize,
+    factor_bytes,
     spec_of,
 )
 from gemini.planning.policy import EvictionPolicy, NextUse
-from gemini.planning.speeds import Speeds
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import fetch_traffic
 from gemini.planning.working import (
@@ -54,6 +53,8 @@ from gemini.planning.working import (
     waiting_activations,
     waiting_gradients,
     whole_numel,
+    with_staging,
+    with_tiles,
 )
 from gemini.tiers import MemoryBudget, Tier
 

@@ -17,8 +17,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 AHEAD = 1
-"""Where one place launches all collectives: how many gathers for later moments come before a reduction. With one the
-weights of the next chunk are on their way while gradients are computed; with more they would wait for room longer.
+"""How many gathers for later moments come before a reduction. With one the weights of the next chunk are on their way
+while gradients are computed; with more they would wait for room longer.
 """
 
 
@@ -38,8 +38,8 @@ class Reduce(NamedTuple):
 
 @dataclass(frozen=True)
 class Script:
-    """The collectives of a step, of each kind in their order. Between the kinds the moments say what comes first: what
-    is gathered for a moment is asked for before gradients are complete in it.
+    """The collectives of a step, of each kind in their order. What is gathered for a moment is asked for before
+    gradients are complete in it.
     """
 
     gathers: tuple[Gather, ...]
@@ -66,10 +66,6 @@ class Script:
     def reductions_before_gather(self, number: int) -> int:
         """In that order: how many reductions come before gather ``number``, all of them of earlier moments."""
         return bisect_right(self.gathers_before, number)
-
-    def reductions_before(self, moment: int) -> int:
-        """How many reductions have their gradients before this moment begins."""
-        return sum(reduction.moment < moment for reduction in self.reductions)
 
 
 def make_script(

@@ -1,10 +1,16 @@
 """The bytes that a step needs beside the planes: staging, gathered weights, gradients on their way, activations.
 
-Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it.
+Closed forms, the same for the planner, which leaves room for them, and for the runtime, which takes it; and what is
+tried in turn where the first choice does not fit: with less staging, and in tiles of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from gemini.errors import BudgetExceeded
 from gemini.planning.layout import Layout, block_of, page_up
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.planning.trace import MemoryTrace, chunks_of_params
@@ -185,3 +191,34 @@ def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
 def quiet_at(trace: MemoryTrace, activations: int, *, offloaded: bool) -> tuple[int, ...]:
     """By how much activations are below the most of them, ``activations``, moment by moment."""
     return tuple(activations - now for now in activations_at(trace, offloaded=offloaded))
+
+
+Chosen = TypeVar("Chosen")
+
+
+def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
+    """What ``choose`` makes with staging for every worker, or, where only that does not fit, with one tile of it.
+
+    Raises:
+        BudgetExceeded: if it does not fit without the workers' either.
+    """
+    if overlap:
+        try:
+            return choose(True)
+        except BudgetExceeded:
+            pass  # then what has to be staged is updated in turn
+    return choose(False)
+
+
+def with_tiles(choose: Callable[[MemoryTrace], Chosen], trace: MemoryTrace) -> Chosen:
+    """What ``choose`` makes of the step as it is, or, where that does not fit, of the one in tiles, if there is one.
+
+    Raises:
+        BudgetExceeded: if neither fits; of the one in tiles, which is nearer to it.
+    """
+    if trace.tiled is None:
+        return choose(trace)
+    try:
+        return choose(replace(trace, tiled=None))
+    except BudgetExceeded:
+        return choose(trace.tiled)

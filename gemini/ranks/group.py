@@ -13,20 +13,110 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.ranks import launch
-from gemini.ranks.agree import agree
-from gemini.ranks.facts import Facts, checksum_of
-from gemini.ranks.meeting import start_group
-from gemini.ranks.mesh import SHARDING, SLICING, names_of, place_in, ranks_along, size_of
-from gemini.ranks.subgroup import end_subgroup, make_subgroup
-from gemini.ranks.waiting import WaitingGroup
+from gemini.ranks.agree import Facts, agree, checksum_of
+from gemini.ranks.process_groups import WaitingGroup, end_subgroup, make_subgroup, start_group
 from gemini.ranks.wire import Tag, Wire
+
+NAMES = ("pp", "dp_replicate", "dp", "cp", "tp", "ep")
+_SAME = {"replicate": "dp_replicate", "dp_shard": "dp", "shard": "dp", "fsdp": "dp", "sp": "cp"}
+"""What torch's FSDP2 examples and accelerate call them."""
+SHARDING = ("dp", "cp")
+SLICING = ("pp", "tp", "ep")
+SAMPLING = ("dp_replicate", "dp", "ep")
+
+
+class DataRank(NamedTuple):
+    """Which part of the data a process reads: part ``rank`` of ``world``."""
+
+    rank: int
+    world: int
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The dims of ``mesh`` in our names. Without names one dim shards; of two the first replicates.
+
+    Raises:
+        ValueError: for names that mean nothing here or the same twice, for three dims or more without names, and for
+            ``ep`` beside ``tp``.
+    """
+    given = mesh.mesh_dim_names
+    if given is None:
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"mesh has {mesh.ndim} dimensions without names. Without names one dimension shards, and of two the "
+                f"first replicates. Name them: init_device_mesh(..., mesh_dim_names=), any of {', '.join(NAMES)}"
+            )
+        return ("dp_replicate", "dp")[-mesh.ndim :]
+    names = tuple(_SAME.get(name, name) for name in given)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ValueError(
+            f"mesh has a dimension called {unknown[0]!r}: name its dimensions any of {', '.join(NAMES)} (it has "
+            f"{', '.join(given)})"
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"mesh has dimensions {', '.join(given)}, two of which mean the same: name each once")
+    sizes = dict(zip(names, mesh.mesh.shape, strict=True))
+    if sizes.get("ep", 1) > 1 and sizes.get("tp", 1) > 1:
+        raise ValueError(
+            f"mesh has ep={sizes['ep']} and tp={sizes['tp']}: ep cannot be combined with tp. Use "
+            "dp in place of one of them"
+        )
+    return names
+
+
+def size_of(mesh: DeviceMesh, *names: str) -> int:
+    """How many ranks there are along these dims; 1 along dims that the mesh does not have."""
+    size = 1
+    for name, along in zip(names_of(mesh), mesh.mesh.shape, strict=True):
+        size *= along if name in names else 1
+    return size
+
+
+def place_in(mesh: DeviceMesh, *names: str) -> int:
+    """The number of this rank along these dims together."""
+    return ranks_along(mesh, *names).index(dist.get_rank())
+
+
+def ranks_along(mesh: DeviceMesh, *names: str) -> list[int]:
+    """The global ranks, ascending, that differ from this one in these dims alone.
+
+    Raises:
+        ValueError: if this process is not in the mesh.
+    """
+    here = (mesh.mesh == dist.get_rank()).nonzero()
+    if not len(here):
+        raise ValueError(f"rank {dist.get_rank()} is not in the mesh, which has ranks {mesh.mesh.flatten().tolist()}")
+    index: tuple[Any, ...] = tuple(
+        slice(None) if name in names else int(at) for name, at in zip(names_of(mesh), here[0].tolist(), strict=True)
+    )
+    return sorted(torch.as_tensor(mesh.mesh[index]).flatten().tolist())
+
+
+def data_rank(mesh: DeviceMesh | None = None) -> DataRank:
+    """Which part of the data this process must read: its number among the readers, and how many readers there are.
+
+        rank, world = gemini.data_rank(mesh)
+        sampler = DistributedSampler(data, num_replicas=world, rank=rank, drop_last=True)
+
+    Ranks that differ only in ``tp``, ``pp`` or ``cp`` must read the same samples, so they get the same number. Without
+    a mesh every process that torchrun or srun has started reads its own part; a single process reads everything.
+
+    Raises:
+        ValueError: for a mesh that :class:`gemini.GeminiDDP` would refuse.
+    """
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return DataRank(launch.rank(), launch.num_processes())
+        return DataRank(dist.get_rank(), dist.get_world_size())
+    return DataRank(place_in(mesh, *SAMPLING), size_of(mesh, *SAMPLING))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +138,6 @@ class Ranks:
         context: among the ranks that have parts of the same sequences (``cp``), or None.
         experts: among the ranks that have the other experts of this one's layers (``ep``), or None. They are replicas
             in what is not cut.
-        collective: the library's group for CUDA tensors of the shard group (NCCL); None on the CPU.
-        context_collective: the same of ``context``.
-        experts_collective: the same of ``experts``.
         writers: among the ranks that write one checkpoint: those with the same params, or all of the job where Gemini
             has cut the model.
         waiting: these wait for each other here.
@@ -70,9 +157,6 @@ class Ranks:
     parts: Wire | None = None
     context: Wire | None = None
     experts: Wire | None = None
-    collective: dist.ProcessGroup | None = None
-    context_collective: dist.ProcessGroup | None = None
-    experts_collective: dist.ProcessGroup | None = None
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -210,7 +294,7 @@ def join(
 ) -> Ranks:
     """The ranks this process shares a job with, itself among them.
 
-    ``mesh``: by the names of its dims (:mod:`gemini.ranks.mesh`); without names one dimension shards, of two the first
+    ``mesh``: by the names of its dims (:mod:`gemini.ranks.group`); without names one dimension shards, of two the first
     replicates and the second shards (as in torch's FSDP2). Without both arguments: the default process group, and if
     there is none but torchrun or srun has started this process, it is made.
 
@@ -232,12 +316,12 @@ def join(
     if len(ranks) == 1:
         return alone()
     everyone = _wire(ranks, process_group)
+    everyone.library = _collective(ranks) if cuda else None
     return Ranks(
         wire=everyone,
         everyone=everyone,
         alike=everyone,
         job=everyone,
-        collective=_collective(ranks) if cuda else None,
         writers=everyone,
         waiting=WaitingGroup(everyone.global_ranks),
         local_size=_count_local(everyone, len(ranks)),
@@ -284,9 +368,9 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     parts = (same_batch or stages) if in_parts else None
     if in_parts and same_batch is not None and stages is not None:
         parts = along("pp", "tp")
-    collective, context_collective, experts_collective = (
-        _collective(group.global_ranks) if cuda and group is not None else None for group in (wire, context, experts)
-    )
+    for group in (wire, context, experts) if cuda else ():
+        if group is not None:
+            group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
@@ -303,9 +387,6 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         parts=parts,
         context=context,
         experts=experts,
-        collective=collective,
-        context_collective=context_collective,
-        experts_collective=experts_collective,
         writers=writers,
         waiting=WaitingGroup(writers.global_ranks),
         local_size=local_size,

@@ -11,9 +11,13 @@ Every wait ends: a rank that died closes its connections, one that hangs runs in
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -74,11 +78,13 @@ def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
 class Wire:
     """Messages among the ranks of one group of CPU tensors (gloo). ``sent`` counts the bytes this rank sent, by tag.
 
-    ``group``: None for a rank alone, who has nobody to send to.
+    Args:
+        group: None for a rank alone, who has nobody to send to.
+        library: the same ranks in a group for CUDA tensors (NCCL); None on the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup | None, library: dist.ProcessGroup | None = None):
+        self.group, self.library = group, library
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.global_ranks = [_own_rank()] if group is None else dist.get_process_group_ranks(group)
@@ -108,7 +114,11 @@ class Wire:
         return Pending(works, self.global_ranks, what)
 
     def swap(self, tag: Tag, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Every rank's ``value``, stacked in the order of ranks."""
+        """Every rank's ``value``, stacked in the order of ranks; on the CPU, or by the library for CUDA tensors."""
+        if self.library is not None and value.is_cuda:
+            stacked = value.new_empty((self.size, *value.shape))
+            self.all_gather_by_library(tag, stacked.flatten(), value.contiguous().flatten(), what)
+            return stacked
         everyone = torch.empty((self.size, *value.shape), dtype=value.dtype, device="cpu")
         everyone[self.rank].copy_(value)
         value = everyone[self.rank]
@@ -116,21 +126,27 @@ class Wire:
         self.start(tag, dict.fromkeys(self.peers, value), incoming, what).wait()
         return everyone
 
-    def all_gather(self, tag: Tag, flat: torch.Tensor, what: str) -> None:
+    def begin_all_gather(self, tag: Tag, flat: torch.Tensor, what: str) -> Pending:
         """Fill ``flat`` (n equal sections) from the section that each rank has filled."""
-        self.begin_all_gather(tag, flat, flat.numel(), what).wait()
-
-    def begin_all_gather(self, tag: Tag, flat: torch.Tensor, piece: int, what: str) -> Pending:
-        """:meth:`all_gather` in messages of at most ``piece`` elements, which a rank that does not want the sections
-        of the others can receive one by one.
-        """
         sections = flat.chunk(self.size)
-        pending = Pending([], self.global_ranks, what)
-        for start in range(0, sections[self.rank].numel(), piece):
-            own = sections[self.rank][start : start + piece]
-            incoming = {peer: sections[peer][start : start + piece] for peer in self.peers}
-            pending += self.start(tag, dict.fromkeys(self.peers, own), incoming, what)
-        return pending
+        incoming = {peer: sections[peer] for peer in self.peers}
+        return self.start(tag, dict.fromkeys(self.peers, sections[self.rank]), incoming, what)
+
+    def all_to_all(
+        self, tag: Tag, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], what: str
+    ) -> torch.Tensor:
+        """``sent[i]`` of the rows in turn go to rank i; of the result ``received[i]`` in turn come from there."""
+        rows = rows.contiguous()
+        into = rows.new_empty((sum(received), *rows.shape[1:]))
+        if self.library is not None and rows.is_cuda:
+            splits = list(received), list(sent)
+            guarded(what, lambda: dist.all_to_all_single(into, rows, *splits, group=self.library))
+            return into
+        outgoing, incoming = rows.split(list(sent)), into.split(list(received))
+        pending = self.start(tag, {p: outgoing[p] for p in self.peers}, {p: incoming[p] for p in self.peers}, what)
+        incoming[self.rank].copy_(outgoing[self.rank])
+        pending.wait()
+        return into
 
     def all_reduce(self, tag: Tag, flat: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
         """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype.
@@ -165,6 +181,26 @@ class Wire:
         padded[: len(data)] = data
         rows = self.swap(Tag.VALUES, padded, what)
         return [bytes(row[:size].tolist()).decode().strip() for row, size in zip(rows, sizes, strict=True)]
+
+    def all_gather_by_library(self, tag: Tag, into: torch.Tensor, own: torch.Tensor, what: str) -> None:
+        """``own`` of every rank, one behind the other, on the stream of the caller. ``own`` may be this rank's place in
+        ``into``.
+
+        Raises:
+            RankLost: if it fails; ``what`` says what it was for.
+        """
+        # torch 2.13 warns of the old names of this and the next, which 2.11 alone has.
+        call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        guarded(what, lambda: call(into, own, group=self.library))
+        self.sent[tag] += own.nbytes * (self.size - 1)
+
+    def reduce_scatter_by_library(self, tag: Tag, into: torch.Tensor, whole: torch.Tensor, what: str) -> None:
+        """This rank's section of the sum over ranks of ``whole``, on the stream of the caller. ``into`` may be its
+        place there; raises as the above.
+        """
+        call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        guarded(what, lambda: call(into, whole, group=self.library))
+        self.sent[tag] += into.nbytes * (self.size - 1)
 
     def reduce_scatter(
         self,
@@ -268,3 +304,36 @@ def _own_rank() -> int:
 def _some(work: dist.Work | None) -> dist.Work:
     assert work is not None, "this process does not belong to the group"
     return work
+
+
+_OF_TORCH = str(Path(dist.__file__).parent)
+_GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|remote process|aborted", re.I)
+"""What gloo, NCCL and the store say of a rank that does not answer (torch 2.11 to 2.13)."""
+
+
+@contextmanager
+def collectives_of(whom: str) -> Iterator[None]:
+    """Around code of ``whom``: a collective of torch in it that fails because a rank is gone is a lost rank.
+
+    Raises:
+        RankLost: instead of torch's error; it names the rank where there is one other only.
+    """
+    try:
+        yield
+    except GeminiError:
+        raise
+    except RuntimeError as e:
+        if not _is_of_a_lost_rank(e):
+            raise
+        what = f"a collective of {whom}"
+        if dist.is_initialized() and dist.get_world_size() == 2:
+            raise lost(1 - dist.get_rank(), what, e) from e
+        raise RankLost(
+            f"{what} failed: {e}. Another rank died, was stopped, or hangs: its own output says why. Start again from "
+            "the last checkpoint (torchrun --max-restarts does it)"
+        ) from e
+
+
+def _is_of_a_lost_rank(error: RuntimeError) -> bool:
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and frames[-1].filename.startswith(_OF_TORCH) and _GONE.search(str(error)) is not None

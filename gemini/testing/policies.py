@@ -1,13 +1,16 @@
-"""Policies that no plan is made with, to compare those with that are; and what a policy comes to, played as a plan."""
+"""Policies that no plan is made with, to compare those with that are; what a policy comes to, played as a plan; and
+whether a plan would run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.moves import moves_by_policy
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.plan import Plan, window_room
+from gemini.planning.plan import Plan, standing, window_room, window_rooms
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.policy import Candidate, EvictionPolicy, take_in_order
 from gemini.planning.simulate import simulate
@@ -90,3 +93,29 @@ def plan_by_policy(trace: MemoryTrace, problem: Problem, placement: Placement, p
     room = window_room(problem, placement)
     moves = moves_by_policy(accesses(trace, problem.layout), sizes=sizes, room=room, policy=policy, lasting=lasting)
     return Plan(trace, problem, placement, moves)
+
+
+def check_plan(plan: Plan) -> None:
+    """Walk through the moves: every moment finds its chunks gathered, and none holds more than the windows' room.
+
+    Raises:
+        PlanMismatch: if the plan would not run.
+    """
+    rooms = window_rooms(plan.problem, plan.placement, plan.accesses)
+    needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
+    sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
+    gathered: set[int] = set(standing(plan))
+    batches = [*plan.moves, *plan.again, *plan.again]
+    for access, moves in zip([*plan.accesses] * (len(batches) // max(len(plan.moves), 1)), batches, strict=True):
+        gathered -= set(moves.evict)
+        gathered |= set(moves.fetch)
+        missing = [i for i in access.chunks if needs[i] and i not in gathered]
+        if missing:
+            raise PlanMismatch(f"the plan does not gather chunks {missing} for moment {access.moment}")
+        held = sum(sizes[i] for i in gathered)
+        room = rooms[access.moment]
+        if held > room:
+            raise PlanMismatch(
+                f"the plan gathers {human_bytes(held)} of weights in moment {access.moment}, where there is room for "
+                f"{human_bytes(room)}"
+            )

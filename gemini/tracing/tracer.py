@@ -20,8 +20,8 @@ from gemini.planning.trace import MemoryTrace, Source, with_seconds
 from gemini.tracing.observer import ObservedStep, Observer
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
-from gemini.train.modules.compiled import compiled_part
 from gemini.train.modules.mixed import kept_in_fp32
+from gemini.train.modules.reading import compiled_part
 from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
 
 

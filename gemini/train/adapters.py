@@ -18,13 +18,13 @@ from gemini.interrupts import call_without_grad
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.train.engine import Engine
-from gemini.train.modules.reading import adapter_params, is_a, is_tuner_layer
+from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import handle_of
 from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.company import Company
-from gemini.train.unmanage import unmanage
+from gemini.train.wrap import unmanage
 
 
 class ManagedAdapters:
@@ -70,7 +70,7 @@ class ManagedAdapters:
         engine = _engine(self)
         engine.state.check_whole()
         if kwargs.get("state_dict") is None:
-            kept = adapter_params(self)  # type: ignore[arg-type]
+            kept = Structure(self).adapters  # type: ignore[arg-type]
             for name in ("get_input_embeddings", "get_output_embeddings"):  # a base of the user's own may have none
                 module = getattr(self, name, lambda: None)()
                 if kwargs["save_embedding_layers"] and module is not None:
@@ -170,13 +170,13 @@ def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
     return (NoAdapters,) if hasattr(original, "load_adapter") else ()
 
 
-def refuse_unsupported(model: nn.Module) -> None:
+def refuse_unsupported(structure: Structure) -> None:
     """Refuse adapters that cannot be trained in chunks, before anything is managed.
 
     Raises:
         ValueError: naming the remedy.
     """
-    for module in model.modules():
+    for _, module in structure.modules:
         if is_a(type(module), "AdaLoraModel"):
             raise ValueError(
                 "AdaLoRA chooses the ranks of its adapters by p.grad in update_and_allocate(), and gradients of a "

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
@@ -22,31 +23,22 @@ from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.patches import register
 from gemini.planning.trace import MemoryTrace
-from gemini.ranks.group import Ranks
-from gemini.train.adapters import refuse_unsupported
+from gemini.train import wrap
+from gemini.train.adapters import faces_of, refuse_unsupported
 from gemini.train.checkpoint.export import Export
 from gemini.train.engine import Engine
-from gemini.train.managed_class import managed_class
-from gemini.train.modules.coded_layers import prepare_layers, release_layers
 from gemini.train.modules.compiled import compile_blocks, refuse_compiled_whole
 from gemini.train.modules.injected import refuse_injected
-from gemini.train.modules.mixed import move_buffers, warn_of_fp16, whys_of
-from gemini.train.modules.reading import is_a
-from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.modules.mixed import MADE, move_buffers, warn_of_fp16
+from gemini.train.modules.reading import Structure
 from gemini.train.optimizers.optimizer import refuse_stock_optimizers
-from gemini.train.others import join_others
-from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, StageParam, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import load_model_state, model_state
-from gemini.train.params.stepper import optimizer_of
-from gemini.train.passes import hooks
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_stock_loop, refuse_unknown, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
-from gemini.train.slices.experts import SpreadExperts, spread_experts
-from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
 
 
 class GeminiDDP(nn.Module):
@@ -222,7 +214,7 @@ class GeminiDDP(nn.Module):
             GeminiError: without repeated blocks, or under context parallel.
             BudgetExceeded: from the next forward, without enough memory to gather a block.
         """
-        if "_gemini_context" in self.__dict__:
+        if _engine(self).ranks.context is not None:
             raise GeminiError(
                 "compile() of a model under context parallel: ranks meet inside its attention, where nothing can be "
                 "compiled. Leave it out"
@@ -277,10 +269,11 @@ class GeminiDDP(nn.Module):
         """Bytes of each tier, and what moved and waited in the last step. ``print`` shows a table."""
         engine = _engine(self)
         engine.drain()
+        decision = engine.decision
+        kept = [decision.kept.get(key, MADE) for key in engine.params.in_fp32]
         return make_report(
-            engine.store, engine.decision.problem.layout, engine.shards, engine.updates.guesses,
-            engine.decision.tile_tokens, whys_of(self, engine.config, engine.params.in_fp32),
-        )  # fmt: skip
+            engine.store, decision.problem.layout, engine.shards, engine.updates.guesses, decision.tile_tokens, kept
+        )
 
     def recording(self, *, trace: MemoryTrace | None = None) -> AbstractContextManager[Recording]:
         """Record whole training steps: what took how long, and what each tier held::
@@ -417,8 +410,72 @@ def _engine(model: nn.Module) -> Engine:
     return engine
 
 
-def _class_for(original: type[nn.Module]) -> type[nn.Module]:
-    return managed_class(original, GeminiDDP)  # type: ignore[arg-type]
+# ---- the class of a managed model ------------------------------------------------------------------------------------
+
+
+def managed_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The class that is both ``original`` and ``GeminiDDP``; one per original class, with its name: configs and reprs
+    do not change.
+    """
+    return _make_class(original)  # type: ignore[arg-type]
+
+
+@cache
+def _make_class(original: type[nn.Module]) -> type[nn.Module]:
+    namespace: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_gemini_original": original,
+    }
+    if not hasattr(original, "save_pretrained"):
+        namespace["save_pretrained"] = _no_save_pretrained
+    if not hasattr(original, "resize_token_embeddings"):
+        namespace["resize_token_embeddings"] = property(_no_such_method)
+    if not hasattr(original, "device"):
+        namespace["device"] = _OfEngine()
+    first = (*faces_of(original), GeminiDDP)
+    if nn.Module in _laid_out_as(original):
+        return type(original.__name__, (*first, original), namespace)
+    # Python changes the class of an object to one of the same layout only, and a class has that of its first base. A
+    # class whose own first base is not nn.Module (ABC, Generic[T], a mixin with __slots__) has a layout of its own: it
+    # comes first among the bases, and behind ours in the order in which methods are looked for.
+    order = {"mro": partialmethod(_ours_first, original)}
+    kind: Any = type(f"Managed{type(original).__name__}", (type(original),), order)
+    return kind(original.__name__, (original, *first), namespace)
+
+
+def _laid_out_as(kind: type | None) -> Iterator[type]:
+    """The classes whose layout in memory a class has, or has more fields than."""
+    while kind is not None:
+        yield kind
+        kind = kind.__base__
+
+
+def _ours_first(cls: type, original: type) -> list[type]:
+    theirs = original.__mro__
+    return [*(kind for kind in type.mro(cls) if kind not in theirs), *theirs]
+
+
+class _OfEngine:
+    """``model.device``, where batches go, for models that have none. One that a model sets itself stays its own."""
+
+    def __get__(self, model: Any, owner: type) -> Any:
+        return self if model is None else model.__dict__["_gemini_engine"].store.device.torch_device
+
+
+def _no_save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+    raise AttributeError(
+        f"{type(self).__name__} is not a transformers model: save it with torch.save(model.state_dict(), file) or "
+        "gemini.save_checkpoint(dir, model, optimizer)"
+    )
+
+
+def _no_such_method(self: Any) -> None:
+    raise AttributeError("resize_token_embeddings")
+
+
+# ---- wrapping --------------------------------------------------------------------------------------------------------
 
 
 def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
@@ -434,104 +491,20 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
-    if any(isinstance(module, GeminiDDP) for module in model.modules()):
+    structure = Structure(model)
+    if any(isinstance(module, GeminiDDP) for _, module in structure.modules):
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")
-    refuse_compiled_whole(model)
-    refuse_unsupported(model)
-    refuse_unwrappable(model, _class_for)
+    refuse_compiled_whole(structure)
+    refuse_unsupported(structure)
+    refuse_unwrappable(structure, managed_class)
     if config.precision is None:
-        warn_of_fp16(model)
-    return manage(model, config, process_group=process_group, mesh=mesh)
+        warn_of_fp16(structure)
+    return manage(model, config, process_group=process_group, mesh=mesh, structure=structure)
 
 
-Fill = Callable[[ByName, Ranks], nn.Module]
-"""Writes the values of params that hold none yet to their homes, and returns the model that has them."""
-
-
-def manage(
-    model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
-    fill: Fill | None = None,
-    of_stages: Mapping[str, StageParam] | None = None, sliced: SlicedModel | None = None,
-    spread: SpreadExperts | None = None,
-) -> nn.Module:  # fmt: skip
-    """Make ``model`` a GeminiDDP model; if that fails, what it was before.
-
-    Args:
-        fill: for a model whose params hold no values yet.
-        of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
-        sliced, spread: what the model became when it was cut; without it the model is cut here where the mesh says so.
-    """
-
-    def note(homes: ByName, ranks: Ranks) -> None:
-        nonlocal model
-        assert fill is not None
-        model = fill(homes, ranks)
-
-    # Before anything is planned: what is computed in tiles is gathered together.
-    sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
-    spread = spread or spread_experts(model, mesh, is_filled=fill is None)
-    cuts = (cuts_in(model) if sliced is None else sliced.by_param(model)) | (spread.by_param(model) if spread else {})
-    tiles, planned = None, model
-    try:
-        if isinstance(config.tile_tokens, int):
-            tiles = tile_tokens(model, config.tile_tokens)
-        engine = Engine(
-            model, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note,
-            cuts=cuts, of_stages=of_stages,
-        )  # fmt: skip
-    except BaseException:
-        if tiles is not None:
-            tiles.take_away()
-        for whole in filter(None, (sliced, spread)):
-            whole.give_back()
-        raise
-    if sliced is not None:
-        sliced.keep()
-        sliced.put_on(model)
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
-    model.__dict__["_gemini_engine"] = engine
-    try:
-        for module, named in buffers:
-            for name, buffer in named.items():
-                if buffer is not None:
-                    # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
-                    in_compute = is_a(type(module), "BufferDict") and buffer.is_floating_point()
-                    dtype = COMPUTE_DTYPES[engine.config.precision] if in_compute else buffer.dtype
-                    module._buffers[name] = buffer.to(engine.store.device.torch_device, dtype)
-        prepare_layers(model, engine.store.device.torch_device)
-        if engine.decision.tile_tokens is not None and (tiles is None or model is not planned):
-            tiles = tile_tokens(model, engine.decision.tile_tokens)
-        if tiles is not None:
-            model.__dict__["_gemini_token_tiles"] = tiles
-        model.__dict__["_gemini_hooks"] = hooks.attach(model, engine)
-        join_others(model, engine.shards, engine.config.context_attention, spread)
-        model.__class__ = _class_for(type(model))
-    except BaseException:
-        for hook in model.__dict__.pop("_gemini_hooks", ()):
-            hook.remove()
-        model.__dict__.pop("_gemini_token_tiles", None)
-        if (divided := model.__dict__.pop("_gemini_context", None)) is not None:
-            divided.take_away()
-        if (put_on := model.__dict__.pop("_gemini_spread", None)) is not None:
-            put_on.take_away()
-        if tiles is not None:
-            tiles.take_away()
-        for module, named in buffers:
-            for name, buffer in named.items():
-                module._buffers[name] = buffer
-        release_layers(model)
-        engine.adoption.give_back()
-        if spread is not None:
-            spread.give_back()
-        del model.__dict__["_gemini_engine"]
-        raise
-    engine.adoption.keep()
-    if spread is not None:
-        spread.keep()
-    made_before = {id(o): o for h in engine.params.handles if (o := optimizer_of(h.param)) is not None}
-    for optimizer in made_before.values():
-        optimizer.adopt_plain_states()
-    return model
+def manage(model: nn.Module, config: GeminiConfig, **how: Any) -> nn.Module:
+    """Make ``model`` a GeminiDDP model (:func:`gemini.train.wrap.manage`)."""
+    return wrap.manage(model, config, managed_class=managed_class, **how)
 
 
 register("torch.optim.optimizer.register_optimizer_step_pre_hook", refuse_stock_optimizers)

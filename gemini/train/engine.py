@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
@@ -35,6 +34,7 @@ from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaled_backward import LossScale, Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
+from gemini.train.modules.reading import Structure
 from gemini.train.modules.renormalized import Rewriting
 from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import Observers
@@ -58,8 +58,7 @@ from gemini.train.setup.trained import TrainedParams
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
-from gemini.train.slices.suited import refuse_unsuited
-from gemini.train.slices.together import OtherSlices
+from gemini.train.slices.together import OtherSlices, refuse_unsuited
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink, UsedAtOnce
@@ -77,7 +76,7 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
+        self, structure: Structure, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
         fill: Callable[[ByName, Ranks], None] | None = None,
         cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
@@ -87,14 +86,14 @@ class Engine:
         on_cuda, in_parts = device.torch_device.type == "cuda", bool(cuts) or of_stages is not None
         ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=in_parts)
         if not ranks.are_alone:
-            prepare(model, config, ranks, filled=fill is None, cuts=cuts)
+            prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
         others = None
         if cuts and (with_others := ranks.same_batch or ranks.experts) is not None:
             refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
             others = OtherSlices(with_others)
 
         # Where the bytes are, and what moves them.
-        built = build(model, config, device, own, ranks, cuts)
+        built = build(structure, config, device, own, ranks, cuts)
         self.decision = built.decision
         params = self.params = built.params
         params.of_stages = of_stages or {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gemini.machines.measure import Sizes
-from gemini.planning.machines import load_hardware
+from gemini.planning.hardware import load_hardware
 
 Gemini = Callable[..., Any]
 

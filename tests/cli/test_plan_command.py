@@ -18,10 +18,10 @@ import gemini
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
-from gemini.planning.machines import load_hardware
+from gemini.planning.hardware import load_hardware
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from tests.cli.refusals import refused
 
 Gemini = Callable[..., Any]

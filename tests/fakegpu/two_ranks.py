@@ -20,8 +20,9 @@ import gemini
 from benchmarks._processes import serve
 from gemini.memory.devices.cuda_streams import CudaEvent
 from gemini.planning.placement import bytes_per_tier
-from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks import group
+from gemini.ranks.process_groups import make_subgroup
+from gemini.ranks.wire import Wire
 from gemini.tiers import Tier
 from tests.fakegpu import computing
 from tests.fakegpu.test_counts import Blocks
@@ -39,19 +40,19 @@ def begin(settings: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     dist.init_process_group("gloo")
     torch.cuda.set_device(dist.get_rank())
     group._collective = lambda ranks: make_subgroup(ranks, "gloo")
-    for name in ("all_gather", "reduce_scatter", "all_to_all"):
-        setattr(collectives, name, _noted(name, getattr(collectives, name)))
+    for method in ("all_gather_by_library", "reduce_scatter_by_library", "all_to_all"):
+        setattr(Wire, method, _noted(method.removesuffix("_by_library"), getattr(Wire, method)))
     return {"train": train, "context": context, "train_without_waits": train_without_waits}
 
 
-def _noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
-    def noted(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
-        devices = {into.device, own.device}
+def _noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(wire: Wire, tag: Any, *rest: Any) -> Any:
+        devices = {value.device for value in rest if isinstance(value, torch.Tensor)}
         assert len(devices) == 1
         thread = threading.current_thread().name
         met.append((name, str(devices.pop()), thread))
         streams.setdefault(thread, set()).add(torch.cuda.current_stream().cuda_stream)
-        call(into, own, *rest)
+        return call(wire, tag, *rest)
 
     return noted
 

@@ -31,9 +31,11 @@ import transformers  # noqa: E402
 from torch import nn  # noqa: E402
 
 from gemini.errors import GeminiError  # noqa: E402
-from gemini.train.context.batch import part_of  # noqa: E402
-from gemini.train.context.exchange import Exchange  # noqa: E402
-from gemini.train.context.parallel import ContextParallel  # noqa: E402
+from gemini.train.context.attention import Exchange  # noqa: E402
+from gemini.train.context.parallel import (
+    ContextParallel,  # noqa: E402
+    part_of,  # noqa: E402
+)
 from tests.hunts.token_tiles import gradients, long, without_dropout  # noqa: E402
 from tests.hunts.zoo.mappings import Entry, all_entries  # noqa: E402
 from tests.hunts.zoo.runner import Untried, build, find_batches, loss_of, seed_all  # noqa: E402

@@ -148,8 +148,8 @@ STAGES = {
     "after states": ("gemini.integrations.huggingface_save.save_checkpoint", True),
     "randomness": ("transformers.Trainer._save_rng_state", True),
     "trainer state": ("transformers.trainer_callback.TrainerState.save_to_json", False),
-    "before its name": ("gemini.train.checkpoint.replacing.swap", False),
-    "after its name": ("gemini.train.checkpoint.replacing.swap", True),
+    "before its name": ("gemini.replacing.swap", False),
+    "after its name": ("gemini.replacing.swap", True),
     "limit": ("gemini.integrations.huggingface_save.rotate_checkpoints", True),
 }
 

@@ -16,7 +16,6 @@ from torch import nn
 
 import gemini
 from gemini.errors import GeminiError
-from gemini.train import unmanage
 from tests.integrations.peft_cases import CONFIGS, cast_params, llama, logits, maker, move_adapters
 from tests.train import helpers
 from tests.train.helpers import DTYPES, PLACEMENTS, adam, make_config, same_bits, snapshot, train, wrap
@@ -187,7 +186,7 @@ def test_no_memory_to_gather_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     before = snapshot(model)
     nothing = type("Free", (), {"available": 1000})
     with monkeypatch.context() as patch, pytest.raises(gemini.BudgetExceeded, match="merge_adapter"):
-        patch.setattr(unmanage.psutil, "virtual_memory", nothing)
+        patch.setattr("gemini.train.wrap.psutil.virtual_memory", nothing)
         model.merge_and_unload()
     helpers.assert_same_snapshot(before, snapshot(model))
     train(model, adam(model), range(1))

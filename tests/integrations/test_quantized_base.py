@@ -17,7 +17,7 @@ import transformers
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch
-from gemini.planning.quantized import scale_bytes, with_4bit_base
+from gemini.planning.trace import scale_bytes, with_4bit_base
 from tests.docs.doc_blocks import ROOT, blocks_of
 from tests.train import helpers
 
@@ -192,7 +192,7 @@ def test_what_a_release_needs_is_half_a_byte_per_weight(
     model = helpers.wrap(quantized(base), "disk", tmp_path)
     needed = sum(p.nbytes for p in quantized(base).parameters())
     free = SimpleNamespace(available=needed - 1)
-    monkeypatch.setattr("gemini.train.unmanage.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("gemini.train.wrap.psutil.virtual_memory", lambda: free)
     with pytest.raises(BudgetExceeded, match="nothing was changed"):
         gemini.release(model)
     free.available = needed
@@ -315,7 +315,7 @@ def test_stages_and_slices_are_refused(base: Path) -> None:
     with pytest.raises(ValueError, match="Pipeline of a model with 4-bit codes.*Use dp"):
         gemini.Pipeline(model, micro_batches=2, schedule="bfs")
     from gemini.train.slices.slicing import _cut_params
-    from gemini.train.slices.sums import Slices
+    from gemini.train.slices.styles import Slices
 
     with pytest.raises(ValueError, match="tensor parallel does not slice 4-bit weights .*Use dp"):
         _cut_params(model, Slices.__new__(Slices))

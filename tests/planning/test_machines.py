@@ -9,8 +9,7 @@ import pytest
 import tomllib
 
 from gemini.errors import PlanMismatch
-from gemini.planning.hardware import FIGURES, Figure, Hardware
-from gemini.planning.machines import load_hardware, machine, machine_names
+from gemini.planning.hardware import FIGURES, Figure, Hardware, load_hardware, machine, machine_names
 from gemini.tiers import Tier
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,11 +9,19 @@ from transformers import LlamaConfig
 
 import gemini
 from gemini.errors import BudgetExceeded
-from gemini.planning.machines import machine
+from gemini.planning.hardware import machine
 from gemini.planning.mesh import Grid, Group, MeshSizes, sent_in_ring
-from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
+from gemini.planning.parallel import (
+    Blocks,
+    MeshOutcome,
+    breadth_first,
+    in_flight,
+    kept_by,
+    least_seconds,
+    play_mesh,
+    stage_trace,
+)
 from gemini.planning.plan import Plan
-from gemini.planning.stages import Blocks, breadth_first, in_flight, kept_by, stage_trace
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.tiers import Tier
 from gemini.tracing.batches import batch_for

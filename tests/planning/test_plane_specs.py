@@ -10,8 +10,7 @@ import pytest
 from stacks import stack_trace
 
 from gemini.errors import PlanMismatch
-from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.factors import FactorSpec, factor_bytes
+from gemini.planning.costs import Costs, Efficiency, Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.placement import (
@@ -32,13 +31,14 @@ from gemini.planning.planes import (
     RESIDUAL,
     WEIGHTS,
     WHOLE_TEMPORARIES,
+    FactorSpec,
     PlaneSpec,
     RuleSpec,
+    factor_bytes,
     plane_specs,
     spec_of,
 )
 from gemini.planning.planner import plan
-from gemini.planning.speeds import Speeds
 from gemini.planning.working import (
     TILE,
     device_staging_bytes,

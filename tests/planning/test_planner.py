@@ -9,15 +9,15 @@ import pytest
 from traces import decoder_trace, llama_70b
 
 from gemini.errors import BudgetExceeded, MissingFigure, PlanMismatch
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.placement import Problem, StaticPlacement, bytes_per_tier, fill_fastest
 from gemini.planning.plan import Plan, window_room
 from gemini.planning.planner import Planner, budgets_of, plan, pose_problem
-from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.traffic import Boundary
 from gemini.planning.working import activation_bytes
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.tiers import MemoryBudget, Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME

@@ -9,9 +9,9 @@ import pytest
 
 from gemini.planning.break_even import with_work
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.machines import machine as named
+from gemini.planning.hardware import machine as named
+from gemini.planning.parallel import breadth_first
 from gemini.planning.products import Attention, Product, occupied, scaled
-from gemini.planning.stages import breadth_first
 from gemini.planning.trace import MemoryTrace, Moment, Phase
 from gemini.tiers import Tier
 from tests.planning.stacks import machine, stack_plan, stack_trace

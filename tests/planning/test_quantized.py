@@ -10,8 +10,7 @@ from gemini.errors import PlanMismatch
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.planes import PAGE, WEIGHTS, plane_specs
 from gemini.planning.planner import pose_problem
-from gemini.planning.quantized import scale_bytes, with_4bit_base
-from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam, scale_bytes, with_4bit_base
 from gemini.tiers import Tier
 
 WIDTH = 256

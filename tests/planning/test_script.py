@@ -29,7 +29,6 @@ def test_what_is_there_is_gathered_only_after_it_was_let_go() -> None:
 def test_places_between_gathers_and_reductions() -> None:
     script = make_script(NEEDS, [set(), {0}, {1}, {2}, {1}], (), COMPLETED)
     assert [script.gathers_until(moment) for moment in range(5)] == [1, 2, 3, 4, 5]
-    assert [script.reductions_before(moment) for moment in range(6)] == [0, 0, 0, 1, 2, 3]
 
 
 def test_reductions_keep_their_order_and_no_place_goes_back() -> None:

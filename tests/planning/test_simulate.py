@@ -11,14 +11,13 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, stack_p
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.outcome import SHARING, timeline_of
 from gemini.planning.plan import Plan
-from gemini.planning.schedules import overlapped
+from gemini.planning.schedules import Work, overlapped
+from gemini.planning.simulate import SHARING, timeline_of
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
-from gemini.planning.work import Work
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 
 

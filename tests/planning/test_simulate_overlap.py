@@ -14,8 +14,8 @@ from stacks import NUMEL, machine, stack_plan, stack_trace
 
 from gemini.planning import simulate as simulating
 from gemini.planning.hardware import Hardware
-from gemini.planning.outcome import SHARING
 from gemini.planning.plan import Plan
+from gemini.planning.simulate import SHARING
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.tiers import Tier

@@ -19,10 +19,9 @@ from gemini.planning.placement import can_stream
 from gemini.planning.plan import Plan
 from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
-from gemini.planning.schedules import serial
+from gemini.planning.schedules import Work, serial
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name
-from gemini.planning.work import Work
 from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
 
@@ -138,7 +137,7 @@ def test_the_third_step_is_like_those_that_follow(plan: Plan) -> None:
     third = simulate(plan, hardware, schedule="overlapped").step_seconds
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "STEPS", 6)
-        patch.setattr("gemini.planning.outcome.STEPS", 6)
+        patch.setattr("gemini.planning.simulate.STEPS", 6)
         sixth = simulate(plan, hardware, schedule="overlapped").step_seconds
     assert third == pytest.approx(sixth, rel=0.01)
 

@@ -14,6 +14,7 @@ from gemini.jobs.plan_machine import Machine
 from gemini.jobs.plan_report import report_of
 from gemini.jobs.plan_screen import screen
 from gemini.jobs.plan_settings import PlanSettings
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Figure, Hardware
 from gemini.planning.layout import Layout, ParamSpec, make_layout
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, bytes_per_tier, check_fits
@@ -21,7 +22,6 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind
 from gemini.planning.planner import plan, pose_problem
 from gemini.planning.simulate import simulate
-from gemini.planning.speeds import Speeds
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import Boundary, by_name, gradient_traffic, update_tier, update_traffic
 from gemini.planning.working import (
@@ -32,7 +32,7 @@ from gemini.planning.working import (
     device_tile_numel,
     staging_bytes,
 )
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME

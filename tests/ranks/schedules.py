@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import gemini
 from gemini.errors import RankMismatch
 from gemini.planning.placement import bytes_per_tier
-from gemini.ranks import collectives, group
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks import group
+from gemini.ranks.process_groups import make_subgroup
 from gemini.ranks.wire import Pending, Wire
 from gemini.tiers import Tier
 from gemini.train import engine
@@ -203,24 +203,27 @@ def library(seed: int) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     draws. What they were, in their order.
     """
     rng, met = random.Random(1000 * seed + 500 + dist.get_rank()), list[tuple[str, tuple[int, ...]]]()
-    before = engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter
+    before = engine.join, group._collective, Wire.all_gather_by_library, Wire.reduce_scatter_by_library
 
     def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def call_late(into: torch.Tensor, own: torch.Tensor, *rest: Any) -> None:
+        def call_late(wire: Wire, tag: Any, into: torch.Tensor, own: torch.Tensor, what: str) -> None:
             if seed >= 0 and rng.random() < 0.3:
                 time.sleep(rng.choice((0.0, 0.0003, 0.002, 0.006)))
             met.append((name, tuple(into.shape)))
-            call(into, own, *rest)
+            call(wire, tag, into, own, what)
 
         return call_late
 
     engine.join = partial(_join, before[0])
     group._collective = lambda ranks: make_subgroup(ranks, "gloo")
-    collectives.all_gather, collectives.reduce_scatter = noted("gather", before[2]), noted("reduce", before[3])
+    Wire.all_gather_by_library, Wire.reduce_scatter_by_library = (  # type: ignore[method-assign]
+        noted("gather", before[2]),
+        noted("reduce", before[3]),
+    )
     try:
         yield met
     finally:
-        engine.join, group._collective, collectives.all_gather, collectives.reduce_scatter = before
+        engine.join, group._collective, Wire.all_gather_by_library, Wire.reduce_scatter_by_library = before  # type: ignore[method-assign]
 
 
 def _join(join: Callable[..., Any], *args: Any, cuda: bool, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import gemini
-from gemini.ranks import waiting
+from gemini.ranks import process_groups
 from tests.ranks.pool import Pool
 
 
@@ -37,7 +37,7 @@ def threads_of_a_save(folder: Path) -> tuple[int, int, int]:
     for handle in handles:
         handle.wait()
     saved = num_threads()
-    waiting.end_all()
+    process_groups.end_all()
     deadline = time.monotonic() + 10
     while num_threads() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread that was joined may be listed a moment longer

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import gemini
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from tests.ranks.pool import Pool
 
 PoolOf = Callable[[int], Pool]

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gemini
 from gemini.memory.system import available_bytes
 from gemini.planning.working import MARGIN
-from gemini.ranks.mesh import names_of, ranks_along
+from gemini.ranks.group import names_of, ranks_along
 from gemini.tiers import Tier
 from tests.ranks.pool import Failure, Pool
 from tests.train import helpers

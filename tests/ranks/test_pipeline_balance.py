@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gemini
-from gemini.planning.stages import balanced
+from gemini.planning.parallel import balanced
 from gemini.planning.trace import with_seconds
 from tests.ranks.parallel_cases import config_for, llama, mesh_of
 from tests.ranks.pipeline_cases import Pools, deep, ids_of

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.planning.layout import Layout, ParamSpec, make_layout
-from gemini.ranks.subgroup import make_subgroup
+from gemini.ranks.process_groups import make_subgroup
 from tests.ranks.cases import Job, config_of, make_model, run
 from tests.ranks.pool import Failure, Pool
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits

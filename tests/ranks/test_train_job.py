@@ -25,7 +25,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks._progress import PATIENCE, Progress, finish, run
-from gemini.ranks.meeting import fresh_part
+from gemini.ranks.process_groups import fresh_part
 from tests.ranks.pool import Failure, Pool
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from gemini.optim.compact import CompactRule
 from gemini.planning import compact
 from gemini.planning.planes import RESIDUAL, PlaneSpec
 from gemini.rules import UpdateRule, Where
-from gemini.train.checkpoint import convert
+from gemini.train.checkpoint import read as checkpoint_read
 from gemini.train.checkpoint.torch_file import Promises, write
 from tests import models
 from tests.train import test_update_rules as rules
@@ -241,7 +241,7 @@ def test_exact_states_become_compact_and_it_is_said_what_they_lost(
                 continue
             codes = torch.empty(master.numel(), dtype=torch.uint8 if spec.kind == "exp_avg_sq" else torch.int8)
             scales = torch.empty(-(-master.numel() // 64), dtype=torch.uint8)
-            convert.encode(state[spec.kind].reshape(-1), codes, scales)
+            checkpoint_read.encode(state[spec.kind].reshape(-1), codes, scales)
             assert torch.equal(kept[spec.kind].reshape(-1), decode(codes, scales)), (name, spec.kind)
             error = (kept[spec.kind] - state[spec.kind]).norm() / state[spec.kind].norm()
             assert 0 < error < 0.02, (name, spec.kind, float(error))
@@ -283,7 +283,7 @@ def test_compact_states_of_another_form_are_refused_and_nothing_changes(
     for states in ("compact", "exact"):
         here = gemini.GeminiDDP(make_model(), config_for("adam", states=states))
         with pytest.raises(PlanMismatch, match=r"compact states of another form .*for 128 elements.*for 64 elements"):
-            convert.check_rule(tmp_path, rule, world_of(here).rule)
+            checkpoint_read.check_rule(tmp_path, rule, world_of(here).rule)
     manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
     assert manifest["exact"] and manifest["rule"][0] == "Adam, compact"
     manifest["rule"].pop()  # as codes of the first form were saved

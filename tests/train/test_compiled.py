@@ -22,7 +22,8 @@ import gemini
 from gemini.planning.layout import ParamSpec, make_layout
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
 from gemini.tiers import Tier
-from gemini.train.modules.compiled import compile_blocks, compiled_part, hook_around
+from gemini.train.modules.compiled import compile_blocks, hook_around
+from gemini.train.modules.reading import compiled_part
 from gemini.train.passes import hooks
 from gemini.train.setup.problem import collect_params
 from gemini.train.setup.structure import structural_trace, working_set

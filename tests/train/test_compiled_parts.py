@@ -13,7 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gemini
-from gemini.train.modules.compiled import compile_blocks, compiled_part
+from gemini.train.modules.compiled import compile_blocks
+from gemini.train.modules.reading import compiled_part
 from tests.train.helpers import (
     Blocks,
     Plain,

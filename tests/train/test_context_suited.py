@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.train.context.attention import Attend
-from gemini.train.context.exchange import ImaginedExchange
-from gemini.train.context.parallel import imagine_parts
-from gemini.train.context.suited import transformer_in
+from gemini.train.context.attention import Attend, ImaginedExchange
+from gemini.train.context.parallel import imagine_parts, transformer_in
 from tests.models import llama
 
 SMALL: dict[str, Any] = {

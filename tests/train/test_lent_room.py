@@ -10,11 +10,11 @@ import torch
 
 import gemini
 from gemini.memory.movement.room import ACTIVATIONS
-from gemini.planning.machines import machine
+from gemini.planning.costs import Speeds
+from gemini.planning.hardware import machine
 from gemini.planning.plan import Plan, borrowable
-from gemini.planning.speeds import Speeds
 from gemini.planning.working import activations_at
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.testing.standin import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.setup import problem as setup

@@ -17,7 +17,7 @@ from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.traffic import by_name
-from gemini.testing.plans import check_plan
+from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 from tests import models
 from tests.world import world_of

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.train.checkpoint import replacing
+from gemini import replacing
 from tests.train.helpers import adam, wrap
 
 CALLS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import core_model_loading as conversions
 
-from gemini.train.loading.slice_reading import Made, reading_of
+from gemini.train.loading.stored_model import Made, reading_of
 from gemini.train.params.tensor_slice import TensorSlice
 
 CONVERSIONS: dict[str, tuple[list[Any], tuple[int, ...], int, int]] = {

@@ -14,9 +14,9 @@ import transformers
 from torch import nn
 
 import gemini
-from gemini.train.modules.reading import readers
+from gemini.train.modules.reading import Structure
 from gemini.train.modules.token_tiles import tile_tokens
-from gemini.train.unmanage import unmanage
+from gemini.train.wrap import unmanage
 from tests import models
 from tests.train.helpers import (
     ALL_PLACEMENTS,
@@ -253,5 +253,5 @@ def test_auto_is_the_planners(tmp_path: Path) -> None:
 
 def test_a_tiled_mlp_reads_its_weights_together() -> None:
     """All of them for all tiles; nothing in it gathers on its own, once for each tile."""
-    reads = {path: len(params) for path, _, params in readers(tiled(llama()))}
+    reads = {reader.path: len(reader.params) for reader in Structure(tiled(llama())).readers}
     assert reads["model.layers.0.mlp"] == 3 and not any(path.startswith("model.layers.0.mlp.") for path in reads)

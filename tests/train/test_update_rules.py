@@ -35,8 +35,7 @@ from gemini.optim import (
     adopt,
     muon_groups,
 )
-from gemini.planning.factors import shapes_of
-from gemini.planning.planes import WHOLE_TEMPORARIES, PlaneSpec, RuleSpec
+from gemini.planning.planes import WHOLE_TEMPORARIES, PlaneSpec, RuleSpec, shapes_of
 from gemini.planning.planner import pose_problem
 from gemini.planning.traffic import by_name, update_traffic
 from gemini.planning.working import staging_bytes, tile_numel, whole_numel

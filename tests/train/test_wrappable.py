@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.train import ddp
+from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
 from tests.train.helpers import train
 from tests.world import world_of
@@ -213,7 +213,7 @@ def test_what_can_be_managed_computes_as_the_plain_loop(kind: str, tmp_path: Pat
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("moment", ["first hook", "last hook", "class"])
+@pytest.mark.parametrize("moment", ["buffers are there", "first hook", "last hook", "hooks are there", "class"])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_a_wrap_that_breaks_off_is_undone(
     precision: str, moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -228,7 +228,7 @@ def test_a_wrap_that_breaks_off_is_undone(
     def breaks(*args: Any, **how: Any) -> Any:
         nonlocal num
         num += 1
-        if num == (1 if moment == "first hook" else 3):
+        if num == (3 if moment == "last hook" else 1):
             raise KeyboardInterrupt
         return real(*args, **how)
 
@@ -241,7 +241,11 @@ def test_a_wrap_that_breaks_off_is_undone(
                 raise KeyboardInterrupt
             return original
 
-        monkeypatch.setattr(ddp, "_class_for", no_class)
+        monkeypatch.setattr(ddp, "managed_class", no_class)
+    elif moment == "buffers are there":
+        monkeypatch.setattr(wrap, "prepare_layers", breaks)
+    elif moment == "hooks are there":
+        monkeypatch.setattr(wrap, "_become", breaks)
     else:
         monkeypatch.setattr(hooks, "hook_around", breaks)
     with pytest.warns(UserWarning, match="float64"), pytest.raises(KeyboardInterrupt):

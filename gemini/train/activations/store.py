@@ -29,7 +29,7 @@ from gemini.tiers import WELCOME, Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.modules.reading import compiled_part
 
 HOLDER = "activations"
 

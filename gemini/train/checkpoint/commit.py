@@ -23,7 +23,7 @@ from gemini.memory.durable.records import Record
 from gemini.memory.durable.slots import SlotPair, slot_name
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import GRADS
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, bytes_of
 from gemini.train.checkpoint.write import Buffer, Draft, PlanePart

@@ -30,7 +30,7 @@ from msgspec import Meta
 from gemini import schema
 from gemini.errors import StorageError
 from gemini.planning.planes import ADAM, RuleSpec, plane_specs, precision_of
-from gemini.train.checkpoint.replacing import check_renamable, sync
+from gemini.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile, open_regular, parse_json
 from gemini.train.params.tensor_slice import TensorSlice
 
@@ -248,7 +248,7 @@ def _manifest_of(data: Any) -> Manifest:
         data = {**data, "rule": _rule_of(data["rule"])}
     try:
         manifest = schema.read(data, Manifest, "the manifest")
-    except ValueError as e:
+    except schema.Misfit as e:
         raise Malformed(str(e)) from e
     if (manifest.loss_scale is None) != (manifest.precision != "fp16"):
         raise Malformed(f"loss_scale does not belong to {manifest.precision}")

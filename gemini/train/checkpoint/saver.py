@@ -24,7 +24,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
-from gemini.ranks.handshake import Handshake
+from gemini.ranks.agree import Handshake
 from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint.commit import Commit, PlanePiece
 from gemini.train.checkpoint.write import Buffer, Piece, Writer
@@ -185,7 +185,7 @@ class Saver(WriteObserver):
         assert self._parts is not None
         (writer, group, device), self._parts = self._parts, None
         ranks = Handshake(group, f"saving the checkpoint {self._final}")
-        del group  # not held beyond the end of the program (ranks/waiting.py)
+        del group  # not held beyond the end of the program (ranks/process_groups.py)
         writer.write(ranks, device, buffer, self._in_order)
 
     def _in_order(self, pieces: list[P]) -> Iterator[P]:

@@ -20,17 +20,18 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.ranks.agree import Attempt
+from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
-from gemini.ranks.handshake import Handshake
+from gemini.replacing import find, place_of
 from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.commit import Commit
-from gemini.train.checkpoint.parts import ModelPart, joined, part_of
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
-from gemini.train.checkpoint.replacing import find, place_of
 from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
 from gemini.train.checkpoint.states import (
+    ModelPart,
+    joined,
+    part_of,
     plain_states,
     rng_states,
     scheduler_kind,

@@ -25,8 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneSpec
+from gemini.replacing import atomic_write
 from gemini.rules import UpdateRule
-from gemini.train.checkpoint.replacing import atomic_write
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.by_name import ByName

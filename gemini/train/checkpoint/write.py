@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gemini import replacing
 from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.movement.mover import tiles
 from gemini.planning.planes import WEIGHTS, PlaneKind
-from gemini.ranks.handshake import Handshake
-from gemini.train.checkpoint import replacing
+from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, check_target, key_in_file, whole_shape, write_manifest
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import TensorFileWriter, TensorSpec

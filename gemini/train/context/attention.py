@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,108 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.train.context.exchange import Exchange, exchange_dims, gather
+from gemini.ranks.wire import Tag, Wire, add_up
+
+_WHAT = "an exchange of attention (context parallel)"
+
+
+class Exchange:
+    """Among the ranks of one context group.
+
+    Args:
+        meet: waits until every rank of the model stands at such an exchange, serving those that still need weights. So
+            ranks may take different paths in between.
+    """
+
+    def __init__(self, wire: Wire, meet: Callable[[], object]):
+        self._wire, self._meet = wire, meet
+        self.rank, self.size = wire.rank, wire.size
+
+    def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        """``parts[i]`` goes to rank i; ``[i]`` of the result is what rank i has sent."""
+        self._meet()
+        each = [1] * self.size
+        return self._wire.all_to_all(Tag.CONTEXT, parts, each, each, _WHAT)
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """``own`` of every rank, stacked."""
+        self._meet()
+        return self._wire.swap(Tag.CONTEXT, own, _WHAT)
+
+    def tell(self, numbers: torch.Tensor) -> list[list[int]]:
+        """Some integers of every rank."""
+        self._meet()
+        return self._wire.swap(Tag.CONTEXT, numbers.cpu(), _WHAT).tolist()
+
+
+class ImaginedExchange(Exchange):
+    """The last rank of ``size``, as it looks to who traces it: what others would send has shapes and no values.
+
+    ``sent``: bytes that it would send, under "cp".
+    """
+
+    def __init__(self, size: int, sent: Counter[str]):
+        self.rank, self.size, self._sent = size - 1, size, sent
+
+    def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
+        """Of the shape of ``parts``."""
+        self._sent["cp"] += parts.nbytes * (self.size - 1) // self.size
+        return torch.empty_like(parts.contiguous())
+
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """As many of the shape of ``own`` as there are ranks."""
+        self._sent["cp"] += own.nbytes * (self.size - 1)
+        return own.new_empty((self.size, *own.shape))
+
+    def tell(self, numbers: torch.Tensor) -> list[list[int]]:
+        """The others say the same, each of its own part."""
+        return [[number, *numbers.tolist()[1:]] for number in range(self.size)]
+
+
+def exchange_dims(exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of each tensor, a part along dim ``join``: the whole, of which dim ``split`` has this rank's part. All are of one
+    dtype, and travel together.
+    """
+    return _ExchangeDims.apply(exchange, split, join, *parts)  # type: ignore[no-any-return]
+
+
+def gather(exchange: Exchange, x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The parts of all ranks along ``dim``."""
+    return _Gather.apply(x, exchange, dim)  # type: ignore[no-any-return]
+
+
+class _ExchangeDims(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.how, size = (exchange, split, join), exchange.size
+        stacked = [torch.stack(part.chunk(size, split)) for part in parts]
+        received = exchange.all_to_all(torch.cat([part.view(size, -1) for part in stacked], 1))
+        pieces = received.split([part[0].numel() for part in stacked], 1)
+        return tuple(
+            torch.cat(piece.reshape(part.shape).unbind(), join) for piece, part in zip(pieces, stacked, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange, split, join = ctx.how
+        return None, None, None, *_ExchangeDims.apply(exchange, join, split, *grads)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchange: Exchange, dim: int) -> torch.Tensor:
+        ctx.how = exchange, dim
+        return torch.cat(exchange.all_gather(x).unbind(), dim)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exchange, dim = ctx.how
+        received = exchange.all_to_all(torch.stack(grads[0].chunk(exchange.size, dim)))
+        total = torch.empty_like(received[0], dtype=torch.float32)
+        add_up(received.unbind(), total)
+        return total.to(received.dtype), None, None
+
 
 PREFIX = "gemini_context_"
 ULYSSES, GATHERED = "ulysses", "gathered"

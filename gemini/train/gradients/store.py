@@ -257,11 +257,10 @@ class GradientStore:
             raise
 
     def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
-        """Make planes for the sums, and staging if they need it: everything is reserved here, or nothing. Staging goes
-        last, else first.
+        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
 
         Raises:
-            BudgetExceeded: what the last way had no room for.
+            BudgetExceeded: if there is no room.
             StorageError: if the spill file cannot grow.
         """
         with WHOLE:
@@ -270,6 +269,7 @@ class GradientStore:
             except BudgetExceeded:
                 if self._mover.staging.is_reserved:
                     raise
+            # Sums that stay where they are may have taken the room of the staging that the others need.
             return self._try_wide(narrow, staging_first=True)
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:

@@ -24,8 +24,15 @@ from gemini.errors import GeminiError
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
 from gemini.train.loading.skeleton import Skeleton, generators_kept, replaced
-from gemini.train.loading.slice_reading import Made, noting_how
-from gemini.train.loading.stored_model import LOCK, Source, StoredModel, internal_step, without_progress
+from gemini.train.loading.stored_model import (
+    LOCK,
+    Made,
+    Source,
+    StoredModel,
+    internal_step,
+    noting_how,
+    without_progress,
+)
 from gemini.train.params.codes import WHAT_WORKS
 from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
 

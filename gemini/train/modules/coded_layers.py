@@ -9,13 +9,15 @@ that evaluation computes as training does.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from gemini.patches import patch
-from gemini.train.params.codes import is_of_library, move_scales
+from gemini.train.modules.reading import Structure
+from gemini.train.params.codes import is_of_library
 
 _PACKS = "support_avx512bf16_for_cpu"
 
@@ -25,24 +27,36 @@ def is_coded_layer(module: nn.Module) -> bool:
     return is_of_library(type(module), "Linear4bit")
 
 
-def prepare_layers(model: nn.Module, device: torch.device) -> None:
-    """Bring scales to where they are read, and see that codes are given to autograd and stay as they are."""
-    move_scales(model, device)
-    layers = [module for module in model.modules() if is_coded_layer(module)]
+def prepare_layers(structure: Structure, device: torch.device) -> Callable[[], None]:
+    """Bring scales to where they are read, and see that codes are given to autograd and stay as they are.
+
+    Returns:
+        What makes the layers ordinary ones, with scales in host memory.
+    """
+    coded = [param for param, _ in structure.params if id(param) in structure.coded]
+    layers = [module for _, module in structure.modules if is_coded_layer(module)] if coded else []
     if layers:
         _give_codes_to_autograd(sys.modules["bitsandbytes.autograd._functions"])
-    for layer in layers:
-        layer.__dict__.setdefault("_gemini_packs", getattr(layer, _PACKS, False))
-        setattr(layer, _PACKS, False)
+    packed = [getattr(layer, _PACKS, False) for layer in layers]
 
-
-def release_layers(model: nn.Module) -> None:
-    """The model is an ordinary one again, in host memory."""
-    move_scales(model, "cpu")
-    for layer in model.modules():
-        packs = layer.__dict__.pop("_gemini_packs", None)
-        if packs is not None:
+    def release() -> None:
+        _move_scales(coded, "cpu")
+        for layer, packs in zip(layers, packed, strict=True):
             setattr(layer, _PACKS, packs)
+
+    try:
+        _move_scales(coded, device)
+        for layer in layers:
+            setattr(layer, _PACKS, False)
+    except BaseException:
+        release()
+        raise
+    return release
+
+
+def _move_scales(coded: Iterable[Any], device: torch.device | str) -> None:
+    for param in coded:
+        param.quant_state.to(device)
 
 
 def _give_codes_to_autograd(functions: Any) -> None:

@@ -24,6 +24,7 @@ from torch import nn
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.store import ChunkStore
 from gemini.patches import register
+from gemini.train.modules.reading import Structure, compiled_part
 from gemini.train.params.handle import handle_of
 
 _BLOCK = re.compile(r"(?:[^.\d][^.]*\.)*\d+")
@@ -36,26 +37,6 @@ BLOCKS_INSTEAD = (
 
 
 # ---- what is compiled ------------------------------------------------------------------------------------------------
-
-
-def compiled_part(module: nn.Module) -> Any:
-    """The compiled function that runs when ``module`` is called; None for one that runs as Python."""
-    own = module.__dict__
-    call = own.get("_compiled_call_impl")
-    if call is not None:
-        return getattr(call, "_gemini_inner", call)
-    forward = own.get("forward", getattr(type(module), "forward", None))
-    if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
-        return forward
-    return own.get(_MARK)
-
-
-_MARK = "_gemini_read_as_a_whole"
-
-
-def mark_compiled(module: nn.Module) -> None:
-    """Let a module count as compiled: the copy of one, which runs as Python."""
-    module.__dict__[_MARK] = True
 
 
 def wraps_compiled(module: Any) -> bool:
@@ -80,27 +61,27 @@ def compile_blocks(model: nn.Module, **options: Any) -> int:
     return len(blocks)
 
 
-def refuse_compiled_whole(model: nn.Module) -> None:
+def refuse_compiled_whole(structure: Structure) -> None:
     """Refuse what cannot be served.
 
     Raises:
         GeminiError: naming what is compiled.
     """
-    if wraps_compiled(model) or compiled_part(model) is not None:
+    model = structure.model
+    if wraps_compiled(model) or id(model) in structure.compiled:
         name = type(getattr(model, "_orig_mod", model)).__name__
         raise GeminiError(
             f"{name} is compiled as a whole, and its weights come and go between its modules, which compiled code has "
             f"no place for. {BLOCKS_INSTEAD}"
         )
-    for path, module in model.named_modules():
+    for path, module in structure.modules:
         if wraps_compiled(module):
             raise GeminiError(
                 f"{path!r} is what torch.compile(module) returned, which renames its params to '{path}._orig_mod...', "
                 "in checkpoints too. Compile the module in place: module.compile()"
             )
-        part = compiled_part(module)
-        if part is not None:
-            if _uses_cuda_graphs(part):
+        if id(module) in structure.compiled:
+            if _uses_cuda_graphs(compiled_part(module)):
                 raise GeminiError(
                     f"{path!r} is compiled with CUDA graphs, which fix addresses, and its weights come and go. Leave "
                     'mode="reduce-overhead" out, or take mode="max-autotune-no-cudagraphs" for "max-autotune"'
@@ -183,10 +164,10 @@ class _Outside:
 class CompiledParts:
     """What of a managed model is compiled, as it was hooked, and whether that has changed since."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, structure: Structure):
         # Not the root's own: whoever hangs on the root holds this, and a model goes when nobody refers to it.
-        self._places = [(module.__dict__, weakref.ref(module)) for module in model.modules() if module is not model]
-        self._seen = self._now(model)
+        self._places = [(module.__dict__, weakref.ref(module)) for _, module in structure.modules[1:]]
+        self._seen = self._now(structure.model)
 
     def have_changed(self, model: nn.Module) -> bool:
         """A look at every module, where somebody has imported the compiler."""
@@ -228,17 +209,17 @@ def refuse_inside_compiled() -> None:
         )
 
 
-def make_room_for_compiled(store: ChunkStore, model: nn.Module) -> None:
+def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
     """Nothing is in flight. Parts were compiled after the model was wrapped: what they read at once has to fit.
 
     Raises:
         BudgetExceeded: if it does not.
     """
-    refuse_compiled_whole(model)
+    refuse_compiled_whole(structure)
     tier, ledger = store.device.tier, store.ledger
     room = ledger.free(tier) + ledger.held(tier, "windows") + ledger.held(tier, "pool")
-    for path, module in model.named_modules():
-        if compiled_part(module) is None:
+    for path, module in structure.modules:
+        if id(module) not in structure.compiled:
             continue
         needed = sum(_windows_of(module))
         if needed > room:

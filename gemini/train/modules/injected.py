@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -32,9 +33,9 @@ def _count(module: nn.Module, name: str, param: Any) -> None:
     num_registered += 1
 
 
-def watch(model: nn.Module) -> None:
-    """From now on modules that are put anywhere into ``model`` are looked at by :func:`refuse_injected`."""
-    _watched.update({id(module): module for module in model.modules()})
+def watch(modules: Iterable[nn.Module]) -> None:
+    """From now on what is put anywhere into ``modules`` is looked at by :func:`refuse_injected`."""
+    _watched.update({id(module): module for module in modules})
 
 
 def _holds_managed(module: nn.Module) -> bool:
@@ -51,7 +52,7 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global num_registered
     if id(module) in _watched and child is not None:  # else it is a list of some layers, made in every forward
         num_registered += 1
-        watch(child)
+        watch(child.modules())
     if name == "_orig_mod" and wraps_compiled(module) and _holds_managed(child):
         raise GeminiError(
             f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "

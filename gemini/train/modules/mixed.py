@@ -24,11 +24,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from gemini.config import GeminiConfig
 from gemini.errors import warn
-from gemini.train.modules.compiled import compiled_part
-from gemini.train.modules.reading import adapter_params
-from gemini.train.params.codes import is_coded
+from gemini.train.modules.reading import Structure, structure_of
 
 HALVES = (torch.bfloat16, torch.float16)
 TARGETS = ("label", "labels")
@@ -52,7 +49,7 @@ _OF_ONE_DTYPE = (
 KeepFp32 = str | tuple[Any, ...] | None
 
 
-def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto") -> dict[int, str]:
+def kept_in_fp32(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto") -> dict[int, str]:
     """By the ``id`` of each param of ``model`` that stays in fp32, why.
 
     Raises:
@@ -61,32 +58,27 @@ def kept_in_fp32(model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto")
     kept: dict[int, str] = {}
     if precision == "fp32" or keep_fp32 is None:
         return kept
+    structure = structure_of(model)
 
     def keep(params: Iterable[nn.Parameter | None], why: str) -> None:
         for param in params:
-            if param is not None and param.is_floating_point() and not is_coded(param):
+            if param is not None and param.is_floating_point() and id(param) not in structure.coded:
                 kept.setdefault(id(param), why)
 
     for wanted in () if isinstance(keep_fp32, str) else keep_fp32:
-        keep(_chosen(model, wanted), NAMED)
-    for module in model.modules():
+        keep(_chosen(structure, wanted), NAMED)
+    for _, module in structure.modules:
         for which in _DECLARATIONS[precision]:
             keep(_declared(module, which), DECLARED)
         if _has_statistics(module):
             keep(module._parameters.values(), STATISTICS)
         for original, _ in _parametrized(module):
             keep(original, PARAMETRIZED)
-    adapters = adapter_params(model)  # whose dtype is PEFT's or TRL's choice, for the sake of masters and of memory
-    base = [param for param in model.parameters() if id(param) not in adapters]
+    # The dtype of adapters is PEFT's or TRL's choice, for the sake of masters and of memory.
+    base = [param for param, _ in structure.params if id(param) not in structure.adapters]
     if any(param.dtype in HALVES for param in base):
         keep((param for param in base if param.dtype is torch.float32), MADE)
     return kept
-
-
-def whys_of(model: nn.Module, config: GeminiConfig, kept: Iterable[int]) -> list[str]:
-    """Of the params of a managed model that are ``kept``, why: what was made so can be seen no more."""
-    whys = kept_in_fp32(model, config.precision, config.keep_fp32)
-    return [whys.get(key, MADE) for key in kept]
 
 
 def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], kept: Collection[int]) -> None:
@@ -111,13 +103,13 @@ def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], k
                 module._buffers[name] = fn(buffer)
 
 
-def half_of(model: nn.Module) -> str | None:
+def half_of(model: nn.Module | Structure) -> str | None:
     """The precision of a model all of whose params are bf16, or all fp16."""
-    dtypes = {param.dtype for param in model.parameters()}
+    dtypes = {param.dtype for param, _ in structure_of(model).params}
     return next((name for name, dtype in zip(("bf16", "fp16"), HALVES, strict=True) if dtypes == {dtype}), None)
 
 
-def warn_of_fp16(model: nn.Module) -> None:
+def warn_of_fp16(model: nn.Module | Structure) -> None:
     """Say it where fp16 weights are going to be computed with in bf16, because no precision was given."""
     if half_of(model) == "fp16":
         warn(
@@ -126,23 +118,23 @@ def warn_of_fp16(model: nn.Module) -> None:
         )
 
 
-def _chosen(model: nn.Module, wanted: Any) -> list[nn.Parameter]:
+def _chosen(structure: Structure, wanted: Any) -> list[nn.Parameter]:
     """The params that one of ``keep_fp32`` means: those of a class of modules, or with that path in their names."""
     if isinstance(wanted, type):
-        modules = [module for module in model.modules() if isinstance(module, wanted)]
-        found = [param for module in modules for param in module.parameters()]
-        names = sorted({type(module).__name__ for module in model.modules()})
+        found = [param for _, m in structure.modules if isinstance(m, wanted) for param in m.parameters()]
+        names = sorted({type(module).__name__ for _, module in structure.modules})
     else:
         pattern = re.compile(rf"(^|\.){re.escape(wanted).replace(re.escape('*'), '[^.]*')}($|\.)")
-        every = dict(model.named_parameters(remove_duplicate=False))
-        found = [param for name, param in every.items() if pattern.search(name)]
-        names = [path for path, _ in model.named_modules() if path] + list(every)
+        found = [param for param, names in structure.params if any(map(pattern.search, names))]
+        names = [path for path, _ in structure.modules if path]
+        names += [name for _, of_one in structure.params for name in of_one]
     if not found:
         said = wanted.__name__ if isinstance(wanted, type) else wanted
         near = get_close_matches(str(said), names, n=3) or names[:3]
         raise ValueError(
-            f"keep_fp32= has {wanted!r}, and {type(model).__name__} has no params there: give names of modules or "
-            f"params (with * for a part of one), or classes of modules; there are for example {', '.join(near)}"
+            f"keep_fp32= has {wanted!r}, and {type(structure.model).__name__} has no params there: give names of "
+            "modules or params (with * for a part of one), or classes of modules; "
+            f"there are for example {', '.join(near)}"
         )
     return found
 
@@ -191,22 +183,23 @@ def _before_forward(module: nn.Module, name: str, dtype: torch.dtype) -> Any:
 # ---- where they meet ------------------------------------------------------------------------------------------------
 
 
-def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
-    """Hook what has to be cast inside of ``model``, whose other params are of ``dtype``; returns the hooks. Where parts
+def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], dtype: torch.dtype) -> list[Any]:
+    """Hook what has to be cast inside of a model, whose other params are of ``dtype``; returns the hooks. Where parts
     were named, all others take what these give, as modules under FSDP2's policy do.
     """
     hooks: list[Any] = []
     if dtype is torch.float32:
         return hooks  # all is of one dtype, and what is given another is a mistake of the model's own
+    structure = structure_of(model)
     is_told = NAMED in kept.values()
     # Models of transformers cast what they make; in compiled code a hook of ours would be a break of the graph.
     left = {
         id(m)
-        for whole in model.modules()
-        if _is_of_transformers(whole) or compiled_part(whole)
+        for _, whole in structure.modules
+        if _is_of_transformers(whole) or id(whole) in structure.compiled
         for m in whole.modules()
     }
-    for module in model.modules():
+    for _, module in structure.modules:
         made = [(list(original), put) for original, put in _parametrized(module)]
         held = (*module._parameters.values(), *(param for original, _ in made for param in original))
         own = [param for param in held if param is not None]
@@ -215,7 +208,7 @@ def cast_where_they_meet(model: nn.Module, kept: Mapping[int, str], dtype: torch
             hooks += [] if isinstance(module, parametrize.ParametrizationList) else _in_fp32(module, dtype)
         else:
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
-            if module is model or not own or any(id(param) in kept for param in own):
+            if module is structure.model or not own or any(id(param) in kept for param in own):
                 continue
             if is_told:
                 hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))

@@ -1,36 +1,155 @@
-"""Which params a module reads in its own forward: what is gathered when it starts, and counted before it fits.
+"""What a model is made of, found in one walk: modules, params, and which params a module reads in its own forward.
 
-Most modules read the params they own. ``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds
-them reads what is in them. A compiled module reads all that is under it, where nothing is called on its own any more,
-and so does one that is computed in tiles, which would else read each of its weights once more for every tile. A tuner
-layer of PEFT (LoRA and its kin around one layer of the base) reads all that is under it: DoRA takes the norm of the
-base weight, IA3 scales it, LoHa and OFT build new weights out of factors. So does CPT, which bounds its prompts. So do
-torch's own layers with a fused path for evaluation: it computes other bits than the plain one, and is taken only where
-every param is an ordinary one.
+What a module reads is gathered when it starts, and counted before it fits. Most modules read the params they own.
+``nn.ParameterDict`` and ``nn.ParameterList`` are never called, so whoever holds them reads what is in them. A compiled
+module reads all that is under it, where nothing is called on its own any more, and so does one that is computed in
+tiles, which would else read each of its weights once more for every tile. A tuner layer of PEFT (LoRA and its kin
+around one layer of the base) reads all that is under it: DoRA takes the norm of the base weight, IA3 scales it, LoHa
+and OFT build new weights out of factors. So does CPT, which bounds its prompts. So do torch's own layers with a fused
+path for evaluation: it computes other bits than the plain one, and is taken only where every param is an ordinary one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import nn
 
-from gemini.train.modules.compiled import compiled_part
+from gemini.train.params.codes import is_coded
 
 READ_AS_A_WHOLE = "_gemini_computed_in_tiles"
 """The mark of a module that is computed in tiles of tokens."""
 
+_COPY_OF_COMPILED = "_gemini_read_as_a_whole"
+
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
-def is_read_as_a_whole(module: nn.Module) -> bool:
-    """Whether a module reads all that is under it when it is called, and nothing under it is called on its own."""
-    return compiled_part(module) is not None or READ_AS_A_WHOLE in module.__dict__
+class NamedParam(NamedTuple):
+    """A param once, with all the names it goes by (the first one is its name here)."""
+
+    param: nn.Parameter
+    names: tuple[str, ...]
+
+
+class Reader(NamedTuple):
+    """A module that is called on its own."""
+
+    path: str
+    module: nn.Module
+    params: tuple[nn.Parameter, ...]
+    """Those that it reads itself."""
+    around: int | None
+    """The place of the module around it among all visits; None for the root."""
+    is_again: bool
+    """The same module was visited under another path before."""
+
+
+class Structure:
+    """What one walk of a model has found. It is a snapshot: what is compiled or tiled later needs another one.
+
+    Attributes:
+        modules: every module once, by path, as ``named_modules()`` gives them.
+        params: every param once, in declaration order.
+        coded: the params (by ``id``) whose elements are 4-bit codes.
+        compiled: the modules (by ``id``) that run as compiled code.
+        holders: the modules (by ``id``) with a param in them or in a module below.
+        read_as_a_whole: whether a module reads all that is under it, where nothing is called on its own.
+        visits: the modules that are called on their own, under each of their paths.
+        adapters: the params (by ``id``) of all adapters, of those too that are not active now and so do not require
+            gradients. They are laid out as trained ones, so that ``set_adapter`` finds states for them, and not beside
+            base weights, which would get states with them.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.compiled: set[int] = set()
+        self.holders: set[int] = set()
+        self.read_as_a_whole = False
+        self.visits: list[Reader] = []
+        self.adapters: set[int] = set()
+        self._seen: set[int] = set()
+        self._called: set[int] = set()
+        self._names: dict[int, tuple[nn.Parameter, list[str]]] = {}
+        self._base: set[int] = set()
+        self._visit("", model, None, in_adapter=False, is_called=True)
+        self.adapters -= self._base
+        self.params = [NamedParam(param, tuple(names)) for param, names in self._names.values()]
+        self.coded = {id(param) for param, _ in self.params if is_coded(param)}
+
+    @property
+    def readers(self) -> list[Reader]:
+        """Every module that is called on its own, once."""
+        return [visit for visit in self.visits if not visit.is_again]
+
+    def _visit(self, path: str, module: nn.Module, around: int | None, *, in_adapter: bool, is_called: bool) -> bool:
+        """Note ``module`` and all below it; returns whether there are params.
+
+        Args:
+            is_called: whether nothing around it computes without calling it.
+        """
+        prefix = f"{path}." if path else ""
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append((path, module))
+            if compiled_part(module) is not None:
+                self.compiled.add(id(module))
+        own = [(name, param) for name, param in module._parameters.items() if param is not None]
+        for name, param in own:
+            self._names.setdefault(id(param), (param, []))[1].append(prefix + name)
+            (self.adapters if in_adapter else self._base).add(id(param))
+        if is_called:
+            is_again = id(module) in self._called
+            self._called.add(id(module))
+            self.visits.append(Reader(path, module, tuple(params_read_by(module)), around, is_again))
+            around = len(self.visits) - 1
+        if id(module) in self.compiled or READ_AS_A_WHOLE in module.__dict__:
+            is_called = False
+            self.read_as_a_whole = True
+        has_params = bool(own)
+        is_around_base = is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper")
+        for name, child in module.named_children():
+            if is_around_base:
+                of_adapter = name not in ("base_layer", "original_module")
+            else:
+                of_adapter = in_adapter or (name == "prompt_encoder" and is_a(type(module), "PeftModel"))
+            below = self._visit(prefix + name, child, around, in_adapter=of_adapter, is_called=is_called)
+            has_params = has_params or below
+        if has_params:
+            self.holders.add(id(module))
+        return has_params
+
+
+def structure_of(model: nn.Module | Structure) -> Structure:
+    """Walk ``model``, if that was not done yet."""
+    return model if isinstance(model, Structure) else Structure(model)
+
+
+def compiled_part(module: nn.Module) -> Any:
+    """The compiled function that runs when ``module`` is called; None for one that runs as Python."""
+    own = module.__dict__
+    call = own.get("_compiled_call_impl")
+    if call is not None:
+        return getattr(call, "_gemini_inner", call)
+    forward = own.get("forward", getattr(type(module), "forward", None))
+    if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
+        return forward
+    return own.get(_COPY_OF_COMPILED)
+
+
+def mark_compiled(module: nn.Module) -> None:
+    """Let a module count as compiled: the copy of one, which runs as Python."""
+    module.__dict__[_COPY_OF_COMPILED] = True
 
 
 def is_a(kind: type, name: str) -> bool:
     """Whether a class is, or comes from, PEFT's class of that name. By name: PEFT need not be installed."""
-    return any(c.__name__ == name and c.__module__.startswith("peft.") for c in kind.__mro__)
+    for base in kind.__mro__:
+        if base.__name__ == name and base.__module__.startswith("peft."):
+            return True
+    return False
 
 
 def is_tuner_layer(module: nn.Module) -> bool:
@@ -41,7 +160,8 @@ def is_tuner_layer(module: nn.Module) -> bool:
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
     """The params that ``module`` reads itself, when it is called."""
     of_peft = is_tuner_layer(module) or is_a(type(module), "CPTEmbedding")
-    if of_peft or is_read_as_a_whole(module) or isinstance(module, _FUSED):
+    is_whole = compiled_part(module) is not None or READ_AS_A_WHOLE in module.__dict__
+    if of_peft or is_whole or isinstance(module, _FUSED):
         yield from module.parameters()
         return
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):
@@ -52,39 +172,13 @@ def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from params_read_by(child)
 
 
-def readers(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Parameter, ...]]]:
-    """Every module that is called on its own, by path, with the params it reads itself."""
-    seen: set[nn.Module] = set()
-
-    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Parameter, ...]]]:
-        if module in seen:
-            return
-        seen.add(module)
-        yield path, module, tuple(params_read_by(module))
-        if not is_read_as_a_whole(module):
-            for name, child in module.named_children():
-                yield from visit(f"{path}.{name}" if path else name, child)
-
-    yield from visit("", model)
-
-
-def adapter_params(model: nn.Module) -> set[int]:
-    """The params (by ``id``) of all adapters, of those too that are not active now and so do not require gradients.
-
-    They are laid out as trained ones, so that ``set_adapter`` finds states for them, and not beside base weights,
-    which would get states with them.
+def rewritten_by(module: nn.Module) -> list[nn.Parameter]:
+    """The params that a call of ``module`` may write to: prompts and rotations of PEFT that bound themselves, and
+    embeddings with a ``max_norm``, torch's or the program's own.
     """
-    adapters: set[int] = set()
-    base: set[int] = set()
-
-    def visit(module: nn.Module, in_adapter: bool) -> None:
-        (adapters if in_adapter else base).update(id(param) for param in module._parameters.values())
-        around = is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper")
-        for name, child in module.named_children():
-            if around:
-                visit(child, name not in ("base_layer", "original_module"))
-            else:
-                visit(child, in_adapter or (name == "prompt_encoder" and is_a(type(module), "PeftModel")))
-
-    visit(model, False)
-    return adapters - base
+    if is_a(type(module), "CPTEmbedding") or (is_a(type(module), "OFTRotationModule") and module.coft):
+        return list(module.parameters())
+    max_norm = getattr(module, "max_norm", None)
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
+        return []
+    return [param for param in module._parameters.values() if param is not None and param.dim() == 2]

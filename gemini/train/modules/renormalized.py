@@ -21,7 +21,7 @@ from torch import nn
 
 from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.reading import is_a
+from gemini.train.modules.reading import Structure, rewritten_by
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import take_in
 from gemini.train.params.handle import ParamHandle, handle_of
@@ -31,13 +31,13 @@ Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
 
 
-def refuse_on_ranks(model: nn.Module) -> None:
+def refuse_on_ranks(structure: Structure) -> None:
     """Refuse embeddings that every rank would renormalize for its own batch, so that weights would part.
 
     Raises:
         ValueError: naming the module.
     """
-    for path, module in model.named_modules():
+    for path, module in structure.modules:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{path or 'the model'!r} ({type(module).__name__}) has max_norm={module.max_norm}: it rewrites the "
@@ -48,12 +48,8 @@ def refuse_on_ranks(model: nn.Module) -> None:
 
 def renormalized_by(module: nn.Module) -> tuple[ParamHandle, ...]:
     """The params that a call of ``module`` may rewrite, whatever is merged into it."""
-    if is_a(type(module), "CPTEmbedding") or (is_a(type(module), "OFTRotationModule") and module.coft):
-        return _handles(module.parameters())
-    max_norm = getattr(module, "max_norm", None)
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        return ()
-    return _handles(param for param in module._parameters.values() if param is not None and param.dim() == 2)
+    params = rewritten_by(module)
+    return _handles(params) if params else ()
 
 
 def _handles(params: Iterable[nn.Parameter]) -> tuple[ParamHandle, ...]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from gemini.ranks.agree import Facts, checksum_text, plain
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts, checksum_text, plain
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.passes.stepping import Stepping
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.planning.factors import shapes_of
+from gemini.planning.planes import shapes_of
 from gemini.rules import UpdateRule, is_decoupled
 from gemini.train.params.handle import handle_of
 

@@ -20,8 +20,7 @@ from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
 from gemini.optim.compact import CompactRule, upper_byte
 from gemini.planning.compact import scale_of
-from gemini.planning.factors import shapes_of
-from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
+from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
 from gemini.train.params.handle import ParamHandle, handle_of

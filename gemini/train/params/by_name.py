@@ -22,8 +22,8 @@ from gemini.memory.chunks.chunk import Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
+from gemini.ranks.agree import Facts, value_facts
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts, value_facts
 from gemini.train.own_work import without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.write_observers import WriteObservers

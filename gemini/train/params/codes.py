@@ -8,6 +8,7 @@ bytes; scales stay on the device, as buffers do. Told by names: the library is n
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,13 +69,13 @@ def first_coded(model: nn.Module) -> str | None:
     return next((name for name, param in model.named_parameters() if is_coded(param)), None)
 
 
-def scales_in(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that belong to codes, by names under those of the params: they are the model's own, to be written in
-    place.
+def scales_in(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors that belong to codes among named params, by names under those of the params: they are the model's
+    own, to be written in place.
     """
     return {
         f"{name}.{key}": tensor
-        for name, param in model.named_parameters()
+        for name, param in named
         if is_coded(param)
         for key, tensor in _tensors_of(param.quant_state, "")  # type: ignore[attr-defined]
     }
@@ -88,10 +89,3 @@ def _tensors_of(state: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
         elif key == "state2" and value is not None:
             found += _tensors_of(value, f"{prefix}{key}.")
     return found
-
-
-def move_scales(model: nn.Module, device: torch.device | str) -> None:
-    """Bring the scales of all codes to where they are read."""
-    for param in model.parameters():
-        if is_coded(param):
-            param.quant_state.to(device)  # type: ignore[attr-defined]

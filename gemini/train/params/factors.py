@@ -1,11 +1,10 @@
-"""The factors of params (:mod:`gemini.planning.factors`): zeros in host memory, which a rule updates in place."""
+"""The factors of params (:mod:`gemini.planning.planes`): zeros in host memory, which a rule updates in place."""
 
 from __future__ import annotations
 
 import torch
 
-from gemini.planning.factors import shapes_of
-from gemini.planning.planes import RuleSpec
+from gemini.planning.planes import RuleSpec, shapes_of
 
 
 def make_factors(rule: RuleSpec, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

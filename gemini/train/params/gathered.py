@@ -10,8 +10,8 @@ import torch
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
+from gemini.ranks.agree import value_facts
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import value_facts
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import undo_writes
 from gemini.train.params.handle import ParamHandle

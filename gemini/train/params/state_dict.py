@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from gemini.interrupts import WHOLE
-from gemini.ranks.agree import Attempt
+from gemini.ranks.agree import Attempt, Facts, value_facts
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts, value_facts
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, handle_of
 

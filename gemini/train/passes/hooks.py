@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,19 +28,19 @@ from gemini.train.modules import injected
 from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import (
     CompiledParts,
-    compiled_part,
     hook_around,
     make_room_for_compiled,
     refuse_inside_compiled,
 )
-from gemini.train.modules.mixed import cast_inputs, cast_where_they_meet, kept_in_fp32
-from gemini.train.modules.reading import is_a, is_tuner_layer, params_read_by, readers
+from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
+from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
 from gemini.train.own_work import innermost_transform
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import ParamSet, handle_of
 from gemini.train.passes.backward import BackwardPass, begin_backward_of, refuse_deleted
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.recovery import Recovery
+from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
@@ -54,6 +54,8 @@ class Passes(Protocol):
     """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
     config: GeminiConfig
+    decision: Decision
+    params: ParamSet
     store: ChunkStore
     state: StepState
     forward: ForwardPass
@@ -65,34 +67,33 @@ class Passes(Protocol):
         """Wait until nothing is in flight."""
 
 
-def attach(model: nn.Module, passes: Passes) -> list[Any]:
-    """Register every hook on ``model``.
-
-    The list changes with what is compiled: it is the model's own, and all that is ever to be removed.
+def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
+    """Register every hook on a model, and note it in ``hooks``, which changes with what is compiled: it is the model's
+    own, and all that is ever to be removed.
     """
-    hooks: list[Any] = []
-    injected.watch(model)
-    try:
-        _attach_root(model, passes, hooks)
-        _attach_parts(model, passes, hooks)
-    except BaseException:
-        for hook in hooks:
-            hook.remove()
-        raise
-    return hooks
+    injected.watch(module for _, module in structure.modules)
+    # Updates may be under way where steps overlap.
+    waits = _chunks_to_await(structure) if passes.config.overlap else {}
+    _attach_root(structure, passes, hooks, waits.get("", ()))
+    _attach_parts(structure, passes, hooks, waits)
 
 
-def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
-    """Hooks on all but the root, as what is compiled has it now."""
-    ref = weakref.ref(passes)
-    waits = _chunks_to_await(model) if passes.config.overlap else {}  # updates may be under way
-    for path, module, params in readers(model):
+def _attach_parts(
+    structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, tuple[Chunk, ...]]
+) -> None:
+    """Hooks on all but the root, as what is compiled has it now.
+
+    Args:
+        waits: by path of an entrance, the resident chunks whose updates it waits for.
+    """
+    ref, model = weakref.ref(passes), structure.model
+    for path, module, params, *_ in structure.readers:
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
         rewritten = renormalized_by(module)
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
-        if module is not model and (chunks or rewritten or (entrance and any(True for _ in module.parameters()))):
+        if module is not model and (chunks or rewritten or (entrance and id(module) in structure.holders)):
             resident = (*resident, *resident_chunks(rewritten))
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
             if not passes.store.moves:
@@ -100,13 +101,16 @@ def _attach_parts(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
-    kept = kept_in_fp32(model, passes.config.precision, passes.config.keep_fp32)
     dtype = COMPUTE_DTYPES[passes.config.precision]
-    hooks += cast_where_they_meet(model, kept, dtype)
-    for path, module in model.named_modules() if dtype is not torch.float32 else ():
+    if dtype is torch.float32:
+        return
+    kept = {key: passes.decision.kept.get(key, MADE) for key in passes.params.in_fp32}
+    hooks += cast_where_they_meet(structure, kept, dtype)
+    for path, module in structure.modules:
         # A named part may be called like the root: an encoder, by generate().
         is_named = ENTRANCE.fullmatch(path) and not path.rpartition(".")[2].isdigit() and module is not model
-        if is_named and compiled_part(module) is None and any(id(param) not in kept for param in module.parameters()):
+        is_python = id(module) not in structure.compiled
+        if is_named and is_python and any(id(param) not in kept for param in module.parameters()):
             before = _if_outermost(ref, cast_inputs(dtype))
             hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
@@ -141,14 +145,14 @@ def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
     return tuple(chunks.values())
 
 
-def _chunks_to_await(model: nn.Module) -> dict[str, tuple[Chunk, ...]]:
+def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
     """By path of an entrance: the resident chunks whose updates it waits for before it computes.
 
     A block waits for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere
     is still guarded, and waits then.
     """
     found: dict[str, dict[int, Chunk]] = {}
-    for path, _, params in readers(model):
+    for path, _, params, *_ in structure.readers:
         around = path
         while ENTRANCE.fullmatch(around) is None:
             around = around.rpartition(".")[0]
@@ -189,12 +193,11 @@ def _rewriting(ref: weakref.ref[Passes]) -> Callable[[], Rewriting | None]:
     return rewriting
 
 
-def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
-    ref = weakref.ref(passes)
-    chunks = _chunks_to_gather(tuple(params_read_by(model)))
-    resident = _chunks_to_await(model).get("", ()) if passes.config.overlap else ()
-    resident += resident_chunks(renormalized_by(model))
-    compiled = CompiledParts(model)
+def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
+    ref, model = weakref.ref(passes), structure.model
+    chunks, rewritten = _chunks_to_gather(structure.visits[0].params), renormalized_by(model)
+    resident += resident_chunks(rewritten)
+    compiled = CompiledParts(structure)
 
     def root_pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
@@ -214,7 +217,7 @@ def _attach_root(model: nn.Module, passes: Passes, hooks: list[Any]) -> None:
             passes.forward.follow_flips()
         passes.forward.begin_call(module, chunks, resident)
 
-    pre, post = taking_over(_rewriting(ref), renormalized_by(model), root_pre, _post(ref, is_root=True))
+    pre, post = taking_over(_rewriting(ref), rewritten, root_pre, _post(ref, is_root=True))
     dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
@@ -230,12 +233,13 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
         BudgetExceeded: if there is no room for what a part reads at once.
     """
     passes.drain()
-    make_room_for_compiled(passes.store, model)
+    structure = Structure(model)  # what is read as a whole has changed
+    make_room_for_compiled(passes.store, structure)
     hooks = model.__dict__["_gemini_hooks"]
     for hook in hooks[NUM_ROOT_HOOKS:]:
         hook.remove()
     del hooks[NUM_ROOT_HOOKS:]
-    _attach_parts(model, passes, hooks)
+    _attach_parts(structure, passes, hooks, _chunks_to_await(structure) if passes.config.overlap else {})
 
 
 def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_bac
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.parts import Parts
 from gemini.train.passes.recovery import Recovery
-from gemini.train.sharding.step_facts import facts_of_step
+from gemini.train.sharding.step_sync import facts_of_step
 from gemini.train.update.tiles import ParamUpdate
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
+from gemini.interrupts import call_without_grad
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.modules.saved_weights import SavedWeights
@@ -40,6 +41,7 @@ class Adoption:
         self._params, self._chunks, self._by_names = params, store.chunks, by_names
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
         self._grad_hook, self._taken = grad_hook, list[_Taken]()
+        self._is_whole = False
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
@@ -64,25 +66,37 @@ class Adoption:
         if filled:
             self.keep()
 
-    def give_back(self) -> None:
-        """Make taken params ordinary ones again, with the values they had, if that can be done."""
-        if self._is_divided or not self._taken:
+    def give_back(self, *, whole: bool = False) -> None:
+        """Make taken params ordinary ones again: with the values they had, as long as that can be done; once the model
+        is whole, with those they have by then, on the CPU in the compute dtype.
+
+        Args:
+            whole: whether params that are slices become whole ones.
+        """
+        if self._is_whole:
+            call_without_grad(self._let_go, self._by_names.read_whole if whole else self._by_names.read)
+        elif not self._is_divided:
+            for handle, dtype, original in self._taken:
+                value = original
+                if value is None:
+                    value = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
+                _make_ordinary(handle, value)
+        else:
             return
-        for handle, dtype, original in self._taken:
-            param = handle.param
-            value = original
-            if value is None:
-                value = handle.as_it_was(self._by_names.read(handle, torch.float32).to(dtype))
-            param.__class__ = handle.kind
-            param.data = value
-            del param._gemini  # type: ignore[attr-defined]
-            if handle.hook is not None:
-                handle.hook.remove()
         self._params.forget()
+
+    def _let_go(self, read: Callable[[ParamHandle], torch.Tensor]) -> None:
+        for index, handles in list(self._params.by_chunk.items()):
+            values = [read(handle) for handle in handles]
+            for handle, value in zip(handles, values, strict=True):
+                _make_ordinary(handle, handle.as_it_was(value))
+                handle.view = torch.empty(0, device="cpu")
+            self._chunks[index].clear_planes()  # its home is free for the next one
 
     def keep(self) -> None:
         """The model is whole: there is no way back to what it was."""
         self._taken.clear()
+        self._is_whole = True
 
     def _take(self, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:
         """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
@@ -105,6 +119,15 @@ class Adoption:
             handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
+
+
+def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:
+    param = handle.param
+    if handle.hook is not None:
+        handle.hook.remove()
+    del param._gemini  # type: ignore[attr-defined]
+    param.__class__ = handle.kind
+    param.data = value
 
 
 def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded
@@ -36,6 +35,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.tiers import Ledger, Tier
+from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
 from gemini.train.params.factors import make_factors
 from gemini.train.params.handle import ParamHandle, ParamSet
@@ -64,19 +64,19 @@ class Built:
 
 
 def build(
-    model: nn.Module, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
+    structure: Structure, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
 ) -> Built:  # fmt: skip
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
 
     ``cuts``: by the id of a param, which slice it is.
     """
-    named = collect_params(model)
+    named = collect_params(structure)
     check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
     size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
     spread = cuts if cuts and ranks.experts is not None else ()
-    decision = decide(model, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
+    decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
     place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
     largest = max(chunk.numel for chunk in layout.chunks)

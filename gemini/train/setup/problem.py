@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,47 +20,39 @@ from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import store_bytes
 from gemini.memory.nvme import probe
 from gemini.memory.system import available_bytes
-from gemini.planning.attempts import with_staging, with_tiles
+from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits
 from gemini.planning.plan import Plan
 from gemini.planning.planner import Planner, pose_problem
-from gemini.planning.speeds import Speeds
 from gemini.planning.trace import MemoryTrace, Source
-from gemini.planning.working import MARGIN
-from gemini.ranks.facts import checksum_of
+from gemini.planning.working import MARGIN, with_staging, with_tiles
+from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
-from gemini.train.modules.reading import is_read_as_a_whole
+from gemini.train.modules.reading import NamedParam, Structure, structure_of
 from gemini.train.modules.renormalized import refuse_on_ranks
-from gemini.train.params.codes import WHAT_WORKS, check_coded, is_coded, scales_in
+from gemini.train.params.codes import WHAT_WORKS, check_coded, scales_in
 from gemini.train.params.handle import handle_of
 from gemini.train.params.stepper import optimizer_of
-from gemini.train.setup.structure import distinct_params, structural_trace
+from gemini.train.setup.structure import trace_of
 from gemini.version import __version__
 
 
-@dataclass(frozen=True)
-class NamedParam:
-    """A param once, with all the names it goes by (the first one is its name here)."""
-
-    param: nn.Parameter
-    names: tuple[str, ...]
-
-
-def collect_params(model: nn.Module) -> list[NamedParam]:
+def collect_params(model: nn.Module | Structure) -> list[NamedParam]:
     """The model's params in declaration order, tied ones once.
 
     Raises:
         TypeError: for params whose dtype cannot be trained in chunks.
         ValueError: without params, or if one of them belongs to a wrapped model already.
     """
-    named = _by_identity(model)
+    structure = structure_of(model)
+    named = structure.params
     if not named:
-        raise ValueError(f"{type(model).__name__} has no params: there is nothing for GeminiDDP to manage")
-    for param, names in ((n.param, n.names) for n in named):
+        raise ValueError(f"{type(structure.model).__name__} has no params: there is nothing for GeminiDDP to manage")
+    for param, names in named:
         handle = handle_of(param)
         if handle is not None:
             raise ValueError(
@@ -68,7 +61,7 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
             )
         if param.dtype is torch.float64:
             warn(f"param {names[0]!r} is float64: its master will be float32")
-        elif is_coded(param):
+        elif id(param) in structure.coded:
             check_coded(names[0], param)
         elif param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
@@ -93,15 +86,6 @@ def collect_params(model: nn.Module) -> list[NamedParam]:
     return named
 
 
-def _by_identity(model: nn.Module) -> list[NamedParam]:
-    names: dict[int, list[str]] = {}
-    params: dict[int, nn.Parameter] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-        params[id(param)] = param
-    return [NamedParam(param, tuple(names[key])) for key, param in params.items()]
-
-
 def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
     """Refuse params that an optimizer of another rule has already.
 
@@ -113,8 +97,9 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
 
 
 def prepare(
-    model: nn.Module, config: GeminiConfig, ranks: Ranks, *, filled: bool = True, cuts: Collection[int] | None = None
-) -> None:
+    structure: Structure, config: GeminiConfig, ranks: Ranks, *, filled: bool = True,
+    cuts: Collection[int] | None = None,
+) -> None:  # fmt: skip
     """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
 
     ``filled``: the model has its values already; else whoever fills it sees that they are the same.
@@ -141,11 +126,12 @@ def prepare(
             'itself whether a step overflowed. Use precision="bf16"'
         )
     if ranks.shares_params:
-        refuse_on_ranks(model)
-    named = collect_params(model)  # before weights are compared: what cannot be managed has none that could be
+        refuse_on_ranks(structure)
+    named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
-        for name, param in model.named_parameters(remove_duplicate=False)
+        for param, names in named
+        for name in names
     }
     memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
@@ -160,7 +146,7 @@ def prepare(
             "device": str(config.device).partition(":")[0],
         },
         {
-            "model": type(model).__name__,
+            "model": type(structure.model).__name__,
             "set of params": params,
             "state of the optimizer": _optimizer_states(named),
             "set of tied params": [list(n.names) for n in named if len(n.names) > 1],
@@ -169,17 +155,18 @@ def prepare(
     if not filled:
         return
     experts = cuts if cuts and ranks.experts is not None else ()
-    tensors = {name: param.data for name, param in model.named_parameters() if id(param) not in experts}
-    ranks.take_from_first({**tensors, **dict(model.named_buffers()), **scales_in(model)})
+    every = [(names[0], param) for param, names in named]
+    tensors = {name: param.data for name, param in every if id(param) not in experts}
+    ranks.take_from_first({**tensors, **dict(structure.model.named_buffers()), **scales_in(every)})
     if experts:
-        own = {name: param.data for name, param in model.named_parameters() if id(param) in experts}
+        own = {name: param.data for name, param in every if id(param) in experts}
         ranks.take_from_first(own, of_experts=True)
 
 
 def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
     """What steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike on all."""
     found = {}
-    for names, param in ((n.names, n.param) for n in named):
+    for param, names in named:
         optimizer = optimizer_of(param)
         for key, value in (optimizer.state.get(param, {}) if optimizer is not None else {}).items():
             found[f"{key} of {names[0]}"] = f"checksum {checksum_of(torch.as_tensor(value)):08x}"
@@ -230,6 +217,8 @@ class Decision(NamedTuple):
     placement: Placement
     plan: Plan | None
     offload_activations: str | None = None
+    kept: Mapping[int, str] = MappingProxyType({})
+    """Why params stay in fp32, by their ``id``. What was made so can be seen no more when the model is managed."""
     tile_tokens: int | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
 
@@ -245,7 +234,7 @@ def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks) -> int:
 
 
 def decide(
-    model: nn.Module, config: GeminiConfig, device: Device, ranks: Ranks, apart: Collection[str] = ()
+    structure: Structure, config: GeminiConfig, device: Device, ranks: Ranks, apart: Collection[str] = ()
 ) -> Decision:
     """The homes the config asks for, in the budgets there are. ``apart``: first names of params that share no chunk.
 
@@ -253,22 +242,24 @@ def decide(
         BudgetExceeded: if it does not fit.
         PlanMismatch: for a trace or a plan of another model or of other settings.
     """
-    structure = structural_trace(model, config.precision, config.keep_fp32)
-    made = kept_in_fp32(model, config.precision) if config.keep_fp32 is None else {}
-    cast = [names[0] for param, names in distinct_params(model) if made.get(id(param)) == MADE]
+    model = structure.model
+    kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
+    own = trace_of(structure, config.precision, kept)
+    made = kept_in_fp32(structure, config.precision) if config.keep_fp32 is None else {}
+    cast = [names[0] for param, names in structure.params if made.get(id(param)) == MADE]
     if cast:
         warn(
             f"{len(cast)} params are float32 beside those in half precision (the first is {cast[0]!r}), and "
             f"keep_fp32=None casts them to {config.precision} like all others: leave it out, and they stay as they are"
         )
-    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in structure.params)
-    structure, given = replace(structure, params=params), config.placement
+    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
+    own, given = replace(own, params=params), config.placement
     if isinstance(given, Plan):
-        _check_plan(given, structure, config, device, ranks)
-    trace = given.trace if isinstance(given, Plan) else config.trace or structure
+        _check_plan(given, own, config, device, ranks)
+    trace = given.trace if isinstance(given, Plan) else config.trace or own
     if not isinstance(given, Plan):
-        trace = trace.with_fp32({param.name for param in structure.params if param.fp32})
-    structure.check_same_model(trace, what="the trace")
+        trace = trace.with_fp32({param.name for param in own.params if param.fp32})
+    own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
     parts = 1 if ranks.context is None else ranks.context.size
     if trace.source is Source.AHEAD and trace.context_parallel != parts:
@@ -276,8 +267,8 @@ def decide(
             f"the trace is of one of {trace.context_parallel} parts of each sequence and the mesh has cp={parts}, so "
             f"its activation memory is wrong for this run. Trace again with gemini.trace(..., context_parallel={parts})"
         )
-    if any(is_read_as_a_whole(module) for module in model.modules()):  # which read more at once than any trace
-        read = {*trace.read_together, *(moment.params for moment in structure.moments)}
+    if structure.read_as_a_whole:  # they read more at once than any trace
+        read = {*trace.read_together, *(moment.params for moment in own.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
     budgets = measure_budgets(config, device, ranks)
     beside = bytes_beside(config, device, ranks)
@@ -299,7 +290,7 @@ def decide(
     try:
         chosen = with_tiles(choose_of, trace)
     except BudgetExceeded as e:
-        if model.training or not any(param.requires_grad for param in model.parameters()):
+        if model.training or not any(param.requires_grad for param, _ in structure.params):
             raise
         raise BudgetExceeded(
             f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
@@ -307,7 +298,8 @@ def decide(
         ) from e
     _warn_of_no_compact(config, chosen.problem)
     given_tokens = config.tile_tokens
-    return chosen._replace(tile_tokens=given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens)
+    tile_tokens = given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens
+    return chosen._replace(tile_tokens=tile_tokens, kept=kept)
 
 
 def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:

@@ -16,42 +16,42 @@ from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
-from gemini.train.modules.reading import adapter_params, is_read_as_a_whole, params_read_by
-from gemini.train.params.codes import is_coded, scales_in
+from gemini.train.modules.reading import NamedParam, Structure, structure_of
+from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import is_in_stages
 
 
-def distinct_params(model: nn.Module) -> list[tuple[nn.Parameter, tuple[str, ...]]]:
+def distinct_params(model: nn.Module) -> list[NamedParam]:
     """Every param once, in declaration order, with all names it goes by."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(param), (param, []))[1].append(name)
-    return [(param, tuple(names)) for param, names in found.values()]
+    return structure_of(model).params
 
 
-def traced_params(model: nn.Module, kept: Collection[int]) -> tuple[TracedParam, ...]:
+def traced_params(model: nn.Module | Structure, kept: Collection[int]) -> tuple[TracedParam, ...]:
     """The params of a trace of ``model``, trained or frozen as its layout has them.
 
     Args:
         kept: by their ``id`` those that stay in fp32.
     """
-    adapters = adapter_params(model)
+    structure = structure_of(model)
     return tuple(
         TracedParam(
             names,
             tuple(param.shape),
-            param.requires_grad or id(param) in adapters,
-            is_in_stages(param),
-            is_coded(param),
-            id(param) in kept,
-        )  # fmt: skip
-        for param, names in distinct_params(model)
+            trainable=param.requires_grad or id(param) in structure.adapters,
+            apart=is_in_stages(param),
+            coded=id(param) in structure.coded,
+            fp32=id(param) in kept,
+        )
+        for param, names in structure.params
     )
 
 
-def buffer_bytes(model: nn.Module) -> int:
+def buffer_bytes(model: nn.Module | Structure) -> int:
     """Bytes of all buffers and of the scales of codes, those that share memory once."""
-    dense = [b for b in (*model.buffers(), *scales_in(model).values()) if b.layout is torch.strided]
+    structure = structure_of(model)
+    buffers = [buffer for _, module in structure.modules for buffer in module._buffers.values() if buffer is not None]
+    coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
+    dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
     storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return sum(storages.values())
 
@@ -68,7 +68,7 @@ def read_together(model: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def structural_trace(
-    model: nn.Module, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
+    model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
 ) -> MemoryTrace:
     """The moments of ``model`` as its modules are declared, forward and then backward in reverse.
 
@@ -76,25 +76,26 @@ def structural_trace(
     read its leaf children's weights itself (``out_proj.weight`` in an attention module that calls a fused op), theirs.
     So the largest set of chunks over the moments is the room that gathered weights need whatever forward does.
     """
-    params = traced_params(model, kept_in_fp32(model, precision, keep_fp32))
-    index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
+    structure = structure_of(model)
+    return trace_of(structure, precision, kept_in_fp32(structure, precision, keep_fp32), target=target)
+
+
+def trace_of(structure: Structure, precision: str, kept: Collection[int], *, target: str = "cpu") -> MemoryTrace:
+    """The same, where it is known which params stay in fp32 (``kept``, by their ``id``)."""
+    params = traced_params(structure, kept)
+    index_of = {id(param): index for index, (param, _) in enumerate(structure.params)}
     moments: list[Moment] = []
     owns: list[list[int]] = []
-
-    def visit(module: nn.Module, path: str, around: frozenset[int]) -> None:
-        own = [index_of[id(p)] for p in params_read_by(module)]
+    gathered: list[frozenset[int]] = []  # by the place of a visit: what it and those around it read
+    for visit in structure.visits:
+        around = frozenset[int]() if visit.around is None else gathered[visit.around]
+        own = [index_of[id(param)] for param in visit.params]
+        gathered.append(around.union(own))
         if own:
-            leaves = [child for child in module.children() if not any(child.children())]
+            leaves = [child for child in visit.module.children() if not any(child.children())]
             reachable = [index_of[id(p)] for leaf in leaves for p in leaf._parameters.values() if p is not None]
-            around |= frozenset(own)
-            moments.append(Moment(Phase.FORWARD, path, tuple(sorted(around | frozenset(reachable)))))
+            moments.append(Moment(Phase.FORWARD, visit.path, tuple(sorted(gathered[-1].union(reachable)))))
             owns.append(own)
-        if is_read_as_a_whole(module):
-            return
-        for name, child in module.named_children():
-            visit(child, f"{path}.{name}" if path else name, around)
-
-    visit(model, "", frozenset())
     done: set[int] = set()
     backward: list[Moment] = []
     for moment, own in zip(moments, owns, strict=True):  # a shared param's gradient is complete at its first use
@@ -102,7 +103,7 @@ def structural_trace(
         done.update(complete)
         backward.append(Moment(Phase.BACKWARD, moment.module, moment.params, gradients=tuple(sorted(set(complete)))))
     return MemoryTrace(
-        model=type(model).__name__,
+        model=type(structure.model).__name__,
         precision=precision,
         batch={},
         tokens=0,
@@ -110,5 +111,5 @@ def structural_trace(
         source=Source.STRUCTURE,
         params=params,
         moments=(*moments, *reversed(backward)),
-        buffer_bytes=buffer_bytes(model),
+        buffer_bytes=buffer_bytes(structure),
     )

@@ -6,8 +6,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
-from gemini.planning.factors import factor_bytes
-from gemini.planning.planes import RuleSpec, plane_specs, precision_of
+from gemini.planning.planes import RuleSpec, factor_bytes, plane_specs, precision_of
 from gemini.tiers import Tier
 from gemini.train.activations.store import ActivationStore
 from gemini.train.params.factors import make_factors

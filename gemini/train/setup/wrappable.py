@@ -14,15 +14,16 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.params.handle import handle_of
 
 
-def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
+def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     """Refuse a model whose modules, params or buffers cannot be managed; nothing is changed.
 
     Args:
-        model: not managed yet, with its values.
+        structure: of a model that is not managed yet, with its values.
         managed_class: the class that the model would get.
 
     Raises:
@@ -30,17 +31,19 @@ def refuse_unwrappable(model: nn.Module, managed_class: Callable[[type[nn.Module
         ValueError: for params and buffers without values, for params that share memory, and for gradients that are
             not zero.
     """
-    _check_listed_alike(model)
-    for path, module in model.named_modules():
-        _check_module(path, module)
-    for name, param in model.named_parameters():
+    _check_listed_alike(structure.model)
+    for path, module in structure.modules:
+        _check_module(path, module, has_params=id(module) in structure.holders)
+    for param, names in structure.params:
         if handle_of(param) is None:  # one of another managed model is refused as that
-            _check_param(name, param)
-            _check_grad(name, param)
-    for name, buffer in model.named_buffers():
-        _check_buffer(name, buffer)
-    _check_memory(model)
-    _check_class(model, managed_class)
+            _check_param(names[0], param)
+            _check_grad(names[0], param)
+    for path, module in structure.modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                _check_buffer(f"{path}.{name}" if path else name, buffer)
+    _check_memory(structure)
+    _check_class(structure.model, managed_class)
 
 
 def _check_listed_alike(model: nn.Module) -> None:
@@ -55,9 +58,9 @@ def _check_listed_alike(model: nn.Module) -> None:
             )
 
 
-def _check_module(path: str, module: nn.Module) -> None:
+def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
     where = f"{path!r}" if path else "the model"
-    if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+    if isinstance(module, torch.jit.ScriptModule) and has_params:
         raise TypeError(
             f"{where} is a torch.jit module ({type(module).__name__}): its code takes no hooks, and its weights come "
             "and go around its forward. Give the plain module, without torch.jit.script or torch.jit.trace; "
@@ -67,7 +70,7 @@ def _check_module(path: str, module: nn.Module) -> None:
         raise TypeError(
             f"{where} is wrapped in FullyShardedDataParallel, whose place GeminiDDP takes: wrap the bare model"
         )
-    if any(True for _ in module.parameters()):
+    if has_params:
         try:
             module.register_forward_pre_hook(_nothing).remove()
             module.register_forward_hook(_nothing).remove()
@@ -154,10 +157,9 @@ class _Held(NamedTuple):
     is_param: bool
 
 
-def _check_memory(model: nn.Module) -> None:
+def _check_memory(structure: Structure) -> None:
     """Refuse params whose memory somebody else has too: managed, each has memory of its own, and they would part."""
-    params = {id(param) for param in model.parameters()}
-    held = sorted((found for found in _tensors_of(model, params)), key=lambda found: found[:2])
+    held = sorted((found for found in _tensors_of(structure)), key=lambda found: found[:2])
     open_ones: list[_Held] = []
     for now in held:
         open_ones = [before for before in open_ones if before.stop > now.start]
@@ -177,9 +179,10 @@ def _check_memory(model: nn.Module) -> None:
         open_ones.append(now)
 
 
-def _tensors_of(model: nn.Module, params: set[int]) -> Iterator[_Held]:
+def _tensors_of(structure: Structure) -> Iterator[_Held]:
+    params = {id(param) for param, _ in structure.params}
     seen: set[int] = set()
-    for path, module in model.named_modules():
+    for path, module in structure.modules:
         own: dict[str, Any] = {**module._parameters, **module._buffers}
         if not module._forward_pre_hooks:  # what is kept there is not made anew for each forward, as spectral_norm does
             own = {**vars(module), **own}

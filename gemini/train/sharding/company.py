@@ -16,9 +16,8 @@ import torch
 
 from gemini.memory.movement.mover import Mover
 from gemini.planning.planes import PlaneKind
-from gemini.ranks.agree import agree, tell
+from gemini.ranks.agree import Facts, agree, tell
 from gemini.ranks.agreement import Point
-from gemini.ranks.facts import Facts
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Wire
 from gemini.train.params.by_name import read_range

@@ -11,8 +11,8 @@ are reduced before they are complete; a param's gradient still arrives once, so 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -25,21 +25,55 @@ from gemini.memory.movement.worker import Job
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
-from gemini.ranks import collectives
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.store import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
-from gemini.train.sharding.completions import Completions
 from gemini.train.sharding.replicas import ReplicaSums
-from gemini.train.sharding.scripted import Scripted
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards
 from gemini.train.sharding.step_sync import StepSync
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
+
+
+class Completions:
+    """Of the backward that runs, and of the last one that ended."""
+
+    def __init__(self) -> None:
+        self._moments: dict[int, int] = {}
+        self._backward = 0
+        self._before: dict[int, int] = {}
+        self._partial: set[int] = set()
+
+    def __contains__(self, index: object) -> bool:
+        """Whether the gradients of a chunk are complete in the backward that runs."""
+        return index in self._moments
+
+    def note(self, index: int, moment: int | None, backward: int) -> None:
+        """All gradients of a chunk have arrived in backward number ``backward``; in which moment, if that is known."""
+        if self._backward != backward:  # what broke off before it ended is none of this one
+            self._moments, self._backward = {}, backward
+        if moment is not None:
+            self._moments[index] = moment
+
+    def note_reduced(self, index: int, *, is_full: bool) -> None:
+        """The ranks have reduced a chunk one by one, and all know whether all had all of its gradients."""
+        (self._partial.discard if is_full else self._partial.add)(index)
+
+    def end_backward(self) -> None:
+        """What was noted is how the next one may be."""
+        if self._moments:
+            self._before, self._moments = self._moments, {}
+
+    def usual(self, chunks: Iterable[int]) -> Mapping[int, int]:
+        """Of ``chunks`` those whose gradients all ranks have, with their moments, in the order of the last backward."""
+        known = set(chunks) - self._partial
+        return {index: moment for index, moment in self._before.items() if index in known}
+
 
 _HOLDER = "gradients in flight"
 _PLAN = 8
@@ -81,7 +115,7 @@ class Reduction(GradientSink):
         scaling, staging = in_backward.scaling, store.transfers.staging.get(Lane.REDUCE)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
-        self._shards = shards
+        self._shards, self._channel = shards, shards.channel
         self._ranks = shards.ranks
         self._params, self._device = shards.params, store.device
         self._mover, self._manager = store.mover, store.manager
@@ -183,7 +217,7 @@ class Reduction(GradientSink):
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
         )
 
-    def _begin(self, step: Scripted, index: int) -> None:
+    def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
         chunk, whole, handles = self._chunks[index], self._whole[index], self._params.by_chunk[index]
         adding = {handle.name: handle.has_grad for handle in handles}
@@ -199,11 +233,10 @@ class Reduction(GradientSink):
                 handle.norm_sums = []
             senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
             failure: BaseException | None = None
-            with self._mover.working(working), self._reducing(index):
+            with self._mover.working(working), self._channel.reducing(chunk):
                 if self._replicas is not None:
                     self._replicas.begin_landing(chunk, adding=any(adding.values()))
-                scratch = self._shards.scratch_behind
-                for start, stop, total in self._sums(chunk, whole, senders, scratch, is_launched=True):
+                for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
                     try:
                         if failure is None:
                             self._land(chunk, handles, adding, start, stop, total)
@@ -218,10 +251,7 @@ class Reduction(GradientSink):
         ready = self._device.mark()
 
         def launch() -> Event:
-            with self._reducing(index):
-                return self._device.launch(
-                    lambda: self._reduce_natively(chunk, whole), "collectives", whole.flat, ready
-                )
+            return self._channel.launch_reduce(chunk, whole.flat, ready)
 
         self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
 
@@ -254,11 +284,6 @@ class Reduction(GradientSink):
             return 0
         return max(self._room - self._manager.room.ledger.held(self._device.tier, _HOLDER), 0)
 
-    def _reducing(self, index: int) -> AbstractContextManager[None]:
-        """Around gradients on the wire."""
-        what = Track.REDUCE.value
-        return self._mover.about(what, f"{what} chunk {index}", index, track=Track.REDUCE)
-
     def _planned(self) -> int:
         """What updates inside this backward depend on, as a checksum; 0 if there are none."""
         if not self._in_backward.transient:
@@ -286,7 +311,7 @@ class Reduction(GradientSink):
         if any(handle.has_grad for handle in present):
             self._gradients.promote([chunk])
         transient = self._in_backward.transient
-        if whole is None and (transient or self._ranks.collective is not None):
+        if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)
         if whole is not None:
             for handle in handles:
@@ -300,8 +325,8 @@ class Reduction(GradientSink):
         for handle in present:
             handle.norm_sums = None if transient else []
         shard = chunk.weights.numel
-        with self._reducing(index):
-            for start, stop, total in self._sums(chunk, whole, senders, self._shards.scratch):
+        with self._channel.reducing(chunk):
+            for start, stop, total in self._channel.sums(chunk, None if whole is None else whole.flat, senders):
                 if transient:
                     assert whole is not None
                     at = self._ranks.rank * shard
@@ -333,32 +358,6 @@ class Reduction(GradientSink):
         own = torch.tensor([_DTYPES.index(dtype), *(handle.name in names for handle in handles)], dtype=torch.uint8)
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
-
-    def _sums(
-        self, chunk: Chunk, whole: _WholeGradient | None, senders: dict[int, torch.dtype], scratch: torch.Tensor,
-        *, is_launched: bool = False,
-    ) -> Iterator[tuple[int, int, torch.Tensor]]:  # fmt: skip
-        """``is_launched``: where the library reduces, it has been given this already."""
-        shard, what = chunk.weights.numel, f"the reduce-scatter of {chunk.name}"
-        if self._ranks.collective is None:
-            own = whole.flat if whole is not None and self._ranks.rank in senders else None
-            yield from self._ranks.wire.reduce_scatter(Tag.GRADIENTS, own, senders, shard, scratch, what)
-            return
-        assert whole is not None
-        if not is_launched:
-            self._reduce_natively(chunk, whole)
-        yield 0, shard, self._own_section(chunk, whole)
-
-    def _own_section(self, chunk: Chunk, whole: _WholeGradient) -> torch.Tensor:
-        shard = chunk.weights.numel
-        return whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-
-    def _reduce_natively(self, chunk: Chunk, whole: _WholeGradient) -> None:
-        """The library's reduce-scatter: the sum stands in this rank's section of the whole gradient."""
-        group, section = self._ranks.collective, self._own_section(chunk, whole)
-        assert group is not None
-        collectives.reduce_scatter(section, whole.flat, group, f"the reduce-scatter of {chunk.name}")
-        self._shards.native["reduce_scatter"] += section.numel() * section.element_size() * (self._ranks.size - 1)
 
     def _land(
         self,

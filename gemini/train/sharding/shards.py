@@ -21,27 +21,24 @@ import torch
 
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.worker import Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.script import Script
-from gemini.planning.timeline import Track
 from gemini.planning.working import replica_scratch_bytes
-from gemini.ranks import collectives
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
 from gemini.ranks.watch import Watch
-from gemini.ranks.wire import Pending, Tag, Wire
+from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
 from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.sharding.channel import Channel, LibraryChannel
 from gemini.train.sharding.company import Company
-from gemini.train.sharding.launched import LaunchedStep
-from gemini.train.sharding.scripted import Scripted
-from gemini.train.sharding.wired import WiredStep
+from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.step import StepState
 
 _PARTED = -1  # where the ranks of a replica stand that cannot agree among themselves
@@ -118,6 +115,8 @@ class Shards(Company):
         self.params = params
         across = 0 if ranks.replicas is None else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
+        kind = Channel if ranks.wire.library is None else LibraryChannel
+        self.channel = kind(ranks.wire, store, self.scratch, self._awaiting_weights)
         self._agreement = Agreement(ranks.wire)
         self._watch = Watch(self._agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
@@ -125,18 +124,16 @@ class Shards(Company):
         self._manager = store.manager
         self._reducing: Reducing | None = None
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
-        """Where reductions run behind backward, or only land where the library makes them."""
-        self._launcher = None if self.lane is None or ranks.collective is None else Worker("collectives")
+        """Where reductions land behind backward."""
+        self._launcher = None if self.lane is None else Worker("collectives")
         self.replica_lane = Worker("replicas") if follows and ranks.replicas is not None else None
         """Where sums over replicas run behind backward."""
-        self.step: Scripted | None = None
+        self.step: ScriptedStep | None = None
         """The script under way."""
         self.num_scripted = 0
         self._num_strange = self._num_left_out = 0
         self._numbers = {handle.name: number for number, handle in enumerate(params.handles)}
         self._read: torch.Tensor | None = None
-        self.native: Counter[str] = Counter()
-        """Bytes that the library's own collectives have sent."""
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
@@ -167,7 +164,7 @@ class Shards(Company):
 
     def _sent(self) -> Counter[str]:
         """Bytes this rank has sent since the start, by collective."""
-        total = self.native.copy()
+        total: Counter[str] = Counter()
         wires = [self.ranks.wire, self.ranks.replicas, self.ranks.context, self.ranks.experts]
         if self.ranks.everyone is not self.ranks.wire:
             wires.append(self.ranks.everyone)
@@ -200,24 +197,15 @@ class Shards(Company):
         self.num_scripted += 1
         self.step = self._follow(script, self.lane)
 
-    def _follow(self, script: Script, lane: Worker) -> Scripted:
-        wire, settle = self.ranks.wire, self._manager.fetches.await_begun
-
-        def is_worker() -> bool:
-            return self._mover.in_worker
-
-        def waiting() -> AbstractContextManager[None]:
-            return self._agreement.waiting(Point.GATHER.words)
-
-        if self._launcher is None:
-            return WiredStep(
-                script, wire, post=self._post, throw_away=self._throw_away, settle=settle, lane=lane,
-                is_worker=is_worker, waiting=waiting,
-            )  # fmt: skip
-        return LaunchedStep(
-            script, wire, device=self._device, fetch=self._begin_fetch, launch=self._launch, settle=settle,
-            launcher=self._launcher, landing=lane, is_worker=is_worker, waiting=waiting,
+    def _follow(self, script: Script, lane: Worker) -> ScriptedStep:
+        assert self._launcher is not None
+        return ScriptedStep(
+            script, self.ranks.wire, self.channel, settle=self._manager.fetches.await_begun, launcher=self._launcher,
+            landing=lane, is_worker=lambda: self._mover.in_worker, waiting=self._awaiting_weights,
         )  # fmt: skip
+
+    def _awaiting_weights(self) -> AbstractContextManager[None]:
+        return self._agreement.waiting(Point.GATHER.words)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """What the script gathers next, (moment, chunk); nothing where ranks ask each other."""
@@ -233,7 +221,7 @@ class Shards(Company):
             arrival = step.gather(chunk, again=True)
             if arrival is None:
                 return
-            with self._gathering(chunk):
+            with self.channel.gathering(chunk):
                 arrival.wait_on_device()
 
     def finish(self, *, at_end: bool = False) -> bool:
@@ -272,48 +260,6 @@ class Shards(Company):
         """How often the ranks have asked each other since the start."""
         return self._agreement.num_exchanges
 
-    def _post(self, chunk: Chunk) -> Pending:
-        """Put the weights of a chunk on the wire, from its home into its window."""
-        shard = chunk.weights.numel
-        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        self._mover.fetch(chunk.weights, own, chunk.spec.index).wait()
-        with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
-            what = f"the all-gather of {chunk.name}"
-            return self.ranks.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, self.message, what)
-
-    def _begin_fetch(self, chunk: Chunk, again: bool) -> Event:
-        """This rank's shard of a chunk into its window, where it is not there already."""
-        if again:
-            return self._device.mark()
-        shard = chunk.weights.numel
-        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
-        return AllOf([fetched, self._device.mark()]) if self._mover.computes(chunk) else fetched
-
-    def _launch(self, chunk: Chunk, ready: Event) -> Event:
-        """Give the library's all-gather of a chunk to the device."""
-        with self._gathering(chunk):
-            return self._device.launch(lambda: self._gather_natively(chunk), "collectives", chunk.flat, ready)
-
-    def _gather_natively(self, chunk: Chunk) -> None:
-        group, shard = self.ranks.collective, chunk.weights.numel
-        assert group is not None
-        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        with torch.profiler.record_function("gemini::all_gather"):
-            collectives.all_gather(chunk.flat, own, group, f"the all-gather of {chunk.name}")
-        self.native["all_gather"] += own.numel() * own.element_size() * (self.ranks.size - 1)
-
-    def _throw_away(self, index: int) -> None:
-        """Send this rank's shard of a chunk, and receive those of the others for nothing."""
-        chunk, wire = self._chunks[index], self.ranks.wire
-        chunk.settle()
-        for start, stop in tiles(0, chunk.weights.numel, self.message):
-            own = self._own_tile(chunk, start, stop)
-            thrown = self.scratch[-4 * self.piece :].view(own.dtype)[: stop - start]
-            what = f"serving the all-gather of {chunk.name}"
-            with self._gathering(chunk):
-                wire.start(Tag.WEIGHTS, dict.fromkeys(wire.peers, own), dict.fromkeys(wire.peers, thrown), what).wait()
-
     def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         """A tile of this rank's shard as modules read it, on the host."""
         own, _ = self._mover.host_tile(0, chunk.weights, start, stop)
@@ -325,11 +271,6 @@ class Shards(Company):
     def message(self) -> int:
         """Elements of a message with weights."""
         return min(self._mover.tile, self.piece)
-
-    @property
-    def scratch_behind(self) -> torch.Tensor:
-        """Of the scratch area what reductions behind backward may use."""
-        return self.scratch[: -4 * self.piece]
 
     # ---- asking -----------------------------------------------------------------------------------------------------
 
@@ -416,27 +357,11 @@ class Shards(Company):
             return
         self._chunks[index].settle()
         if len(receivers) == self.ranks.size:
-            self._all_gather(self._chunks[index])
+            chunk = self._chunks[index]
+            chunk.fetched = self.channel.fetch(chunk)
+            self.channel.gather(chunk)
         else:
             self._send_weights(self._chunks[index], receivers)
-
-    def _all_gather(self, chunk: Chunk) -> None:
-        shard = chunk.weights.numel
-        own = chunk.flat[self.ranks.rank * shard : (self.ranks.rank + 1) * shard]
-        chunk.fetched = self._mover.fetch(chunk.weights, own, chunk.spec.index)
-        if self.ranks.collective is not None:
-            chunk.fetched.wait_on_device()
-            with self._gathering(chunk):
-                self._gather_natively(chunk)
-            return
-        chunk.fetched.wait()  # the wire reads it on the host
-        with torch.profiler.record_function("gemini::all_gather"), self._gathering(chunk):
-            self.ranks.wire.all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
-
-    def _gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Around weights on the wire."""
-        index, what = chunk.spec.index, Track.GATHER.value
-        return self._mover.about(what, f"{what} chunk {index}", index, track=Track.GATHER)
 
     def _send_weights(self, chunk: Chunk, receivers: list[int]) -> None:
         """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
@@ -452,7 +377,7 @@ class Shards(Company):
                     peer: room[i * (stop - start) : (i + 1) * (stop - start)] for i, peer in enumerate(wire.peers)
                 }
             outgoing = {receiver: own for receiver in receivers if receiver != wire.rank}
-            with self._gathering(chunk):
+            with self.channel.gathering(chunk):
                 wire.start(Tag.WEIGHTS, outgoing, received, what).wait()
             for rank, part in [*received.items(), *([(wire.rank, own)] if taking else [])]:
                 into = chunk.flat[rank * shard + start : rank * shard + stop]

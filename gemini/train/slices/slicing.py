@@ -11,24 +11,136 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from gemini.errors import RankMismatch, warn
-from gemini.ranks.mesh import names_of, size_of
+from gemini.ranks.agree import checksum_of
+from gemini.ranks.group import names_of, size_of
 from gemini.train.modules.reading import is_tuner_layer
 from gemini.train.params.codes import first_coded
+from gemini.train.params.handle import SET_DATA
 from gemini.train.params.tensor_slice import TensorSlice
-from gemini.train.slices.differing import first_differing, sizes_that_divide
-from gemini.train.slices.plans import PLANS, Plan, of_end
-from gemini.train.slices.styles import STYLES, cutting_of, parts_of, sliced_forward
-from gemini.train.slices.sums import ImaginedSlices, Slices
-from gemini.train.slices.whole import WholeParams
+from gemini.train.slices.styles import STYLES, ImaginedSlices, Slices, cutting_of, parts_of, sliced_forward
+
+
+def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
+    """The first param that is not the same on all ranks along ``dim``."""
+    said = [(name, tuple(param.shape), checksum_of(param.data)) for name, param in model.named_parameters()]
+    everyone: list[Any] = [None] * size_of(mesh, dim)
+    dist.all_gather_object(everyone, said, group=mesh.get_group(names_of(mesh).index(dim)))
+    for of_param in zip(*everyone, strict=False):
+        if any(other != of_param[0] for other in of_param):
+            return str(of_param[0][0])
+    return None if len({len(said) for said in everyone}) == 1 else "the number of params"
+
+
+def sizes_that_divide(number: int) -> str:
+    """Those above one, in words for an error."""
+    return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
+
+
+class Plan(NamedTuple):
+    """``styles``: ends of the names of modules to styles. ``counts``: ends of those whose attributes count heads or
+    columns of this slice, to these attributes.
+    """
+
+    styles: Mapping[str, str]
+    counts: Mapping[str, tuple[str, ...]] = {}
+
+
+_HEAD = {"lm_head": "colwise_gather_output"}
+_GPT2 = Plan(
+    {
+        "attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise",
+        **_HEAD,
+    },
+    {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
+)  # fmt: skip
+_OPT = Plan(
+    {
+        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise", **_HEAD,
+    },
+    {"self_attn": ("num_heads",)},
+)  # fmt: skip
+_BLOOM = Plan(
+    {
+        "self_attention.query_key_value": "colwise", "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise", "self_attention": "alibi", **_HEAD,
+    },
+    {"self_attention": ("num_heads",)},
+)  # fmt: skip
+_BERT = Plan(
+    {
+        "attention.self.query": "colwise", "attention.self.key": "colwise", "attention.self.value": "colwise",
+        "attention.output.dense": "rowwise", "intermediate.dense": "colwise", "output.dense": "rowwise",
+    }
+)  # fmt: skip
+_T5 = Plan(
+    {
+        "SelfAttention.q": "colwise", "SelfAttention.k": "colwise", "SelfAttention.v": "colwise",
+        "SelfAttention.o": "rowwise", "EncDecAttention.q": "colwise", "EncDecAttention.k": "colwise",
+        "EncDecAttention.v": "colwise", "EncDecAttention.o": "rowwise",
+        "relative_attention_bias": "columns", "DenseReluDense.wi": "colwise", "DenseReluDense.wi_0": "colwise",
+        "DenseReluDense.wi_1": "colwise", "DenseReluDense.wo": "rowwise", **_HEAD,
+    },
+    {"SelfAttention": ("n_heads",), "EncDecAttention": ("n_heads",)},
+)  # fmt: skip
+
+PLANS = {"gpt2": _GPT2, "opt": _OPT, "bloom": _BLOOM, "bert": _BERT, "t5": _T5}
+"""By ``config.model_type``."""
+
+
+def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
+    """The longest of the ends that ``name`` has."""
+    found = [end for end in by_end if name == end or name.endswith(f".{end}")]
+    return max(found, key=len) if found else None
+
+
+class WholeParams:
+    """What params were before they became slices.
+
+    Attributes:
+        params: by every name of a param that is cut, which slice of it is here.
+    """
+
+    def __init__(self) -> None:
+        self.params: dict[str, TensorSlice] = {}
+        self._whole: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def cut(self, model: nn.Module, cuts: Mapping[str, TensorSlice]) -> None:
+        """Leave the slices of these params, in place."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        self.params = dict(cuts)
+        for param, cut in {id(named[name]): (named[name], cut) for name, cut in cuts.items()}.values():
+            self._whole.append((param, param.data))
+            SET_DATA(param, cut.of(param.data))
+
+    def by_param(self, model: nn.Module) -> dict[int, TensorSlice]:
+        """The slices by the ids of the params of ``model``, which may have let go of some."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        return {id(named[name]): cut for name, cut in self.params.items() if name in named}
+
+    def give_back(self) -> None:
+        """The params are whole again."""
+        while self._whole:
+            SET_DATA(*self._whole.pop())
+
+    def keep(self) -> None:
+        """There is no way back: whole values are let go of."""
+        self._whole.clear()
+
 
 STANDS_IN = "_gemini_stands_in"
 """An attribute of classes of modules that stand in for those of another rank."""
+_NOTHING = object()
+"""In the place of an attribute that was not there."""
 
 
 class SlicedModel(WholeParams):
@@ -42,6 +154,30 @@ class SlicedModel(WholeParams):
     def __init__(self, slices: Slices, styles: Mapping[str, str], counts: Mapping[str, tuple[str, ...]]):
         super().__init__()
         self.slices, self._styles, self._counts = slices, styles, counts
+        self._before: list[tuple[nn.Module, str, Any]] = []
+        self._hook: RemovableHandle | None = None
+
+    def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
+        module.__dict__[name] = value
+
+    def take_away(self) -> None:
+        """Modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
+        if not self._before:
+            return
+        while self._before:
+            module, name, value = self._before.pop()
+            if value is _NOTHING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+        if self._hook is not None:
+            self._hook.remove()
+
+    def keep(self) -> None:
+        """There is no way back."""
+        super().keep()
+        self._before.clear()
 
     def put_on(self, model: nn.Module) -> None:
         """Let the modules of ``model``, this one or one built alike, compute with slices; not what stands in for those
@@ -51,21 +187,21 @@ class SlicedModel(WholeParams):
             if getattr(type(module), STANDS_IN, False):
                 continue
             for attribute in self._counts.get(name, ()):
-                setattr(module, attribute, getattr(module, attribute) // self.slices.size)
+                self._put(module, attribute, getattr(module, attribute) // self.slices.size)
             style = self._styles.get(name)
             if style is None or STYLES[parts_of(style)[0]] is None:
                 continue
-            module.__dict__["_gemini_slice"] = (style, self.slices)
+            self._put(module, "_gemini_slice", (style, self.slices))
             if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
                 rows = self.params[f"{name}.weight"].own_shape[0]
                 here = module.padding_idx - self.slices.rank * rows
-                module.padding_idx = here if 0 <= here < rows else None
+                self._put(module, "padding_idx", here if 0 <= here < rows else None)
             if style == "mla_kv_a_proj":
                 config: Any = model.config
-                module.__dict__["_gemini_rope_dim"] = config.get_text_config().qk_rope_head_dim
-            module.forward = MethodType(sliced_forward, module)  # type: ignore[method-assign]
-        model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
-        model.__dict__["_gemini_sliced"] = self
+                self._put(module, "_gemini_rope_dim", config.get_text_config().qk_rope_head_dim)
+            self._put(module, "forward", MethodType(sliced_forward, module))
+        self._hook = model.register_forward_hook(lambda *_: self.slices.forget(), always_call=True)
+        self._put(model, "_gemini_sliced", self)
 
 
 def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | None = None) -> nn.Module:
@@ -87,8 +223,8 @@ def slice_tensors(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str] | 
     """
     sliced = cut_whole(model, mesh, plan)
     if sliced is not None:
-        sliced.keep()
         sliced.put_on(model)
+        sliced.keep()
     return model
 
 
@@ -109,7 +245,7 @@ def cut_whole(
 
 def imagine_slices(model: nn.Module, size: int, sent: Counter[str]) -> None:
     """Let a model without values compute the first of ``size`` slices, to be traced; ``sent``: see
-    :class:`~gemini.train.slices.sums.ImaginedSlices`.
+    :class:`~gemini.train.slices.styles.ImaginedSlices`.
 
     Raises:
         ValueError: as :func:`slice_tensors`.

@@ -1,21 +1,68 @@
-"""What ranks with slices of the same params tell each other outside of the forward: norms, steps, whole values.
+"""Ranks with slices of one model: what goes with that, and what they tell each other outside of the forward.
 
-All of them come to each of these calls, in the same order, as they come to the sums inside the forward. A param that is
-not cut has the same gradient on all of them, to the bit; what the first one says of it counts.
+Norms, steps and whole values: all ranks come to each of these calls, in the same order, as they come to the sums inside
+the forward. A param that is not cut has the same gradient on all of them, to the bit; what the first one says of it
+counts. Batches of ranks that compute with parts of one model must be the same on all of them: of different ones slices
+would add up what means nothing, and stages would compute the loss of one for the labels of another.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
+from gemini.config import GeminiConfig
 from gemini.errors import RankMismatch
-from gemini.ranks.agree import agree
-from gemini.ranks.facts import Facts
+from gemini.planning.plan import Plan
+from gemini.planning.planes import RuleSpec
+from gemini.planning.trace import Source
+from gemini.ranks.agree import Facts, agree, checksum_of
+from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag, Wire
+from gemini.train.modules.calls import iter_tensors
 from gemini.train.params.handle import ParamHandle
+
+
+def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_stages: bool) -> None:
+    """Refuse settings under which slices would not compute what the whole model does. ``in_stages``: the model is that
+    of a :class:`gemini.Pipeline` over ranks.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    dim = "tp" if ranks.experts is None else "ep"
+    if config.gradients == "transient" and ranks.experts is None:
+        raise ValueError(
+            'gradients="transient" updates inside backward, when a slice of a model (tp) can only check its own '
+            'part of each gradient for inf and NaN: use gradients="retain" or "accumulate"'
+        )
+    if rule.whole:
+        raise ValueError(
+            f"the optimizer {rule.name} looks at whole params, and a mesh with {dim} leaves slices of them on a rank: "
+            f"use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of {dim}"
+        )
+    if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts is not None):
+        raise ValueError(
+            f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): layers that communicate with other "
+            "ranks cannot be computed in tiles. Leave tile_tokens out"
+        )
+    trace = config.placement.trace if isinstance(config.placement, Plan) else config.trace
+    if ranks.experts is not None and trace is not None and trace.source is Source.AHEAD:
+        raise ValueError(
+            "a trace (or plan) made with gemini.trace includes all experts, but with ep each rank has only some of "
+            "them. Leave it out (trace=, placement=)"
+        )
+    if ranks.stages is not None and not in_stages:
+        raise ValueError(
+            "a mesh with pp and tp: GeminiDDP cuts matrices (tp), and gemini.Pipeline makes stages (pp) as well. Give "
+            "the whole model to that, or use dp in place of pp"
+        )
+
 
 _NONE = -1.0
 """In place of the sum of squares of a gradient that is not there."""
@@ -66,3 +113,41 @@ class OtherSlices:
         """The whole value of a param, of which ``own`` (in its shape, on the CPU) is this rank's slice."""
         assert handle.cut is not None
         return handle.cut.join(list(self._wire.swap(Tag.BY_NAME, own.contiguous(), f"reading {handle.name}")))
+
+
+def compare_first_batch(model: nn.Module, wire: Wire) -> RemovableHandle:
+    """Compare what the first forward with gradients is given, by checksums, among the ranks of ``wire`` (``tp``).
+
+    The forward raises RankMismatch, on every rank and naming the argument, if they differ.
+    """
+
+    def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        named = {**{f"argument {number}": value for number, value in enumerate(args)}, **kwargs}
+        compare_batches(wire, named, values=True)
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    return handle
+
+
+def compare_batches(wire: Wire, named: Mapping[str, Any], *, values: bool, refusal: Exception | None = None) -> None:
+    """Compare the tensors of a batch among the ranks of ``wire``, which differ in ``tp`` or ``pp`` alone: by shapes and
+    dtypes, and with ``values`` by checksums. ``refusal``: why this rank cannot compute with its own.
+
+    Raises:
+        RankMismatch: on every rank, if they differ; if another rank refuses its batch, on those that do not.
+    """
+
+    def facts() -> Facts:
+        said = {name: [_said(tensor, values) for tensor in iter_tensors(value)] for name, value in named.items()}
+        return Facts({name: sums for name, sums in said.items() if sums})
+
+    doing = "the first batch" if values else "the batch"
+    agree(wire, doing, facts, refusal, words="batch", refused=RankMismatch)
+
+
+def _said(tensor: torch.Tensor, values: bool) -> str:
+    said = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{said} checksum {checksum_of(tensor):08x}" if values else said

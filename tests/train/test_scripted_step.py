@@ -1,4 +1,4 @@
-"""A rank that leaves a script of the library's collectives, with what it has offered and where others do not answer."""
+"""A rank that leaves a script of collectives, with what it has offered and where others do not answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemini.errors import RankLost
 from gemini.memory.devices.device import DONE, CpuDevice
 from gemini.memory.movement.worker import Worker
 from gemini.planning.script import Gather, Reduce, Script
-from gemini.train.sharding.launched import LaunchedStep
+from gemini.train.sharding.scripted import ScriptedStep
 
 SCRIPT = Script((Gather(0, 0), Gather(1, 1)), (Reduce(0, 0),))
 CHUNKS: list[Any] = [SimpleNamespace(spec=SimpleNamespace(index=number), name=f"chunk {number}") for number in range(2)]
@@ -32,17 +32,21 @@ class Echo:
 
 
 @pytest.fixture
-def step() -> Iterator[LaunchedStep]:
+def step() -> Iterator[ScriptedStep]:
     workers = Worker("collectives"), Worker("reduce")
-    yield LaunchedStep(
-        SCRIPT, Echo(), device=CpuDevice(), fetch=lambda chunk, again: DONE, launch=lambda chunk, ready: DONE,  # type: ignore[arg-type]
-        settle=lambda: None, launcher=workers[0], landing=workers[1], is_worker=lambda: False, waiting=nullcontext,
+    channel: Any = SimpleNamespace(
+        device=CpuDevice(), fetch_ahead=lambda chunk: DONE, launch_gather=lambda chunk, ready: DONE
+    )
+    wire: Any = Echo()
+    yield ScriptedStep(
+        SCRIPT, wire, channel, settle=lambda: None, launcher=workers[0], landing=workers[1],
+        is_worker=lambda: False, waiting=nullcontext,
     )  # fmt: skip
     for worker in workers:
         worker.close()
 
 
-def test_one_order_of_both_kinds(step: LaunchedStep) -> None:
+def test_one_order_of_both_kinds(step: ScriptedStep) -> None:
     added: list[list[int]] = []
     assert SCRIPT.gathers_before == (2,) and step.gather(CHUNKS[0]) is not None
     job = step.reduce(1, added.append, lambda: DONE)
@@ -52,7 +56,7 @@ def test_one_order_of_both_kinds(step: LaunchedStep) -> None:
     assert added == [[1, 1]] and step.finish()
 
 
-def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: LaunchedStep) -> None:
+def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: ScriptedStep) -> None:
     """Else nobody would ever launch it: this rank leaves, and what it has offered ends."""
     added: list[list[int]] = []
     step.gather(CHUNKS[0])
@@ -62,7 +66,7 @@ def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: Launche
     assert step.is_parted and not added and step.gather(CHUNKS[1]) is None and not step.finish()
 
 
-def test_behind_a_lost_rank_nothing_is_launched(step: LaunchedStep) -> None:
+def test_behind_a_lost_rank_nothing_is_launched(step: ScriptedStep) -> None:
     step._wire.is_lost = True  # type: ignore[attr-defined]
     with pytest.raises(RankLost):
         step.gather(CHUNKS[0])

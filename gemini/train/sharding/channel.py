@@ -1,0 +1,183 @@
+"""How chunks go among the ranks that divide them: weights are gathered, gradients are added up and scattered.
+
+Channel         messages of our own, in host memory (:mod:`gemini.ranks.wire`)
+LibraryChannel  the library's collectives among GPUs (NCCL), on a stream of their own
+
+Both make the same sums of the same terms; over the wire they are made here, in the order of ranks. A collective is
+*launched* from one place (:mod:`gemini.train.sharding.scripted`) or done at once, where ranks have just agreed on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import DONE, WAIT_SECONDS, AllOf, Event
+from gemini.memory.store import ChunkStore
+from gemini.planning.timeline import Track
+from gemini.ranks.wire import Pending, Tag, Wire
+
+STREAM = "collectives"
+
+
+class Arrival(Event):
+    """The end of messages on the wire. Who waits first looks after them.
+
+    Args:
+        waiting: around that wait.
+    """
+
+    what = "an all-gather"
+
+    def __init__(self, pending: Pending, waiting: Callable[[], AbstractContextManager[None]]):
+        super().__init__()
+        self._pending, self._waiting, self._turn = pending, waiting, threading.Lock()
+
+    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        """Block until the weights are there; how long that may take is the process group's.
+
+        Raises:
+            RankLost: if a rank does not answer.
+        """
+        with self._turn:
+            if not self.is_complete():
+                try:
+                    with self._waiting():
+                        self._pending.wait()
+                except GeminiError as e:
+                    self.finish(e)
+                    raise
+                self.finish()
+        if self._error is not None:
+            raise self._error
+
+
+class Channel:
+    """The chunks of one model, over the wire.
+
+    Args:
+        scratch: host memory for pieces of gradients.
+        waiting: around a wait for weights.
+    """
+
+    needs_all = False
+    """Whether a rank without any gradient of a chunk takes part in the sum, with zeros."""
+
+    def __init__(
+        self, wire: Wire, store: ChunkStore, scratch: torch.Tensor, waiting: Callable[[], AbstractContextManager[None]]
+    ):
+        self.device = store.device
+        self._wire, self._mover, self._scratch, self._waiting = wire, store.mover, scratch, waiting
+
+    # ---- weights ------------------------------------------------------------------------------------------------
+
+    def fetch(self, chunk: Chunk) -> Event:
+        """Bring this rank's shard of a chunk into its window, for :meth:`gather` and :meth:`launch_gather`."""
+        fetched = self._fetch(chunk)
+        fetched.wait()  # the wire reads it on the host
+        return fetched
+
+    def _fetch(self, chunk: Chunk) -> Event:
+        return self._mover.fetch(chunk.weights, self._section(chunk.flat), chunk.spec.index)
+
+    def fetch_ahead(self, chunk: Chunk) -> Event:
+        """The same ahead of its use: says when it may be read there."""
+        return self.fetch(chunk)
+
+    def gather(self, chunk: Chunk) -> None:
+        """Fill the window of a chunk with the shards of all ranks, all of which gather it now."""
+        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
+            self._begin(chunk).wait()
+
+    def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
+        """Begin the same when ``ready`` is complete: the end of it."""
+        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
+            return Arrival(self._begin(chunk), self._waiting)
+
+    def _begin(self, chunk: Chunk) -> Pending:
+        return self._wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def launch_reduce(self, chunk: Chunk, whole: torch.Tensor, ready: Event) -> Event:
+        """Begin to add up the gradients of a chunk when ``ready`` is complete, as far as that goes without host memory
+        for what arrives; the end of that. :meth:`sums` gives what comes of it.
+        """
+        return DONE
+
+    def sums(
+        self, chunk: Chunk, whole: torch.Tensor | None, senders: Mapping[int, torch.dtype], *, is_launched: bool = False
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """This rank's section of the sum over ranks, piece by piece: ``(start, stop, sum)``, a piece for the moment.
+
+        Args:
+            whole: this rank's gradient of the whole chunk, None if it has none.
+            senders: the ranks that have one, and its dtype there.
+            is_launched: whether :meth:`launch_reduce` was called.
+        """
+        own = whole if self._wire.rank in senders else None
+        what = f"the reduce-scatter of {chunk.name}"
+        return self._wire.reduce_scatter(Tag.GRADIENTS, own, senders, chunk.weights.numel, self._scratch, what)
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around weights that travel."""
+        return self._travelling(Track.GATHER, chunk)
+
+    def reducing(self, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around gradients that travel."""
+        return self._travelling(Track.REDUCE, chunk)
+
+    def _travelling(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:
+        index = chunk.spec.index
+        return self._mover.about(track.value, f"{track.value} chunk {index}", index, track=track)
+
+    def _section(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what has a section for each rank."""
+        return whole.chunk(self._wire.size)[self._wire.rank]
+
+
+class LibraryChannel(Channel):
+    """The same by collectives of the library, in the windows themselves."""
+
+    needs_all = True
+
+    def fetch(self, chunk: Chunk) -> Event:
+        fetched = self._fetch(chunk)
+        fetched.wait_on_device()
+        return fetched
+
+    def fetch_ahead(self, chunk: Chunk) -> Event:
+        fetched = self._fetch(chunk)
+        return AllOf([fetched, self.device.mark()]) if self._mover.computes(chunk) else fetched
+
+    def gather(self, chunk: Chunk) -> None:
+        with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
+            what = f"the all-gather of {chunk.name}"
+            self._wire.all_gather_by_library(Tag.WEIGHTS, chunk.flat, self._section(chunk.flat), what)
+
+    def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
+        return self.device.launch(lambda: self.gather(chunk), STREAM, chunk.flat, ready)
+
+    def launch_reduce(self, chunk: Chunk, whole: torch.Tensor, ready: Event) -> Event:
+        return self.device.launch(lambda: self._reduce(chunk, whole), STREAM, whole, ready)
+
+    def _reduce(self, chunk: Chunk, whole: torch.Tensor) -> None:
+        """The sum stands in this rank's section of the whole gradient."""
+        what = f"the reduce-scatter of {chunk.name}"
+        with self.reducing(chunk):
+            self._wire.reduce_scatter_by_library(Tag.GRADIENTS, self._section(whole), whole, what)
+
+    def sums(
+        self, chunk: Chunk, whole: torch.Tensor | None, senders: Mapping[int, torch.dtype], *, is_launched: bool = False
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        assert whole is not None
+        if not is_launched:
+            self._reduce(chunk, whole)
+        yield 0, chunk.weights.numel, self._section(whole)

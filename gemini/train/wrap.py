@@ -1,0 +1,297 @@
+"""A model becomes a managed one, and an ordinary one again.
+
+Managing changes a model in several ways: params become slices and move home, buffers move, modules are hooked and
+compute in tiles, its class changes. Each is a change ``apply(...) -> undo``, and one list of undos, run from the last
+to the first, serves all ends: a wrap that fails leaves the model as it was, whatever it failed at, and
+:func:`gemini.release` makes a model ordinary with the values that it has by then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.ranks.agreement import Point
+from gemini.ranks.group import Ranks
+from gemini.train.checkpoint.saver import pending_in
+from gemini.train.context.parallel import divide_sequences
+from gemini.train.engine import Engine
+from gemini.train.modules.coded_layers import prepare_layers
+from gemini.train.modules.reading import Structure, is_a
+from gemini.train.modules.token_tiles import tile_tokens
+from gemini.train.optimizers.in_place import give_back as give_optimizer_back
+from gemini.train.params.by_name import ByName
+from gemini.train.params.handle import StageParam
+from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.passes import hooks
+from gemini.train.sharding.shards import Shards
+from gemini.train.slices.experts import SpreadExperts, spread_experts
+from gemini.train.slices.slicing import SlicedModel, cut_if_whole, cuts_in
+from gemini.train.slices.together import compare_first_batch
+
+Undo = Callable[[nn.Module], None]
+"""Takes back one change of the model that it is given."""
+
+Fill = Callable[[ByName, Ranks], nn.Module]
+"""Writes the values of params that hold none yet to their homes, and returns the model that has them."""
+
+
+class Changes(list[Undo]):
+    """What was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes when nobody
+    else does.
+    """
+
+    def undo(self, model: nn.Module) -> None:
+        """Take all back, the last change first; an error in one keeps none of the others from it."""
+        with ExitStack() as stack:
+            for undo in self:
+                stack.callback(undo, model)
+            self.clear()
+
+
+def manage(
+    model: nn.Module,
+    config: GeminiConfig,
+    *,
+    process_group: Any = None,
+    mesh: Any = None,
+    fill: Fill | None = None,
+    of_stages: Mapping[str, StageParam] | None = None,
+    sliced: SlicedModel | None = None,
+    spread: SpreadExperts | None = None,
+    structure: Structure | None = None,
+    managed_class: Callable[[type[nn.Module]], type[nn.Module]],
+) -> nn.Module:
+    """Make ``model`` a GeminiDDP model; if that fails, what it was before.
+
+    Args:
+        fill: for a model whose params hold no values yet.
+        of_stages: of one stage of a :class:`gemini.Pipeline` over ranks, the params of all of them.
+        sliced, spread: what the model became when it was cut; without it the model is cut here where the mesh says so.
+        structure: of the model, if it was walked before.
+        managed_class: the class of a managed model that had the given one.
+    """
+    changes, planned = Changes(), model
+
+    def note(homes: ByName, ranks: Ranks) -> None:
+        nonlocal model
+        assert fill is not None
+        model = fill(homes, ranks)
+
+    try:
+        # Before anything is planned: what is computed in tiles is gathered together.
+        sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
+        spread = spread or spread_experts(model, mesh, is_filled=fill is None)
+        changes += [_to_call(whole.give_back) for whole in (sliced, spread) if whole is not None]
+        cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
+        cuts |= spread.by_param(model) if spread is not None else {}
+        if isinstance(config.tile_tokens, int):
+            changes.append(_in_tiles(model, config.tile_tokens))
+            structure = None
+        structure = structure or Structure(model)
+        engine = Engine(
+            structure, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note, cuts=cuts,
+            of_stages=of_stages,
+        )  # fmt: skip
+        tokens = engine.decision.tile_tokens
+        if sliced is not None:
+            changes.append(_to_call(sliced.take_away))
+            sliced.put_on(model)
+        changes.append(_give_to(model, engine, whole=spread is not None))
+        if model is not planned or (tokens is not None and not isinstance(config.tile_tokens, int)):
+            if tokens is not None:
+                changes.append(_in_tiles(model, tokens))
+            structure = Structure(model)
+        moved = _Buffers(structure, engine)
+        changes.append(moved.undo)
+        moved.move()
+        changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
+        changes.append(_hook(structure, engine))
+        if engine.ranks.context is not None:
+            changes.append(_divide_sequences(model, engine))
+        if engine.ranks.same_batch is not None:
+            model.__dict__["_gemini_hooks"].append(compare_first_batch(model, engine.ranks.same_batch))
+        if spread is not None:
+            changes.append(_to_call(spread.take_away))
+            spread.put_on(model, engine.ranks)
+        changes.append(_become(model, managed_class))
+    except BaseException:
+        changes.undo(model)
+        raise
+    # The model is whole: what it was before is let go of.
+    engine.adoption.keep()
+    moved.keep()
+    for whole in filter(None, (sliced, spread)):
+        whole.keep()
+    model.__dict__["_gemini_changes"] = changes
+    for optimizer in _optimizers_of(engine).values():
+        optimizer.adopt_plain_states()
+    return model
+
+
+def release(model: nn.Module) -> nn.Module:
+    """Make a managed model an ordinary one again: the same object, of its original class, with all its weights on the
+    CPU in the compute dtype. It can be wrapped again, for example with other budgets or in another precision.
+
+    The optimizer states and the exact masters are dropped. Optimizers of Gemini cannot be used any more; a torch
+    optimizer that was converted for the model is one of torch again, and starts anew. Save a checkpoint first if you
+    want to continue from it. With several ranks, call it on all of them; each gets the whole model.
+
+    Raises:
+        ValueError: for a model that is not managed.
+        BudgetExceeded: if host memory has not enough free bytes for the weights. Nothing was changed.
+    """
+    if "_gemini_engine" not in model.__dict__:
+        raise ValueError(
+            f"gemini.release takes a model that GeminiDDP manages, and this {type(model).__name__} is none (give the "
+            "outermost one, which was wrapped)"
+        )
+    unmanage(model, "gemini.release(model)")
+    return model
+
+
+def unmanage(model: nn.Module, what: str) -> None:
+    """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
+
+    Masters, states and gradients are gone, and so are chunks, budgets and spill file. With several ranks all of them
+    call it, and each gets the whole model.
+
+    Raises:
+        BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
+    """
+    engine: Engine = model.__dict__["_gemini_engine"]
+    engine.recovery.forget_interrupted()
+    engine.drain()
+    engine.state.check_whole()
+    precision, chunks = engine.config.precision, engine.decision.problem.layout.chunks
+    needed = sum(chunk.payload * chunk.itemsize(precision) for chunk in chunks)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise BudgetExceeded(
+            f"{what} gives an ordinary model and needs {human_bytes(needed)} of host memory for its weights, of which "
+            f"{human_bytes(free)} are free; nothing was changed. Save it (model.save_pretrained) and go on where "
+            "there is more; an adapter can be merged in place with model.merge_adapter()"
+        )
+    optimizers = _optimizers_of(engine)
+    for pending in pending_in(engine.write_observers):
+        pending.join()
+    model.__dict__.pop("_gemini_changes").undo(model)
+    for optimizer in optimizers.values():
+        give_optimizer_back(optimizer)
+
+
+def _optimizers_of(engine: Engine) -> dict[int, Stepper]:
+    return {id(o): o for handle in engine.params.handles if (o := optimizer_of(handle.param)) is not None}
+
+
+# ---- the changes -----------------------------------------------------------------------------------------------------
+
+
+def _to_call(undo: Callable[[], None]) -> Undo:
+    return lambda model: undo()
+
+
+def _in_tiles(model: nn.Module, tokens: int) -> Undo:
+    """MLPs, norms and the head compute a few tokens at a time."""
+    return _to_call(tile_tokens(model, tokens).take_away)
+
+
+def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
+    """The engine, which has taken the params already, is the model's own.
+
+    Args:
+        whole: whether params that are slices become whole again at the end, as experts do.
+    """
+    model.__dict__["_gemini_engine"] = engine
+
+    def undo(model: nn.Module) -> None:
+        engine: Engine = model.__dict__["_gemini_engine"]
+        try:
+            engine.adoption.give_back(whole=whole)
+        finally:
+            del model.__dict__["_gemini_engine"]
+
+    return undo
+
+
+class _Buffers:
+    """The buffers of one model, on the device that computes."""
+
+    def __init__(self, structure: Structure, engine: Engine):
+        self._device, self._compute = engine.store.device.torch_device, COMPUTE_DTYPES[engine.config.precision]
+        self._before = [(module, dict(module._buffers)) for _, module in structure.modules if module._buffers]
+
+    def move(self) -> None:
+        """Bring them there."""
+        for module, named in self._before:
+            # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
+            in_compute = is_a(type(module), "BufferDict")
+            for name, buffer in named.items():
+                if buffer is not None:
+                    dtype = self._compute if in_compute and buffer.is_floating_point() else buffer.dtype
+                    module._buffers[name] = buffer.to(self._device, dtype)
+
+    def keep(self) -> None:
+        """There is no way back to what they were."""
+        self._before.clear()
+
+    def undo(self, model: nn.Module) -> None:
+        """They are what they were, or once that is let go of, as they are now on the CPU."""
+        for module, named in self._before:
+            for name, buffer in named.items():
+                module._buffers[name] = buffer
+        if not self._before:
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to("cpu")
+
+
+def _hook(structure: Structure, engine: Engine) -> Undo:
+    """Modules tell the engine when they begin and end."""
+    registered: list[Any] = []
+
+    def undo(model: nn.Module) -> None:
+        model.__dict__.pop("_gemini_hooks", None)
+        for hook in registered:
+            hook.remove()
+
+    try:
+        hooks.attach(structure, engine, registered)
+    except BaseException:
+        undo(structure.model)
+        raise
+    structure.model.__dict__["_gemini_hooks"] = registered
+    return undo
+
+
+def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
+    """Ranks compute parts of sequences, and meet inside attention."""
+    reference = weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
+
+    def meet() -> None:
+        found = reference()
+        assert isinstance(found, Shards), "ranks with parts of a sequence share params"
+        found.meet(Point.CONTEXT)
+
+    divided = divide_sequences(model, engine.ranks, engine.config.context_attention, meet)
+    assert divided is not None
+    return _to_call(divided.take_away)
+
+
+def _become(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> Undo:
+    original = type(model)
+
+    def undo(model: nn.Module) -> None:
+        model.__class__ = original  # type: ignore[assignment]
+
+    model.__class__ = managed_class(original)  # type: ignore[assignment]
+    return undo
