@@ -20,7 +20,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, StorageError
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
-from gemini.memory.movement.transfers import Lane, Transfer, Transfers
+from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
 from gemini.memory.movement.worker import JobThread, Worker
 from gemini.tiers import Ledger, Tier
 
@@ -178,6 +178,26 @@ def test_what_has_ended_keeps_nothing_of_what_it_moved(world: World) -> None:
     del moved
     gc.collect()
     assert alive() is None and transfer in world.transfers.open[world.lane]
+
+
+def test_what_it_holds_is_given_back_when_it_is_over_or_taken_back(world: World) -> None:
+    def begin(number: int) -> Transfer:
+        held = Held(world.ledger, Tier.CPU, 100, "a test")
+        world.ledger.reserve(Tier.CPU, 100, "a test")
+        return world.transfers.begin(world.lane, lambda: None, key=number, held=held)
+
+    def open_bytes() -> int:
+        transfers = world.transfers.open[world.lane].values()
+        return sum(transfer.held.num_bytes for transfer in transfers if transfer.held is not None)
+
+    world.hold()
+    made = [begin(number) for number in range(3)]
+    assert world.ledger.held(Tier.CPU, "a test") == open_bytes() == 300
+    world.transfers.take_back(made[1], "a test", "wait for a test")
+    assert world.ledger.held(Tier.CPU, "a test") == open_bytes() == 200
+    world.let_go()
+    assert world.wait(made[0]) is None and world.wait(made[2]) is None
+    assert world.ledger.held(Tier.CPU, "a test") == open_bytes() == 0
 
 
 def test_a_wait_counts_as_a_stall_of_its_cause(world: World) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.worker import Job, JobThread, Worker
+from gemini.tiers import Ledger, Tier
 
 
 class Lane(Enum):
@@ -41,6 +42,15 @@ class Lane(Enum):
     RESTORE = "restore"  # and back, ahead of their use
 
     __hash__ = object.__hash__
+
+
+class Held(NamedTuple):
+    """Memory in the ledger that a transfer holds until it is over."""
+
+    ledger: Ledger
+    tier: Tier
+    num_bytes: int
+    holder: str
 
 
 class Transfer(Job):
@@ -62,6 +72,14 @@ class Transfer(Job):
         """The end of what the device copies."""
         self.taken_back = False
         """Whether it never began."""
+        self.held: Held | None = None
+        """What its end gives back."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        held, self.held = self.held, None
+        if held is not None:  # before anybody who waits for that memory wakes up
+            held.ledger.release(held.tier, held.num_bytes, held.holder)
+        super().finish(error)
 
     def is_over(self) -> bool:
         """Say whether it is done, and its copies are. Never blocks."""
@@ -111,11 +129,17 @@ class Transfers:
         return thread
 
     def begin(
-        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None
-    ) -> Transfer:
-        """Make a transfer and :meth:`submit` it. ``run``: what it does on its lane's thread."""
+        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None,
+        held: Held | None = None,
+    ) -> Transfer:  # fmt: skip
+        """Make a transfer and :meth:`submit` it.
+
+        Args:
+            run: what it does on its lane's thread.
+            held: what it holds, until it is over or taken back.
+        """
         transfer = Transfer(lane, deadline, key=key, of=of)
-        transfer.run = run
+        transfer.run, transfer.held = run, held
         self.submit(transfer)
         return transfer
 

@@ -24,7 +24,7 @@ from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.transfers import Lane
+from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
@@ -106,7 +106,7 @@ class GradientStore:
             else:
                 handle.norm_sums = kernels.copy_grad(view, flat)
             return
-        ledger, tier, num_bytes, transfers = self._ledger, self._device.tier, flat.nbytes, self._transfers
+        transfers, held = self._transfers, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
         working = Working(self._mover.watch.moved, staging=self._staging_behind)
         written = self._device.mark()
 
@@ -118,12 +118,10 @@ class GradientStore:
             except BaseException:
                 handle.norm_sums = None  # what was there of it may be torn
                 raise
-            finally:
-                ledger.release(tier, num_bytes, HOLDER)
 
         with WHOLE:
             handle.norm_sums = []  # it is there; its sums come with it
-            transfers.begin(Lane.LANDING, land, len(self.landing))
+            transfers.begin(Lane.LANDING, land, len(self.landing), held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""

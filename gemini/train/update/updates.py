@@ -11,6 +11,7 @@ An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by b
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import cast
 
@@ -18,7 +19,7 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.movement.transfers import Lane
+from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import OF_BUDGET, Tier, Turn, Want
@@ -76,7 +77,7 @@ class Updates:
         self._worker: UpdateWorker | None = None
         if store.transfers.beside:
             on_device = store.mover.staging.on_device
-            self._worker = UpdateWorker(store.mover, store.transfers.slots, _mark_lost(state), device_slots=on_device)
+            self._worker = UpdateWorker(store.mover, store.transfers.slots, weakref.ref(self), device_slots=on_device)
             store.transfers.use(Lane.UPDATE, self._worker)
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
@@ -207,20 +208,15 @@ class Updates:
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)
 
-    def _job(
-        self, update: ChunkUpdate, release: Callable[[], None] | None = None, guess: Guess | None = None
-    ) -> UpdateJob:
+    def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
         return UpdateJob(
             update,
             self._urgency(update.chunk),
             moved=self._mover.watch.moved,
             threads=max(self._num_threads(), 1),
             ready=self._device.mark(),
-            before=self._observers.before_write,
-            after=self._observers.after_write,
-            release=release,
+            observers=self._observers,
             guess=guess,
-            owner=self,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -261,12 +257,10 @@ class Updates:
                 stop = self.unseen.stop_for(update)
             self._update_now(update, stop)
             return
-        ledger, tier = self._ledger, self._device.tier
-
-        def release() -> None:
-            ledger.release(tier, num_bytes, HOLDER)
-
-        self._begin_inside(self._job(update, release if behind and num_bytes else None))
+        job = self._job(update)
+        if behind and num_bytes:
+            job.held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
+        self._begin_inside(job)
         if not behind:
             self.wait(chunk)
 
@@ -357,12 +351,12 @@ class Updates:
     def await_held(self) -> None:
         """Until no update in flight holds gradients."""
         for job in list(self.pending.values()):
-            if job.holds_gradients:
+            if job.held is not None:
                 job.wait_until_over()
 
     def _end_one(self, want: Want) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
-        return self._await_first(lambda job: job.holds_gradients)
+        return self._await_first(lambda job: job.held is not None)
 
     def _undo_one(self, want: Want) -> bool:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
@@ -389,6 +383,10 @@ class Updates:
         self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
+
+    def note_lost(self, cause: BaseException) -> None:
+        """An update broke off in its middle, on its thread."""
+        self._state.mark_corrupted(cause, reported=False)
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
@@ -449,12 +447,3 @@ class Updates:
 
 def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _mark_lost(state: StepState) -> Callable[[BaseException], None]:
-    """What the worker tells of an update that broke off; it refers to nothing that refers to the worker."""
-
-    def mark_lost(cause: BaseException) -> None:
-        state.mark_corrupted(cause, reported=False)
-
-    return mark_lost
