@@ -39,13 +39,6 @@ FLOORS = [
         "gemini.config",
         "gemini.interrupts",
         "gemini.kernels",
-        "gemini.kernels_checks",
-        "gemini.kernels_compact",
-        "gemini.kernels_cuda",
-        "gemini.kernels_io",
-        "gemini.kernels_native",
-        "gemini.kernels_reference",
-        "gemini.kernels_sums",
         "gemini.optim.compact",
         "gemini.optim.elementwise",
         "gemini.optim.matrices",
@@ -88,8 +81,8 @@ BIG_CONSTRUCTORS = {
     "Job": (0, 1), "Launch": (0, 1), "ScriptedStep": (8, 3), "Logits": (0, 1), "ManagedStage": (0, 1),
     "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1),
     "Rest": (11, 0), "Scripted": (0, 1), "StandinDevice": (0, 1), "StoredModel": (0, 1), "StrayReads": (0, 1),
-    "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2),
-    "WiredStep": (8, 5), "_Memory": (0, 1), "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
+    "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "WiredStep": (8, 5), "_Memory": (0, 1),
+    "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
 }  # fmt: skip
 LIKE_TORCH = ("HybridAdam", "Muon")  # optimizers, whose hyperparameters are arguments as those of torch are
 

@@ -293,6 +293,31 @@ def test_norms_that_others_write_hand_on_what_they_were_given() -> None:
     assert model(images(0)).dtype is torch.bfloat16
 
 
+class InAutocast(nn.Module):
+    """In a part of it autocast casts what is given to layers, to a dtype that is not the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.conv, self.rnn = nn.Linear(6, 16), nn.Conv1d(18, 18, 1), nn.LSTM(16, 16)
+        self.attention, self.head = nn.MultiheadAttention(16, 2), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x.flatten(2).reshape(len(x), 18, 6))
+        with torch.autocast("cpu", torch.float16 if x.dtype is torch.bfloat16 else torch.bfloat16):
+            for layer in (self.conv, lambda x: self.rnn(x)[0], lambda x: self.attention(x, x, x)[0], self.head):
+                x = layer(x.float() * 1.001)
+        return x
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_what_autocast_casts_is_cast_once(precision: str) -> None:
+    plain = InAutocast().to(DTYPES[precision])
+    model = gemini.GeminiDDP(InAutocast(), config(precision=precision))
+    with torch.no_grad():
+        assert same_bits(model(images(0)), plain(images(0).to(DTYPES[precision])))
+
+
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,9 @@ _OF_ONE_DTYPE = (
 )  # fmt: skip
 """What torch computes only where inputs are of the dtype of the weights: no program runs that casting would change."""
 
+_NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)
+"""Those of them that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+
 KeepFp32 = str | tuple[Any, ...] | None
 
 
@@ -226,11 +229,18 @@ def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
             return None  # nearly always
+        if _autocast_casts(module, args):
+            return None  # once: casting to ``dtype`` first would round twice
         if any(param is not None and param.dtype is not dtype for param in module._parameters.values()):
             return None  # the model has cast its weights itself, which its gradients will tell
         return cast_floats(args, dtype), cast_floats(kwargs, dtype)
 
     return before
+
+
+def _autocast_casts(module: nn.Module, args: Any) -> bool:
+    kind = args[0].device.type if args and isinstance(args[0], torch.Tensor) else "cpu"
+    return torch.is_autocast_enabled(kind) and not (kind == "cpu" and isinstance(module, _NOT_BY_AUTOCAST))
 
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
