@@ -83,14 +83,11 @@ class Engine:
         config = self.config = config.resolved()
         own, device = weakref.ref[Passes](self), make_device(config.device)
         rule = rule_for(config.optimizer, config.states, config.precision)
-        on_cuda, in_parts = device.torch_device.type == "cuda", bool(cuts) or of_stages is not None
-        ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=in_parts)
+        in_stages, on_cuda = of_stages is not None, device.torch_device.type == "cuda"
+        ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
         if not ranks.are_alone:
             prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
-        others = None
-        if cuts and (with_others := ranks.same_batch or ranks.experts) is not None:
-            refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
-            others = OtherSlices(with_others)
+        others = _other_slices(config, rule, ranks, in_stages=in_stages) if cuts else None
 
         # Where the bytes are, and what moves them.
         built = build(structure, config, device, own, ranks, cuts)
@@ -110,31 +107,21 @@ class Engine:
         calls = Calls(store.manager, exposure)
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         shared = ranks.shares_params
-        threads = config.update_threads
         updates = self.updates = Updates(
-            store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=threads
+            store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=config.update_threads
         )
-        norms = _norms_of(params, ranks, others, in_stages=of_stages is not None)
+        norms = _norms_of(params, ranks, others, in_stages=in_stages)
         working_set = store.working_set if shared or store.moves else 0
         gradients = GradientStore(params.handles, store, norms, working_set=working_set)
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
         scaling = Scaling(params, state, gradients, LossScale() if config.precision == "fp16" else None)
-        is_transient = config.gradients == "transient"
-        in_backward = InBackward(params, state, store.mover, rule, updates, gradients, scaling, transient=is_transient)
-
-        # What other ranks have to do with it.
-        kind = UsedAtOnce if is_transient else GradientSink
-        company, sink = Company(ranks, store.mover), kind(store, state, in_backward)
-        if shared:
-            company, sink = _share(config, built, store, state, ranks, rule, in_backward)
+        transient = config.gradients == "transient"
+        in_backward = InBackward(params, state, store.mover, rule, updates, gradients, scaling, transient=transient)
+        company, sink = (_share if shared else _keep)(config, built, store, state, ranks, rule, in_backward)
         self.shards = company
+        all_agree = ranks.experts is not None
         by_names = self.by_names = ByName(
-            params.handles,
-            store,
-            observers=writes,
-            company=company,
-            slices=others,
-            all_agree=ranks.experts is not None,
+            params.handles, store, observers=writes, company=company, slices=others, all_agree=all_agree
         )
 
         # The passes of a step.
@@ -232,6 +219,15 @@ def _make_store(built: Built, device: Device, rule: UpdateRule, lanes: set[Lane]
     return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.spill, built.working_set, built.durable)
 
 
+def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:
+    """Find the ranks with the other slices of the same params; None if there are none."""
+    with_others = ranks.same_batch or ranks.experts
+    if with_others is None:
+        return None
+    refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
+    return OtherSlices(with_others)
+
+
 def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_stages: bool) -> GradientNorms:
     """Make the norms of gradients, of which other slices and stages may have a part."""
     stages = ranks.stages if in_stages else None
@@ -240,10 +236,19 @@ def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_
     return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
 
 
+def _keep(
+    config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
+    in_backward: InBackward,
+) -> tuple[Company, GradientSink]:  # fmt: skip
+    """No other rank has the same params: weights are whole at home, and so are gradients."""
+    kind = UsedAtOnce if in_backward.transient else GradientSink
+    return Company(ranks, store.mover), kind(store, state, in_backward)
+
+
 def _share(
     config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
     in_backward: InBackward,
-) -> tuple[Shards, Reduction]:  # fmt: skip
+) -> tuple[Company, GradientSink]:  # fmt: skip
     """Divide weights and gradients with the other ranks that have the same params."""
     problem = built.decision.problem
     follows = store.transfers.beside and ranks.context is None  # whose attention asks in between
