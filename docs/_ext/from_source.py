@@ -61,7 +61,7 @@ def messages() -> tuple[Message, ...]:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
             kind, words = _kind(call)
             for text in _texts(words, named) if kind else ():
-                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
+                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{[\w.]+(?:!r)?\}", GAP, text))
                 if any(character.isalpha() for character in text):
                     found.append(Message(kind, text, path, call.lineno))
                 elif not _passes_on(words):

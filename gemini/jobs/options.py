@@ -35,7 +35,7 @@ ELSEWHERE = {
 def opt(
     default: Any,
     words: str,
-    group: str,
+    group: str | None,
     *,
     least: float | None = None,
     choices: tuple[str, ...] = (),
@@ -46,7 +46,7 @@ def opt(
     Args:
         default: its value if it is left out.
         words: the help.
-        group: the heading it stands under.
+        group: the heading it stands under; None: that of all commands.
         least: the smallest number it may be.
         choices: all it may be, if these are few.
         size: whether it is a number of bytes.
@@ -59,6 +59,11 @@ def opt(
 def one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
     """A field of a few words, which are in its help."""
     return opt(default, f"{words}: {', '.join(choices)}{more}", group, choices=choices)
+
+
+def argument(default: Any, words: str, *, required: bool = False) -> Any:
+    """A field that is given by its place and not by its name."""
+    return field(default=default, metadata={"words": words, "required": required, "argument": True})
 
 
 def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
@@ -80,7 +85,7 @@ def check(record: Any) -> None:
     """
     for name, (declared, _) in options(type(record)).items():
         value, about = getattr(record, name), declared.metadata
-        if value is None:
+        if value is None or "argument" in about:
             continue
         if about["least"] is not None and isinstance(value, int) and value < about["least"]:
             raise JobError(f"{spelled(name)} must be at least {about['least']}, got {value}.")
@@ -146,6 +151,7 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
             f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}."
         )
     known, found = options(record), {}
+    del known["config"]
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import pytest
 
 import gemini
 from gemini.train.checkpoint.stored import SlotReader
+from tests.cli.commands import Command
 from tests.train.helpers import train
 from tests.train.test_durable import durable, end
-
-Gemini = Callable[..., Any]
 
 
 @pytest.fixture
@@ -35,11 +33,10 @@ def files_of(store: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in store.rglob("*") if path.is_file()}
 
 
-def test_a_stranger_reads_what_is_in_a_store(gemini_command: Gemini, store: Path) -> None:
+def test_a_stranger_reads_what_is_in_a_store(gemini_command: Command, store: Path) -> None:
     (store / "LOCK-00000").unlink()
     before = files_of(store)
-    result = gemini_command("doctor", store)
-    assert result.exit_code == 0, result.output
+    result = gemini_command.ok("doctor", store)
     assert files_of(store) == before
     said = result.stdout
     for words in (
@@ -63,13 +60,12 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Gemini, store: Path
     assert "Problems" not in said and "Versions" not in said
 
 
-def test_a_store_in_use_says_by_whom(gemini_command: Gemini, tmp_path: Path) -> None:
+def test_a_store_in_use_says_by_whom(gemini_command: Command, tmp_path: Path) -> None:
     model, optimizer = durable("disk", tmp_path)
     none = gemini_command("doctor", tmp_path)
     assert none.exit_code == 1 and "has no commit" in none.stdout
     gemini.save_checkpoint(tmp_path, model, optimizer)
-    result = gemini_command("doctor", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = gemini_command.ok("doctor", tmp_path)
     assert f"in use by process {os.getpid()} on " in result.stdout
     with pytest.raises(gemini.StorageError, match=f"in use by another run.*process {os.getpid()} on "):
         durable("disk", tmp_path)
@@ -78,7 +74,7 @@ def test_a_store_in_use_says_by_whom(gemini_command: Gemini, tmp_path: Path) -> 
 
 
 def test_what_a_run_overwrites_meanwhile_is_no_damage(
-    gemini_command: Gemini, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report has read the records of one commit when the run makes two more."""
     model, optimizer = durable("disk", tmp_path)
@@ -92,8 +88,7 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
         return [*told(reader)]
 
     monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
-    result = gemini_command("doctor", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = gemini_command.ok("doctor", tmp_path)
     assert "data: the run has overwritten it since" in result.stdout
     end(model)
 
@@ -134,7 +129,9 @@ def _no_records(store: Path) -> None:
         (_no_records, 1, "Start anew, or load a checkpoint"),
     ],
 )
-def test_a_broken_store_says_what_to_do(damage: Any, code: int, says: str, gemini_command: Gemini, store: Path) -> None:
+def test_a_broken_store_says_what_to_do(
+    damage: Any, code: int, says: str, gemini_command: Command, store: Path
+) -> None:
     damage(store)
     result = gemini_command("doctor", store)
     assert result.exit_code == code and says in result.stdout, result.output
@@ -142,15 +139,14 @@ def test_a_broken_store_says_what_to_do(damage: Any, code: int, says: str, gemin
     assert code or "is not whole: it is being written, or a power cut" in result.stdout
 
 
-def test_what_is_no_store_is_said_to_be_none(gemini_command: Gemini, tmp_path: Path) -> None:
+def test_what_is_no_store_is_said_to_be_none(gemini_command: Command, tmp_path: Path) -> None:
     for path, why in ((tmp_path, "has no folder store-0001"), (tmp_path / "absent", "is not a folder")):
         result = gemini_command("doctor", path)
         assert result.exit_code == 1 and why in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_store_that_another_model_began_beside_it_is_said(gemini_command: Gemini, store: Path) -> None:
+def test_a_store_that_another_model_began_beside_it_is_said(gemini_command: Command, store: Path) -> None:
     (store / "store-0002").mkdir()
-    result = gemini_command("doctor", store)
-    assert result.exit_code == 0, result.output
+    result = gemini_command.ok("doctor", store)
     assert "store-0001 beside store-0002" in result.stdout and "last: commit 2, step 3" in result.stdout

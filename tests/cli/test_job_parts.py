@@ -13,14 +13,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from gemini.jobs.budgets import budget_lines
-from gemini.jobs.callbacks import Shown
 from gemini.jobs.checkpoints import check_room, choose, num_bytes
+from gemini.jobs.demo import ResidentPeak, resident_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.interrupt import StopWish
 from gemini.jobs.options import from_yaml, to_yaml
-from gemini.jobs.resident import ResidentPeak, resident_bytes
+from gemini.jobs.screen import budget_lines
 from gemini.jobs.settings import TrainSettings
+from gemini.jobs.trainer import Shown, StopWish
 from gemini.ranks import launch
 from gemini.tiers import Tier
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.hunts.program_parts import Habit
 from tests.hunts.program_parts import make_habit as _habit
 from tests.hunts.program_writes import EVALUATE
@@ -58,6 +60,13 @@ def make(name: str) -> str:
 
 
 def _adapter(place: str, source: str) -> Habit:
+    """What PEFT writes into trained base weights is noted, as for every write of a program's own."""
+    source = re.sub(
+        r"^( *)(model\S*merge_adapter\(.*\)|first = .*|take\(.*)$",
+        r"\1with side.writing(list(model.parameters())):\n\1    \2",
+        source,
+        flags=re.MULTILINE,
+    )
     return _habit(place, source.replace("<EVALUATE>", EVALUATE.strip()), needs="adapter")
 
 

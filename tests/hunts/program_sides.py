@@ -305,7 +305,8 @@ class PlainSide(Side):
 
     def _note_written(self, params: Iterable[torch.Tensor]) -> None:
         """What was written is the whole master."""
-        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in params):
+        every = list(params)
+        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in every):
             if "residual" in state:
                 state["residual"].zero_()
             if "master" in state:
@@ -377,7 +378,7 @@ class ManagedSide(Side):
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
-            world_of(model).guesses = AlwaysPays()
+            world_of(model).guess_by(AlwaysPays())
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.
