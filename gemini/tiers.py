@@ -282,6 +282,7 @@ class Ledger:
         self._reclaimers: list[tuple[Turn, Tier, weakref.WeakMethod[Any]]] = []
         self._claims: list[tuple[Tier, weakref.WeakMethod[Any]]] = []
         self._explain: dict[Tier, weakref.WeakMethod[Any]] = {}
+        self._remarks: dict[str, weakref.WeakMethod[Any]] = {}
         self._apart: set[Tier] = set()
 
     # ---- who gives way ------------------------------------------------------------------------------------------
@@ -300,6 +301,10 @@ class Ledger:
         """``explain``: says what a refusal is due to. ``apart``: windows in that tier have memory of their own."""
         self._explain[tier] = weakref.WeakMethod(explain)
         self._apart |= {tier} if apart else set()
+
+    def register_remark(self, holder: str, remark: Callable[[BudgetExceeded], BudgetExceeded]) -> None:
+        """This method adds to what a refusal says to ``holder``, or leaves it as it is."""
+        self._remarks[holder] = weakref.WeakMethod(remark)
 
     def claimed(self, tier: Tier) -> int:
         """Bytes that are wanted soon."""
@@ -406,16 +411,19 @@ class Ledger:
         return True
 
     def refusal(self, want: Want) -> BudgetExceeded:
-        """What is said to who wants what nobody can give."""
-        method = self._explain.get(want.tier) if want.what else None
-        explain = None if method is None else method()
-        if explain is not None:
-            return explain(want)
-        account = self._accounts[want.tier]
-        return BudgetExceeded(
-            f"{want.holder} asked for {human_bytes(want.num_bytes)} of {want.tier.value}: {human_bytes(account.used)} "
-            f"of {human_bytes(account.budget)} are taken, {human_bytes(account.budget - account.used)} are free"
-        )
+        """Say to who wants it what nobody can give, and why."""
+        explain = _alive(self._explain.get(want.tier)) if want.what else None
+        remark = _alive(self._remarks.get(want.holder))
+        if explain is None:
+            account = self._accounts[want.tier]
+            error = BudgetExceeded(
+                f"{want.holder} asked for {human_bytes(want.num_bytes)} of {want.tier.value}: "
+                f"{human_bytes(account.used)} of {human_bytes(account.budget)} are taken, "
+                f"{human_bytes(account.budget - account.used)} are free"
+            )
+        else:
+            error = explain(want)
+        return error if remark is None else remark(error)
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
         """Give back what ``holder`` reserved."""
@@ -460,3 +468,8 @@ class Ledger:
                 held = sum(account.held.values())
                 assert held == account.used, f"{tier.value}: holders hold {held}, used says {account.used}"
                 assert 0 <= account.used <= account.peak <= account.budget, (tier.value, account)
+
+
+def _alive(method: weakref.WeakMethod[Any] | None) -> Any:
+    """The method, if what it belongs to is still there."""
+    return None if method is None else method()

@@ -76,13 +76,11 @@ MOST_ARGUMENTS = 7
 # Constructors that take more arguments than that, or callables of other parts: (arguments, callables). No entry is
 # added and no number raised; what has come down is entered anew, or goes.
 BIG_CONSTRUCTORS = {
-    "BackwardPass": (14, 0), "ByName": (8, 1), "Calls": (0, 4), "DeviceSums": (0, 1), "DrawnModel": (0, 1),
-    "Engine": (0, 1), "Exchange": (0, 1), "Export": (11, 0), "Foresight": (0, 1), "ForwardPass": (11, 1),
-    "Gathering": (0, 2), "GradientStore": (9, 0), "InBackward": (8, 0), "Job": (0, 1), "Logits": (0, 1),
-    "ManagedStage": (0, 1), "Manager": (8, 0), "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0),
-    "Recorder": (0, 2), "RecordedEvent": (0, 1), "Recovery": (9, 0), "Rest": (11, 0), "Room": (0, 2),
-    "StandinDevice": (0, 1), "Stepping": (14, 0), "StoredModel": (0, 1), "StrayReads": (0, 1), "UpdateJob": (10, 3),
-    "UpdateWorker": (0, 1), "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "_Memory": (0, 1),
+    "DeviceSums": (0, 1), "DrawnModel": (0, 1), "Engine": (0, 1), "Exchange": (0, 1), "Export": (10, 0),
+    "Foresight": (0, 1), "Gathering": (0, 1), "InBackward": (8, 0), "Job": (0, 1), "Logits": (0, 1),
+    "ManagedStage": (0, 1), "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "RecordedEvent": (0, 1),
+    "Recorder": (0, 2), "Rest": (11, 0), "StandinDevice": (0, 1), "StoredModel": (0, 1), "StrayReads": (0, 1),
+    "Updates": (8, 0), "Watch": (0, 1), "WindowMemory": (0, 2), "_Memory": (0, 1),
     "_Outside": (0, 2), "_ReadAtTouch": (0, 1),
 }  # fmt: skip
 LIKE_TORCH = ("HybridAdam", "Muon")  # optimizers, whose hyperparameters are arguments as those of torch are
@@ -225,7 +223,7 @@ def test_constructors_take_few_parts_and_no_callables_of_others() -> None:
     assert not [found for tree in trees for found in too_big(tree)], "a value counts as one; ask the part, or the chunk"
     # A part that is connected later takes its callables by another door.
     assert sum(node.name == "connect" for tree in trees for node in ast.walk(tree)
-               if isinstance(node, ast.FunctionDef)) <= 5  # fmt: skip
+               if isinstance(node, ast.FunctionDef)) <= 1  # fmt: skip
     seven, eight = (", ".join(f"a{i}" for i in range(count)) for count in (7, 8))
     for arguments, is_too_big in (
         (seven, False),

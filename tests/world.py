@@ -60,6 +60,7 @@ WHERE = {
     "spill": "store.spill",
     "durable": "store.durable",
     "manager": "store.manager",
+    "transfers": "store.transfers",  # all that is in flight beside training
     "fetches": "store.manager.fetches",
     "foresight": "store.manager.foresight",
     "schedule": "store.manager.foresight.schedule",
@@ -78,7 +79,7 @@ WHERE = {
     "first_use": "updates._first_use",  # by the index of a chunk, when the next step needs it
     "update_worker": "updates._worker",
     "activations": "activations",
-    "activation_workers": "activations.workers",
+    "activation_workers": "activations.flights",
     "discard": "stepping.discard",
     "forget_updates": "updates.forget",
     "forget_interrupted": "recovery.forget_interrupted",

@@ -58,7 +58,7 @@ def probe(directory: str | Path) -> DirectoryProbe:
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
 
 
-class Transfer(Event):
+class FileTransfer(Event):
     """A read or a write under way. It keeps its memory alive until the disk is done with it."""
 
     def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
@@ -173,14 +173,14 @@ class SpillFile:
                 f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
             ) from e
 
-    def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> Transfer:
+    def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> FileTransfer:
         """Start to fill the page-aligned, contiguous host tensor ``into`` from ``offset``.
 
         ``urgent``: before other requests that have not been started.
         """
         return self._transfer("read", into, offset, urgent)
 
-    def begin_write(self, source: torch.Tensor, offset: int) -> Transfer:
+    def begin_write(self, source: torch.Tensor, offset: int) -> FileTransfer:
         """Start to write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
         return self._transfer("write", source, offset, False)
 
@@ -227,7 +227,7 @@ class SpillFile:
         error.__cause__ = cause
         return error
 
-    def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> Transfer:
+    def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> FileTransfer:
         num_bytes = tensor.numel() * tensor.element_size()
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
@@ -237,7 +237,7 @@ class SpillFile:
                 ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
             except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
                 raise self.failed(what, num_bytes, offset, e) from e
-            return Transfer(self, ticket, tensor, what, offset)
+            return FileTransfer(self, ticket, tensor, what, offset)
 
 
 def _open(directory: Path) -> tuple[int, bool, bool]:

@@ -10,6 +10,7 @@ from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
 from gemini.tiers import Ledger
@@ -23,6 +24,7 @@ class ChunkStore:
     device: Device
     ledger: Ledger
     mover: Mover
+    transfers: Transfers
     manager: Manager
     spill: SpillFile | None
     working_set: int

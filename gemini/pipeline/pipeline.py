@@ -31,7 +31,7 @@ from gemini.ranks.wire import Tag, Wire, collectives_of
 from gemini.tracing.batches import batch_for
 from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import manage
-from gemini.train.gradients.tied import sum_tied
+from gemini.train.gradients.store import sum_tied
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
 from gemini.train.loading.skeleton import Skeleton

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gemini.interrupts import WHOLE, call_without_grad
-from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.device import Event, HostMemoryDevice, register_device
+from gemini.memory.devices.pinned import Arena
 from gemini.memory.devices.windows import FramePool, PageWindow, Window
 from gemini.patches import register
 from gemini.testing.clock import RandomClock

@@ -163,7 +163,7 @@ class Observer:
         self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
         self._gathered: Counter[int] = Counter()
-        self._calls = Calls(self._acquire, self._release)  # type: ignore[arg-type]
+        self._calls = Calls(self, self)
         self._path_of: dict[CallRecord, str] = {}
         self._path = ""
         self._in_backward = False
@@ -365,13 +365,18 @@ class Observer:
 
         return complete
 
-    def _acquire(self, index: Any) -> None:
+    def acquire(self, index: Any) -> None:
         self._gathered[index] += 1
 
-    def _release(self, index: Any) -> None:
+    def release(self, index: Any) -> None:
         self._gathered[index] -= 1
         if not self._gathered[index]:
             del self._gathered[index]
+
+    def expose(self, index: Any) -> None:
+        """Params are ordinary ones here in any case, and so for :meth:`cover`."""
+
+    cover = expose
 
     def _phase(self) -> Phase:
         if not self._in_backward:

@@ -20,18 +20,18 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
-from gemini.memory.devices.device import make_device
+from gemini.memory.devices.device import Device, make_device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.memory.store import ChunkStore
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
+from gemini.rules import UpdateRule
 from gemini.tiers import Tier, Turn
 from gemini.train.activations.store import make_activation_store
-from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaled_backward import LossScale, Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import Structure
@@ -42,16 +42,17 @@ from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.gathered import Gathering
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import StageParam
+from gemini.train.params.handle import ParamSet, StageParam
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.hooks import Passes
+from gemini.train.passes.parts import Parts
 from gemini.train.passes.recovery import Recovery
 from gemini.train.passes.stepping import Stepping
 from gemini.train.passes.stray_reads import StrayReads
 from gemini.train.setup.adoption import Adoption, take_apart
-from gemini.train.setup.build import build
+from gemini.train.setup.build import Built, build
 from gemini.train.setup.problem import prepare, reduce_dtype
 from gemini.train.setup.trained import TrainedParams
 from gemini.train.sharding.company import Company
@@ -80,134 +81,72 @@ class Engine:
         cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
-        rule, own = rule_for(config.optimizer, config.states, config.precision), weakref.ref[Passes](self)
-        state = self.state = StepState()
-        lock, observers = threading.RLock(), Observers()
-        self.write_observers = WriteObservers()
-        device = make_device(config.device)
-        ranks = self.ranks = join(
-            process_group, mesh, cuda=device.torch_device.type == "cuda", in_parts=bool(cuts) or of_stages is not None
-        )  # fmt: skip
+        own, device = weakref.ref[Passes](self), make_device(config.device)
+        rule = rule_for(config.optimizer, config.states, config.precision)
+        in_stages, on_cuda = of_stages is not None, device.torch_device.type == "cuda"
+        ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
         if not ranks.are_alone:
             prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
-        others = None
-        if cuts and ranks.slices.size > 1:
-            refuse_unsuited(config, rule.spec, ranks, in_stages=of_stages is not None)
-            others = OtherSlices(ranks.slices)
+        others = _other_slices(config, rule, ranks, in_stages=in_stages) if cuts else None
+
+        # Where the bytes are, and what moves them.
         built = build(structure, config, device, own, ranks, cuts)
-        self.decision, params = built.decision, built.params
-        self.params = params
+        self.decision = built.decision
+        params = self.params = built.params
         params.of_stages = of_stages or {}
-        alone, shared, overlap = ranks.size == 1, ranks.shares_params, config.overlap
+        store = self.store = _make_store(built, device, rule, _lanes(config, ranks, device))
+        state = self.state = StepState()
+        lock, observers = threading.RLock(), Observers()
+        writes = self.write_observers = WriteObservers()
+        if store.durable is not None:
+            writes.append(ChangedChunks(store.chunks))
 
-        mover = Mover(device, built.tile, built.ledger, device_tile=built.device_tile, rule=rule.spec)
-        # Staging is short where budgets are tight: updates first, which have nothing without it.
-        slots = mover.staging.take_slots() if config.overlap else None
-        behind = mover.staging.take() if overlap and not alone else None
-        manager = Manager(
-            built.chunks, ledger=built.ledger, device=device, mover=mover, foresight=built.foresight,
-            worker=Worker("fetch") if overlap else None, worker_staging=mover.staging.take() if overlap else None,
-        )  # fmt: skip
-        store = self.store = ChunkStore(
-            built.chunks, device, built.ledger, mover, manager, built.spill, built.working_set, built.durable
-        )  # fmt: skip
-
-        updates = self.updates = Updates(
-            store, state, self.write_observers, rule, built.first_use, alone=not shared, slots=slots,
-            threads=config.update_threads,
-        )  # fmt: skip
-        exposure = Exposure(params, store, state, updates)
-        saved_weights = SavedWeights(manager, lock, observers)
-        calls = Calls(manager.acquire, manager.release, exposure.expose, exposure.cover)
+        # What computes with them: weights out of their homes, gradients and activations in, updates between.
+        exposure = Exposure(params, store, state)
+        saved_weights = SavedWeights(store.manager, lock, observers)
+        calls = Calls(store.manager, exposure)
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
-        stages = None if of_stages is None else ranks.stages
-        norms = GradientNorms(
-            params.handles, others, stages, copies=[] if stages is None else params.copies(stages.rank),
-            knows_all=not ranks.slice_ or ranks.is_one_model,
-        )  # fmt: skip
-        gradients = GradientStore(
-            params.handles, ledger=store.ledger, device=device, mover=mover, manager=manager, spill=store.spill,
-            working_set=store.working_set if shared or store.moves else 0,
-            worker=Worker("landing") if overlap and not shared and device.tier is Tier.GPU else None,
-            norms=norms,
-        )  # fmt: skip
-        updates.connect(exposure)
-        activations = self.activations = make_activation_store(
-            store, calls, built.decision.offload_activations, overlap
+        shared = ranks.shares_params
+        updates = self.updates = Updates(
+            store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=config.update_threads
         )
+        norms = _norms_of(params, ranks, others, in_stages=in_stages)
+        working_set = store.working_set if shared or store.moves else 0
+        gradients = GradientStore(params.handles, store, norms, working_set=working_set)
+        activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
         scaling = Scaling(params, state, gradients, LossScale() if config.precision == "fp16" else None)
-        in_backward = InBackward(
-            params, state, mover, rule, updates, gradients, scaling, transient=config.gradients == "transient"
-        )
-
-        company, shards = Company(ranks, mover), None
-        kind = UsedAtOnce if in_backward.transient else GradientSink
-        sink = kind(store, state, gradients=gradients, updates=updates, in_backward=in_backward)
-        if shared:
-            exchange = built.decision.problem.exchange
-            company = shards = Shards(
-                ranks, params, store, state, exchange=exchange, kinds=rule.spec.kinds,
-                follows=overlap and ranks.context.size == 1,  # whose attention asks in between
-            )  # fmt: skip
-            sink = Reduction(
-                shards, sink, scaling, dtype=reduce_dtype(config), room=built.decision.problem.in_flight,
-                staging=behind, sums_each_backward=config.gradients == "retain",
-            )  # fmt: skip
+        transient = config.gradients == "transient"
+        in_backward = InBackward(params, state, store.mover, rule, updates, gradients, scaling, transient=transient)
+        company, sink = (_share if shared else _keep)(config, built, store, state, ranks, rule, in_backward)
         self.shards = company
+        all_agree = ranks.experts.size > 1
         by_names = self.by_names = ByName(
-            params.handles, store, observers=self.write_observers, company=company,
-            slices=others, all_agree=ranks.experts.size > 1,
-        )  # fmt: skip
-        trained = TrainedParams(
-            params,
-            store,
-            activations,
-            precision=config.precision,
-            gradients=config.gradients,
-            rule=rule.spec,
-            grad_hook=grad_hook,
+            params.handles, store, observers=writes, company=company, slices=others, all_agree=all_agree
         )
 
-        forward = self.forward = ForwardPass(
-            store, state, calls, lock=lock, observers=observers, exposure=exposure, saved_weights=saved_weights,
-            activations=activations, updates=updates, trained=trained,
-            begin_step=company.begin_step,
+        # The passes of a step.
+        parts = Parts(
+            params, store, state, lock, observers, writes, exposure, saved_weights, calls, updates, gradients,
+            activations, scaling, in_backward, company, sink, by_names, others,
         )  # fmt: skip
-        backward = self.backward = BackwardPass(
-            params, store, state, calls, lock=lock, observers=observers, exposure=exposure, activations=activations,
-            gradients=gradients, scaling=scaling, updates=updates, in_backward=in_backward, by_names=by_names,
-            sink=sink,
-        )  # fmt: skip
-        recovery = self.recovery = Recovery(
-            params, store, state, forward, backward, exposure, activations, gradients, updates
-        )
-        self.stepping = Stepping(
-            params, store, state, rule, gradients=config.gradients, backward=backward, scaling=scaling,
-            updates=updates, exposure=exposure, recovery=recovery, observers=self.write_observers, company=company,
-            slices=others,
-        )  # fmt: skip
+        trained = TrainedParams(params, store, activations, config, rule.spec, grad_hook)
+        self.forward = ForwardPass(parts, trained)
+        self.backward = BackwardPass(parts)
+        self.recovery = Recovery(parts, self.forward, self.backward)
+        self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
+        self.reads = StrayReads(self.forward, partial(begin_backward_of, own))
+        self.rewriting = Rewriting(by_names, writes, lock)
+        self.gathering = Gathering(by_names, store, writes, opened=self.forward.opened)
 
-        self.reads = StrayReads(forward, partial(begin_backward_of, own))
-        self.rewriting = Rewriting(by_names, self.write_observers, lock)
-        self.gathering = Gathering(by_names, store, self.write_observers, opened=forward.opened)
-        manager.connect(
-            on_evict=exposure.poison,
-            gather=None if alone or shards is None else shards.gather,
-            is_lent=saved_weights.is_lent,
-            explain=sink.explain,
-            upcoming=None if alone or shards is None else shards.upcoming,
-            follow=(lambda: None) if alone or shards is None else shards.follow,
-        )
+        # The params come home, and into the hands of all that.
         self.adoption = Adoption(
             params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shared
         )
-        if store.durable is not None:
-            self.write_observers.append(ChangedChunks(store.chunks))
-        state.mark_made()
+        state.is_made = True
         if fill is not None:
             fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)
-        mover.watch.start_over()  # coming home is no part of the first step
+        store.mover.watch.start_over()  # coming home is no part of the first step
         gc.collect(0)
 
     def drain(self) -> None:
@@ -230,7 +169,9 @@ class Engine:
     def check_invariants(self) -> None:
         """Everything that must hold between steps; for tests."""
         self.drain()
+        self.store.transfers.check_invariants()
         self.store.manager.check_invariants()
+        self.activations.check_invariants()
         self.store.check_planes(self.stepping.rule.spec.kinds)
         if not self.state.computing:
             assert all(isinstance(h.param, ManagedParameter) for h in self.params.handles)
@@ -240,8 +181,9 @@ class Engine:
         """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
         self.write_observers.close()
         self.forward.close()  # its hooks are over those of activations
-        for workers in (self.updates, self.store.manager, self.backward.gradients, self.activations):
-            workers.close()
+        self.store.transfers.close()
+        for part in (self.updates, self.store.manager, self.activations):
+            part.close()
         take_apart(self.store.chunks, self.params.handles)
         self.shards.close()
         self.ranks.close()
@@ -256,3 +198,70 @@ class Engine:
         if not is_finalizing() and hasattr(self, "adoption"):
             with _disable_current_modes():  # garbage is collected in the middle of anything, of fake tensors too
                 self.close()
+
+
+def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
+    """Say what moves beside training."""
+    lanes = set(Lane) if config.overlap else set()
+    if ranks.size == 1:
+        lanes.discard(Lane.REDUCE)
+    if ranks.shares_params or device.tier is not Tier.GPU:
+        lanes.discard(Lane.LANDING)  # what ranks add up lands behind that; elsewhere gradients are at home at once
+    return lanes
+
+
+def _make_store(built: Built, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
+    """Make what moves the bytes that :func:`build` has laid out."""
+    ledger, chunks = built.ledger, built.chunks
+    mover = Mover(device, built.tile, ledger, device_tile=built.device_tile, rule=rule.spec)
+    transfers = Transfers(mover, lanes)
+    manager = Manager(chunks, ledger=ledger, device=device, mover=mover, foresight=built.foresight, transfers=transfers)
+    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.spill, built.working_set, built.durable)
+
+
+def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:
+    """Find the ranks with the other slices of the same params; None if there are none."""
+    if ranks.slices.size == 1:
+        return None
+    refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
+    return OtherSlices(ranks.slices)
+
+
+def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_stages: bool) -> GradientNorms:
+    """Make the norms of gradients, of which other slices and stages may have a part."""
+    stages = ranks.stages if in_stages else None
+    copies = [] if stages is None else params.copies(stages.rank)
+    knows_all = not ranks.slice_ or ranks.is_one_model
+    return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
+
+
+def _keep(
+    config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
+    in_backward: InBackward,
+) -> tuple[Company, GradientSink]:  # fmt: skip
+    """No other rank has the same params: weights are whole at home, and so are gradients."""
+    kind = UsedAtOnce if in_backward.transient else GradientSink
+    return Company(ranks, store.mover), kind(store, state, in_backward)
+
+
+def _share(
+    config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
+    in_backward: InBackward,
+) -> tuple[Company, GradientSink]:  # fmt: skip
+    """Divide weights and gradients with the other ranks that have the same params."""
+    problem = built.decision.problem
+    follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
+    shards = Shards(
+        ranks, built.params, store, state, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows
+    )
+    _, into = _keep(config, built, store, state, ranks, rule, in_backward)
+    reduction = Reduction(
+        shards,
+        into,
+        dtype=reduce_dtype(config),
+        room=problem.in_flight,
+        sums_each_backward=config.gradients == "retain",
+    )
+    if ranks.size > 1:
+        store.manager.gather_from(shards)
+    return shards, reduction

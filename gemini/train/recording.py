@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
-from gemini.memory.watching.recorder import RecordedStep, Recorder
+from gemini.memory.watching import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.train.engine import Engine

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.memory.devices import cuda_budget
+from gemini.memory.devices import cuda
 from tests.gpu import gpu_cases
 from tests.world import world_of
 
@@ -71,7 +71,7 @@ def wrap(gpu: int, path: Path, activations: int = 0, model: nn.Module | None = N
 def test_the_context_is_in_the_ledger(card: torch.device, tmp_path: Path) -> None:
     model = wrap(gpu_cases.budget("64MiB"), tmp_path)
     report = model.memory_report()
-    assert report["gpu"]["holders"]["context"] == 500 * MIB + cuda_budget.CUDA_KERNELS + cuda_budget.CUDA_WORKSPACES
+    assert report["gpu"]["holders"]["context"] == 500 * MIB + cuda.CUDA_KERNELS + cuda.CUDA_WORKSPACES
     assert report["allocator"]["elsewhere"] == 500 * MIB
 
 

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import gemini
 from gemini.memory.devices import pinned as pinned_memory
-from gemini.memory.devices.arena import PAGE
-from gemini.memory.devices.pinned import PinnedArena, PinnedPages
+from gemini.memory.devices.pinned import PAGE, PinnedArena, PinnedPages
 from tests.fakegpu.test_counts import Blocks
 from tests.gpu import gpu_cases
 

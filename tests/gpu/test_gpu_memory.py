@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import gemini
+from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.train.gradients.store import GradientStore
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS
@@ -142,7 +142,7 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
     model = gemini.GeminiDDP(model, config)
     world = world_of(model)
     ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
-    may_land, land_piece = threading.Event(), GradientStore.land_piece
+    may_land, land_piece, wait = threading.Event(), GradientStore.land_piece, Transfers.wait
     taken, waiting = [0], [0]
 
     def land_late(store: GradientStore, *args: Any) -> Any:
@@ -150,23 +150,21 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
             assert may_land.wait(60)
         return land_piece(store, *args)
 
-    def let_land(wait: Callable[[GradientStore], Any]) -> Callable[[GradientStore], Any]:
-        def letting(store: GradientStore) -> Any:
-            waiting.append(sum(not job.is_complete() for job in store.landing))
-            segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
-            others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
-            taken.append(sum(segments) + others)
-            may_land.set()
-            try:
-                return wait(store)
-            finally:
-                may_land.clear()
-
-        return letting
+    def let_land(transfers: Transfers, transfer: Transfer, *what: Any) -> Any:
+        if transfer.lane is not Lane.LANDING:
+            return wait(transfers, transfer, *what)
+        waiting.append(sum(not landing.is_complete() for landing in transfers.open[Lane.LANDING].values()))
+        segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
+        others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
+        taken.append(sum(segments) + others)
+        may_land.set()
+        try:
+            return wait(transfers, transfer, *what)
+        finally:
+            may_land.clear()
 
     monkeypatch.setattr(GradientStore, "land_piece", land_late)
-    monkeypatch.setattr(GradientStore, "relieve", let_land(GradientStore.relieve))
-    monkeypatch.setattr(GradientStore, "drain", let_land(GradientStore.drain))
+    monkeypatch.setattr(Transfers, "wait", let_land)
     train(model, card, in_backward=False, shape=FEW)
     left = config.memory.bytes_of(gemini.Tier.GPU) - ledger.held(gemini.Tier.GPU, "context")
     assert max(taken) <= left, f"{max(taken) / MIB:.1f} MiB were taken, {left / MIB:.1f} are left to the model"

@@ -124,7 +124,8 @@ class World:
         self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
         self.manager = Manager(self.chunks, ledger=self.ledger, device=self.device, mover=self.mover)
-        self.manager.connect(on_evict=lambda chunk: self.evicted.append(chunk.spec.index))
+        for chunk in self.chunks:
+            chunk.on_gone.append(lambda gone: self.evicted.append(gone.spec.index))
         for index, chunk in enumerate(self.chunks):
             self.write(chunk, float(index + 1))
 

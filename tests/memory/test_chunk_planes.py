@@ -16,7 +16,7 @@ from gemini.memory.devices.device import CpuDevice, Device
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.nvme import SpillFile
-from gemini.memory.watching.watch import Moved
+from gemini.memory.watching import Moved
 from gemini.planning.layout import ALIGN, page_up
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel

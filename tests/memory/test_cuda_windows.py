@@ -18,13 +18,13 @@ from cuda_runtime import Runtime, Tensor, bytes_of, make_window, on_card
 from memory_cases import World
 
 from gemini.memory.chunks.states import Use
-from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_windows import CudaWindow, LastUses
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pinned import Arena
 from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.trace import Access
 from gemini.tiers import Tier
@@ -230,9 +230,9 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     order = [*range(9), *reversed(range(9))]
     accesses = [Access(moment, (index,)) for moment, index in enumerate(order)]
     schedule = Schedule(accesses, [Moves(fetch=(index,)) for index in order], frozenset(order))
-    worker = Worker("fetch")
+    transfers = Transfers(world.mover, Lane)
     world.manager = manager = Manager(
-        world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, worker=worker,
+        world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, transfers=transfers,
         foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
     )  # fmt: skip
     streams, ahead = [runtime.current(), runtime.Stream(name="the program's")], 0
@@ -260,7 +260,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
             if rng.random() < 0.5:
                 manager.look_ahead()
     finally:
-        worker.close()
+        transfers.close()
     world.device.close()
     assert manager.num_evictions > 100 and ahead > 20 and runtime.num_queries > 0
     assert not runtime.past_of_all, "nobody has seen the end of anything"

@@ -24,7 +24,7 @@ from gemini.memory.movement.foresight import Foresight, Schedule
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.staging import StagingSet, _Memory
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.layout import ALIGN
 from gemini.planning.plan import Moves
 from gemini.planning.planes import WEIGHTS
@@ -88,24 +88,24 @@ class LateDevice(StandinDevice):
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
-    workers: list[Worker] = []
+    closing: list[Transfers] = []
 
     def make(sizes: list[int], budget: int, *, home: Tier = Tier.CPU, precision: str = "bf16", ahead: bool = False):
         world = World(sizes, LateDevice(), budget * UNIT, home, tmp_path, precision)
         if ahead:  # one step reads them in turn
             accesses = [Access(number, (number,)) for number in range(len(sizes))]
             schedule = Schedule(accesses, [Moves(fetch=(n,)) for n in range(len(sizes))], frozenset(range(len(sizes))))
-            workers.append(Worker("fetch"))
+            closing.append(Transfers(world.mover, Lane))
             world.manager = Manager(
-                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, worker=workers[-1],
+                world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, transfers=closing[-1],
                 foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
             )  # fmt: skip
             world.manager.foresight.begin()
         return world
 
     yield make
-    for worker in workers:
-        worker.close()
+    for transfers in closing:
+        transfers.close()
 
 
 def copies(world: World) -> list[Late]:

@@ -1,6 +1,4 @@
-"""Two slots of every page: random writes, some of them undone, commits and restarts against a plain array, and the sums
-that records get.
-"""
+"""Two slots of a plane: writes that may be undone, beside those that are committed."""
 
 from __future__ import annotations
 
@@ -9,17 +7,23 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.durable.slots import ZEROS, Runs, SlotFile, SlotPair
+from gemini.memory.durable.slots import ZEROS, Runs, SlotFile, SlotPair, pages_of
 
-PAGES = 40
+# ---- slots -----------------------------------------------------------------------------------------------------------
+
+# Two slots of every page: random writes, some of them undone, commits and restarts against a plain array, and the sums
+# that records get.
+
+MANY = 40
 
 
-def write(pair: SlotPair, expected: bytearray, rng: random.Random) -> None:
+def write_some(pair: SlotPair, expected: bytearray, rng: random.Random) -> None:
     """Some pages in a row, into both."""
-    first = rng.randrange(PAGES)
-    count = rng.randint(1, PAGES - first)
+    first = rng.randrange(MANY)
+    count = rng.randint(1, MANY - first)
     if rng.random() < 0.5:  # as tiles are: mostly the same ranges
         first, count = first // 8 * 8, 8
     data = rng.randbytes(count * PAGE)
@@ -33,7 +37,7 @@ def content(path: Path, runs: Runs) -> bytes:
     """What runs say is there, each as its sum says."""
     data, found, page = path.read_bytes(), bytearray(), 0
     for count, slot, crc in runs:
-        begin = slot * PAGES * PAGE + page * PAGE
+        begin = slot * MANY * PAGE + page * PAGE
         part = bytes(count * PAGE) if slot == ZEROS else data[begin : begin + count * PAGE]
         assert crc == (0 if slot == ZEROS else zlib.crc32(part))
         found += part
@@ -43,18 +47,18 @@ def content(path: Path, runs: Runs) -> bytes:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_are_what_was_written_whatever_was_written_over(seed: int, tmp_path: Path) -> None:
-    rng, path, expected = random.Random(seed), tmp_path / "slots", bytearray(PAGES * PAGE)
-    slots = SlotFile(path, {"plane": PAGES * PAGE})
+    rng, path, expected = random.Random(seed), tmp_path / "slots", bytearray(MANY * PAGE)
+    slots = SlotFile(path, {"plane": MANY * PAGE})
     pair = slots.pairs["plane"]
     committed, kept = pair.runs(), bytes(expected)
     for _ in range(30):
         for _ in range(rng.randrange(4)):
-            write(pair, expected, rng)
+            write_some(pair, expected, rng)
         if rng.random() < 0.5 and pair.can_be_tentative:
             before = bytes(expected)
             pair.begin_tentative()
             for _ in range(rng.randrange(3)):
-                write(pair, expected, rng)
+                write_some(pair, expected, rng)
             if rng.random() < 0.5:
                 pair.keep()
             else:
@@ -69,7 +73,7 @@ def test_runs_are_what_was_written_whatever_was_written_over(seed: int, tmp_path
         committed, kept = runs, bytes(expected)
         if rng.random() < 0.2:  # the next run, with or without sums in the record
             slots.close()
-            slots = SlotFile(path, {"plane": PAGES * PAGE})
+            slots = SlotFile(path, {"plane": MANY * PAGE})
             pair = slots.pairs["plane"]
             pair.take_committed([(count, slot, None if seed % 2 else crc) for count, slot, crc in runs])
             if rng.random() < 0.5:
@@ -77,3 +81,80 @@ def test_runs_are_what_was_written_whatever_was_written_over(seed: int, tmp_path
             else:
                 expected[:] = bytes(len(expected))
     slots.close()
+
+
+PAGES = 12
+
+
+def made(path: Path) -> tuple[SlotFile, SlotPair]:
+    file = SlotFile(path / "slots", {"a": PAGES * PAGE, "b": PAGES * PAGE})
+    return file, file.pairs["b"]
+
+
+def write(pair: SlotPair, first: int, values: list[int]) -> None:
+    source = host_bytes(len(values) * PAGE)
+    source.view(len(values), PAGE)[:] = torch.tensor(values, dtype=torch.uint8)[:, None]
+    pair.begin_write(source, first * PAGE).wait()
+
+
+def read(pair: SlotPair) -> list[int]:
+    into = host_bytes(PAGES * PAGE)
+    pair.begin_read(into, 0).wait()
+    assert (into.view(PAGES, PAGE) == into.view(PAGES, PAGE)[:, :1]).all()
+    return into.view(PAGES, PAGE)[:, 0].tolist()
+
+
+def committed(pair: SlotPair) -> list[int]:
+    """As a run that opens the file finds it."""
+    now, pair._now = pair._now, bytearray(pair._committed)
+    try:
+        return read(pair)
+    finally:
+        pair._now = now
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws_of_writes_commits_and_undoing(seed: int, tmp_path: Path) -> None:
+    """Beside a list of pages: what is undone was never there, and no write touches what is committed."""
+    rng, (file, pair) = random.Random(seed), made(tmp_path)
+    now, kept, before, can = [0] * PAGES, [0] * PAGES, None, set[bool]()
+    for number in range(1, 120):
+        what = rng.choice(("write", "write", "write", "begin", "undo", "keep", "commit"))
+        if what == "write":
+            first = rng.randrange(PAGES)
+            values = [number % 256] * rng.randint(1, PAGES - first)
+            write(pair, first, values)
+            now[first : first + len(values)] = values
+        elif what == "begin" and before is None:
+            can.add(pair.can_be_tentative)
+            if pair.can_be_tentative:
+                pair.begin_tentative()
+                before = list(now)
+        elif what == "undo":
+            pair.undo()
+            now, before = (now if before is None else before), None
+        elif what == "keep":
+            pair.keep()
+            before = None
+        elif what == "commit" and before is None:
+            pair.commit(pair.runs())
+            kept = list(now)
+        assert read(pair) == now and committed(pair) == kept, (number, what)
+    assert can == {True, False}
+    file.close()
+
+
+def test_what_is_neither_committed_nor_new_is_no_place_to_write(tmp_path: Path) -> None:
+    file, pair = made(tmp_path)
+    assert pair.can_be_tentative, "nothing was ever written"
+    write(pair, 0, [1] * PAGES)
+    assert pair.can_be_tentative, "nothing is committed"
+    pair.commit(pair.runs())
+    assert pair.can_be_tentative, "all of it is committed"
+    write(pair, 3, [2])
+    assert not pair.can_be_tentative, "one page has its committed content and a newer one"
+    pair.restore()
+    assert pair.can_be_tentative
+    pair.take_committed([(PAGES, 1, None)])
+    assert pages_of(pair.runs()) == bytes(PAGES) and not pair.can_be_tentative
+    file.close()

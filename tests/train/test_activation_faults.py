@@ -15,7 +15,7 @@ import gemini
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.worker import Job
 from gemini.memory.nvme import SpillFile
-from gemini.train.activations import workers as activation_workers
+from gemini.train.activations import flights as activation_flights
 from tests.train.test_activation_overlap import (  # noqa: F401
     INPUT,
     LAYERS,
@@ -44,7 +44,7 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
             writes.error = [None, spill.failed("write", INPUT, 0, OSError(28, "No space left on device"))]
             if when == "forward":
                 writes.open.set()
-                patches.setattr(activation_workers, "DEPTH", 0)  # waits for the last but one
+                patches.setattr(activation_flights, "DEPTH", 0)  # waits for the last but one
             with pytest.raises(gemini.StorageError) as caught:
                 loss = model(noise())
                 assert when != "forward"
@@ -70,8 +70,8 @@ def test_a_write_that_fails_in_flight_is_told_with_its_text(tmp_path: Path, monk
 
 def spill_over(model: Any) -> None:
     """Until every write is over, without a look at how they ended."""
-    for flight in world_of(model).activation_workers._saving:
-        flight.wait()
+    for flight in world_of(model).activation_workers.saving.values():
+        flight.outcome()
 
 
 @pytest.mark.parametrize("always", [False, True])

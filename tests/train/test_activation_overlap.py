@@ -22,7 +22,7 @@ from gemini.errors import parse_bytes
 from gemini.memory.nvme import SpillFile
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
-from gemini.train.activations import workers as activation_workers
+from gemini.train.activations import flights as activation_flights
 from gemini.train.activations.flights import IN_FLIGHT
 from tests.train.helpers import manage
 from tests.world import world_of
@@ -209,7 +209,7 @@ def assert_(condition: bool) -> None:
 
 def test_backward_reads_ahead_in_the_order_of_its_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is in the file when backward begins. Two tensors at a time: the last block's first."""
-    monkeypatch.setattr(activation_workers, "DEPTH", 2 * INPUT)
+    monkeypatch.setattr(activation_flights, "DEPTH", 2 * INPUT)
     model = wrap(tmp_path)
     reads, workers = list[int](), list[str]()
     real = SpillFile.read

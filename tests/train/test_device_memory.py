@@ -15,8 +15,8 @@ import torch
 
 import gemini
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pinned import Arena
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import batch, llama, manage, train

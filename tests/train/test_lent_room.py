@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gemini
-from gemini.memory.movement.lending import ACTIVATIONS
+from gemini.memory.movement.room import ACTIVATIONS
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import machine
 from gemini.planning.plan import Plan, borrowable

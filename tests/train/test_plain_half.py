@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gemini
-from gemini.train.gradients.backward_calls import nodes_below, running_calls
+from gemini.train.gradients.scaled_backward import nodes_below, running_calls
 from tests.train.half_programs import REMEDY, SCALE, Extra, Toy, data, each_program, stock
 from tests.train.helpers import (
     Plain,

@@ -17,8 +17,7 @@ from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.jobs.doctor import doctor
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
-from gemini.train.update.guess import Guess, GuessRecord
-from gemini.train.update.undo import HOLDER
+from gemini.train.update.guess import HOLDER, Guess, GuessRecord
 from tests.plain import Plain
 from tests.train import test_durable
 from tests.train.guesses import (

@@ -24,7 +24,7 @@ from gemini.planning.traffic import by_name
 from gemini.planning.working import DEVICE_SLOTS
 from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
-from gemini.train.update import streamed
+from gemini.train.update import tiles
 from gemini.train.update import worker as update_worker
 from tests import models
 from tests.hunts import race_hunt
@@ -126,9 +126,9 @@ def test_transient_gradients_without_room_to_wait_are_used_at_once(
     """Through the worker all the same: its slots on the device are all there are."""
     model, other = wrap(tmp_path, gradients="transient"), plain()
     monkeypatch.setattr(world_of(model).updates, "_hold", lambda num_bytes: False)
-    threads, run = set[str](), streamed.StreamedTile.run
+    threads, run = set[str](), tiles.StreamedTile.run
     monkeypatch.setattr(
-        streamed.StreamedTile, "run", lambda tile: (threads.add(threading.current_thread().name), run(tile))
+        tiles.StreamedTile, "run", lambda tile: (threads.add(threading.current_thread().name), run(tile))
     )
     first, second = adam(model, step_in_backward=True), adam(other)
     for number in range(3):

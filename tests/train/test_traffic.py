@@ -65,14 +65,14 @@ def posed(model: Any) -> tuple[Problem, Placement]:
 def fetched_in(model: Any) -> list[tuple[int, bool]]:
     """The chunks that are gathered from here on, once for every time, and whether that is between two steps."""
     manager, mover, fetched = world_of(model).manager, world_of(model).mover, []
-    gather = manager.fetches.gather
+    gather = manager.fetches.source.gather
 
     def noted(chunk: Any) -> Any:
         working = mover._of_thread.working
         fetched.append((chunk.spec.index, working is not None and working.ahead))
         return gather(chunk)
 
-    manager.fetches.gather = noted
+    manager.fetches.source.gather = noted
     return fetched
 
 

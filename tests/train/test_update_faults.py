@@ -16,6 +16,7 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.memory.movement import worker as job_worker
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.nvme import SpillFile
 from gemini.train.update import worker as update_worker
@@ -144,7 +145,7 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
     world = world_of(model)
     world.settle()
     monkeypatch.setattr(job_worker, "_END_SECONDS", 3.0)
-    fetches, go, ended, found = world.fetches.worker, threading.Event(), threading.Event(), list[bool]()
+    fetches, go, ended, found = world.transfers.thread(Lane.FETCH), threading.Event(), threading.Event(), list[bool]()
 
     class Ends:
         def before_updates(self) -> None: ...

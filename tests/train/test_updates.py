@@ -224,14 +224,14 @@ def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Pat
         land(handle, grad)
 
     def settling() -> None:
-        for job in store.landing:
+        for job in store.landing.values():
             job.wait(PATIENCE)
         found.append(sum(reference() is not None for reference in alive))
         drain()
 
     store.land, store.drain = landing, settling
     backward(model, 0)
-    assert len(alive) > 10 and store._worker is not None
+    assert len(alive) > 10 and store._staging_behind is not None
     assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"
 
 

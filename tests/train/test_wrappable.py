@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 import gemini
 from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement
-from gemini.memory.nvme import SpillFile, Transfer
+from gemini.memory.nvme import FileTransfer, SpillFile
 from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
 from tests.train import helpers
@@ -380,7 +380,7 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, num_writes = SpillFile.begin_write, 0
 
-    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> Transfer:
+    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> FileTransfer:
         nonlocal num_writes
         num_writes += 1
         if num_writes > 9:

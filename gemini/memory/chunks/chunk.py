@@ -9,9 +9,9 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,13 @@ class PendingUpdate(Event):
             StorageError and whatever else broke it off.
         """
         raise NotImplementedError
+
+
+class Lender(Protocol):
+    """Who lets others look into windows, and counts them."""
+
+    def is_lent(self, chunk: Chunk) -> bool:
+        """Say whether somebody else has a tensor over the window of a chunk."""
 
 
 class Plane(ABC):
@@ -211,6 +218,10 @@ class Chunk:
     writes its home on the host waits for them (:meth:`begin_write`)."""
     ahead: bool = False
     """Fetched ahead of its use, which is still to come."""
+    on_gone: list[Callable[[Chunk], None]] = field(default_factory=list)
+    """Told when its gathered weights went away."""
+    lender: Lender | None = None
+    """Who counts those that look into its window; None where nobody can."""
     update: PendingUpdate | None = None
     """Its update in flight: whoever reads or writes the chunk's home settles it first (:meth:`settle`)."""
     is_guessed: bool = False
@@ -262,6 +273,16 @@ class Chunk:
     @property
     def weights(self) -> Plane:
         return self.planes[WEIGHTS]
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody else has a tensor over its window, which then stays."""
+        return self.lender is not None and self.lender.is_lent(self)
+
+    def tell_gone(self) -> None:
+        """Tell who listens that its gathered weights go away."""
+        for listener in self.on_gone:
+            listener(self)
 
     def settle(self) -> None:
         """Wait until no update of the chunk is in flight; one that was only guessed is undone."""

@@ -14,68 +14,80 @@ it (see :mod:`gemini.memory.devices.cuda_streams`). For the manager, which gives
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from typing import Protocol
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
+from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover, Working
-from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.planning.timeline import Track
+
+
+class WeightSource(Protocol):
+    """Where the weights come from that windows are filled with."""
+
+    in_order: bool
+    """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
+
+    def gather(self, chunk: Chunk) -> Event:
+        """Start to fill the populated window of a chunk: the end of that."""
+
+    def upcoming(self) -> Iterator[tuple[int, int]]:
+        """Say what is fetched ahead from here on, (moment, chunk)."""
+
+    def follow(self) -> None:
+        """Do what comes behind the chunk that was just acquired."""
+
+
+class Homes:
+    """The chunks' own homes as the source, in the order that the foresight plans."""
+
+    in_order = False
+
+    def __init__(self, mover: Mover, foresight: Foresight):
+        self.gather, self.upcoming = mover.gather, foresight.upcoming
+
+    def follow(self) -> None:
+        """Nothing comes behind it."""
 
 
 class Fetches:
     """The fetches of one manager.
 
     Args:
-        worker: where fetches ahead begin, with ``staging`` of its own; without one there are none.
+        source: where the weights come from.
     """
 
-    def __init__(
-        self,
-        mover: Mover,
-        worker: Worker | None,
-        staging: StagingSet | None,
-    ):
-        self.worker = worker
-        self.ahead: dict[int, Chunk] = {}
-        """The chunks that are fetched ahead and were not asked for yet, by index, in the order of their beginning."""
-        self._mover, self._staging = mover, staging
-        self.in_order = False
-        """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
-
-    def connect(
-        self,
-        gather: Callable[[Chunk], Event] | None,
-        *,
-        in_order: bool,
-    ) -> None:
-        """See :meth:`gemini.memory.movement.manager.Manager.connect`."""
-        self.gather = gather or self._mover.gather
-        self.in_order = in_order
+    def __init__(self, mover: Mover, source: WeightSource, transfers: Transfers):
+        self.source, self.begins_ahead = source, transfers.beside
+        """``begins_ahead``: whether there are fetches ahead of their use."""
+        self.ahead = transfers.open[Lane.FETCH]
+        """Those that nobody has asked for yet, by chunk."""
+        self._mover, self._transfers = mover, transfers
+        self._staging = transfers.staging.get(Lane.FETCH)
 
     def can_begin(self, chunk: Chunk) -> bool:
-        """Whether the worker can fetch it."""
-        if chunk.is_guessed or self.worker is None or (self._staging is None and self._mover.needs_staging(chunk)):
+        """Say whether it can be fetched ahead."""
+        if chunk.is_guessed or not self.begins_ahead or (self._staging is None and self._mover.needs_staging(chunk)):
             return False
         return not self._mover.computes(chunk)
 
     def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
-        """Fill the window of a chunk on the worker, behind the update of its weights. It was populated."""
-        assert self.worker is not None
-        update, gather, mover = chunk.update, self.gather, self._mover
+        """Fill the populated window of a chunk beside training, behind the update of its weights."""
+        update, source, mover = chunk.update, self.source, self._mover
         working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
             if update is not None:
                 update.wait()
             with mover.working(working):
-                chunk.fetched = gather(chunk)
+                chunk.fetched = source.gather(chunk)
 
-        with WHOLE:  # nobody would wait for one that is not known, and its window is given to others
-            chunk.arriving = self.worker.submit(fetch, moment)
-            self.ahead[chunk.spec.index] = chunk
+        with WHOLE:  # nobody would wait for one that the chunk does not know, and its window is given to others
+            chunk.arriving = self._transfers.begin(Lane.FETCH, fetch, moment, key=chunk.spec.index, of=chunk)
 
     def begin_now(self, chunk: Chunk) -> None:
         """Fill the populated window of a chunk, and let computing wait for it.
@@ -83,7 +95,7 @@ class Fetches:
         Raises:
             StorageError, GeminiError: if it failed; nothing is under way any more.
         """
-        chunk.fetched = self.gather(chunk)
+        chunk.fetched = self.source.gather(chunk)
         try:
             self._wait_on_device(chunk)
         except BaseException:
@@ -92,15 +104,12 @@ class Fetches:
 
     def arrive(self, chunk: Chunk) -> bool:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
-        job = self._job_of(chunk)
-        assert self.worker is not None
-        if not job.is_complete():
+        arriving = self._arriving(chunk)
+        if not arriving.is_complete():
             chunk.settle()
-            if not self.in_order:
-                self.worker.hurry(job)
-            with self._waiting_for(chunk):
-                job.wait_until_over()
-        arrived = job.error is None
+            if not self.source.in_order:
+                self._transfers.hurry(arriving)
+        arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
         if arrived:
             try:
                 self._wait_on_device(chunk)
@@ -121,54 +130,49 @@ class Fetches:
 
     def call_back(self, chunk: Chunk) -> None:
         """A fetch ahead is not wanted any more: the window may be given back."""
-        job = self._job_of(chunk)
-        assert self.worker is not None
-        if not self.worker.cancel(job):
-            with contextlib.suppress(Exception):  # nobody wants it
-                job.wait()
-            self._give_up(chunk)
+        arriving = self._arriving(chunk)
+        self._transfers.take_back(arriving, *self._what(chunk))
+        if not arriving.taken_back:
+            # A GPU's window goes behind the copies into it by itself; elsewhere they must be over first.
+            with contextlib.suppress(Exception):
+                chunk.fetched.wait_on_device()
         self._end(chunk)
 
     def await_begun(self) -> None:
         """Wait until all fetches ahead are under way, or have failed."""
-        for chunk in self.ahead.values():
-            self._job_of(chunk).wait_until_over()
+        for arriving in self.ahead.values():
+            arriving.wait_until_over()
 
     def drain(self) -> None:
         """Wait until nothing is on its way; what failed is told when it is needed."""
-        for chunk in list(self.ahead.values()):
-            self._job_of(chunk).wait_until_over()
-            chunk.fetched.wait_until_over()
+        self.await_begun()
+        for arriving in self.ahead.values():
+            arriving.of.fetched.wait_until_over()
 
     def start_over(self, chunk: Chunk) -> None:
         """After an interrupt between two lines of the books: nothing of this chunk is under way, whatever they say."""
-        if self.worker is not None and isinstance(chunk.arriving, Job):
-            self.worker.cancel(chunk.arriving)
-            with contextlib.suppress(Exception):
-                chunk.arriving.wait()
+        if chunk.arriving is not None:
+            self._transfers.take_back(self._arriving(chunk), *self._what(chunk))
         chunk.fetched.wait_until_over()
         self._end(chunk)
 
     def close(self) -> None:
         """The model ends; a chunk that somebody keeps must keep nothing else."""
-        if self.worker is not None:
-            self.worker.close()
-        for chunk in list(self.ahead.values()):
-            self._end(chunk)
+        for arriving in list(self.ahead.values()):
+            self._end(arriving.of)
 
     def _wait_on_device(self, chunk: Chunk) -> None:
         with self._waiting_for(chunk):
             chunk.fetched.wait_on_device()
 
     def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
-        index = chunk.spec.index
-        cause = Track.GATHER.value if self.in_order else f"fetch from {chunk.weights.tier.value}"
-        return self._mover.about(cause, f"wait for chunk {index}", index)
+        return self._mover.about(*self._what(chunk))
 
-    def _give_up(self, chunk: Chunk) -> None:
-        """A GPU's window goes behind the copies into it by itself; elsewhere they must be over first."""
-        with contextlib.suppress(Exception):
-            chunk.fetched.wait_on_device()
+    def _what(self, chunk: Chunk) -> tuple[str, str, int]:
+        """Cause, name and index of a wait."""
+        index = chunk.spec.index
+        cause = Track.GATHER.value if self.source.in_order else f"fetch from {chunk.weights.tier.value}"
+        return cause, f"wait for chunk {index}", index
 
     def _end(self, chunk: Chunk) -> None:
         _forget_if_over(chunk)
@@ -176,8 +180,8 @@ class Fetches:
         self.ahead.pop(chunk.spec.index, None)
 
     @staticmethod
-    def _job_of(chunk: Chunk) -> Job:
-        assert isinstance(chunk.arriving, Job), chunk.name
+    def _arriving(chunk: Chunk) -> Transfer:
+        assert isinstance(chunk.arriving, Transfer), chunk.name
         return chunk.arriving
 
 

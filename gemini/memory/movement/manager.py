@@ -12,20 +12,18 @@ needed sooner.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from gemini.errors import BudgetExceeded
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
-from gemini.memory.devices.device import Device, Event
-from gemini.memory.movement.fetches import Fetches
+from gemini.memory.devices.device import Device
+from gemini.memory.movement.fetches import Fetches, Homes, WeightSource
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
-from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import Worker
+from gemini.memory.movement.transfers import Transfers
 from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
 from gemini.tiers import Ledger, Turn, Want
@@ -35,8 +33,7 @@ class Manager:
     """Owns the windows of ``chunks``.
 
     Args:
-        worker: where fetches ahead begin, with ``worker_staging`` of its own; without one every fetch begins when it is
-            needed.
+        transfers: where fetches ahead begin; without any, every fetch begins when it is needed.
     """
 
     def __init__(
@@ -48,53 +45,29 @@ class Manager:
         mover: Mover,
         policy: EvictionPolicy | None = None,
         foresight: Foresight | None = None,
-        worker: Worker | None = None,
-        worker_staging: StagingSet | None = None,
+        transfers: Transfers | None = None,
     ):
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.num_gathers = 0
-        self.num_evictions = 0
-        self.fetches = Fetches(mover, worker, worker_staging)
+        self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))
         self._device = device
         self._clock = 0
-        self.room = Room(
-            chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy, evict=self._evict
-        )
+        self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)
         ledger.register(Turn.READERS, self._await_reader, device.tier)
         ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
         self._overtaken: dict[int, Chunk] = {}
         """Lent chunks whose content an update has overtaken."""
         self._updating: dict[int, Chunk] = {}
         """Chunks whose window an update reads, in the order in which they were handed over."""
-        self.connect()
 
-    def connect(
-        self,
-        *,
-        on_evict: Callable[[Chunk], None] = lambda chunk: None,
-        gather: Callable[[Chunk], Event] | None = None,
-        is_lent: Callable[[Chunk], bool] = lambda chunk: False,
-        explain: Callable[[BudgetExceeded], BudgetExceeded] = lambda error: error,
-        upcoming: Callable[[], Iterator[tuple[int, int]]] | None = None,
-        follow: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Who is told and asked from now on, before the first chunk is acquired.
+    @property
+    def num_evictions(self) -> int:
+        return self.room.num_evictions
 
-        Args:
-            on_evict: told of every chunk whose gathered weights went away.
-            gather: starts to fill a populated window, and gives the end of that; by default from the chunk's home.
-            is_lent: whether somebody else has tensors over the window of a chunk, which then stays.
-            explain: what an error for lack of room says besides.
-            upcoming: (moment, chunk) that are fetched ahead in just this order, and fetched anew where they are there
-                already; by default what the foresight says, as far as it is not there.
-            follow: called when a chunk was acquired.
-        """
-        self._on_evict, self._explain_more, self._is_lent = on_evict, explain, is_lent
-        self.room.is_lent = is_lent
-        self._upcoming, self._follow = upcoming or self.foresight.upcoming, follow
-        self._in_order = upcoming is not None
-        self.fetches.connect(gather, in_order=self._in_order)
+    def gather_from(self, source: WeightSource) -> None:
+        """Fill windows from another source than the chunks' homes, from the first one on."""
+        self.fetches.source = source
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -103,21 +76,15 @@ class Manager:
             BudgetExceeded: if what must stay leaves no room; nothing has changed.
             StorageError: if the weights could not be read; nothing has changed.
         """
-        try:
-            if chunk.use is Use.UPDATING:
-                chunk.settle()
-                self.end_update(chunk)
-            if chunk.use is Use.FREE:
-                self._fetch(chunk)
-            elif chunk.use is Use.FETCHING:
-                self._await_arrival(chunk)
-            elif chunk.spec.index in self._overtaken:
-                self.refresh_lent()
-        except BudgetExceeded as e:
-            explained = self._explain_more(e)
-            if explained is e:
-                raise
-            raise explained from e
+        if chunk.use is Use.UPDATING:
+            chunk.settle()
+            self.end_update(chunk)
+        if chunk.use is Use.FREE:
+            self._fetch(chunk)
+        elif chunk.use is Use.FETCHING:
+            self._await_arrival(chunk)
+        elif chunk.spec.index in self._overtaken:
+            self.refresh_lent()
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseChange.ACQUIRE)
@@ -127,7 +94,7 @@ class Manager:
         if chunk.pins == 1 and not chunk.resident:
             self.foresight.acquired(chunk.spec.index)
             self.room.give_back()
-            self._follow()
+            self.fetches.source.follow()
         self._clock += 1
         chunk.last_use = self._clock
 
@@ -147,7 +114,7 @@ class Manager:
         if chunk.pins == 0:
             self.foresight.released(chunk.spec.index)
             chunk.step(UseChange.RELEASE)
-            if chunk.spec.index in self._updating and not self._is_lent(chunk):
+            if chunk.spec.index in self._updating and not chunk.is_lent:
                 chunk.step(UseChange.UPDATE)
             elif chunk.stale:
                 if chunk.spec.index in self._updating:
@@ -176,17 +143,17 @@ class Manager:
                 self._call_back(chunk)
             elif chunk.use is Use.COMPUTE:
                 chunk.stale = True
-            elif self._is_lent(chunk):
+            elif chunk.is_lent:
                 self._overtaken[chunk.spec.index] = chunk
             else:
-                self._evict(chunk)
+                self.room.evict(chunk)
 
     # ---- updates that read windows ------------------------------------------------------------------------------
 
     def is_current(self, chunk: Chunk) -> bool:
         """Whether the window holds what the home does, for nobody but the program's own calls."""
         there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
-        return chunk.window is not None and there and not (chunk.stale or self._is_lent(chunk))
+        return chunk.window is not None and there and not (chunk.stale or chunk.is_lent)
 
     def begin_update(self, chunk: Chunk) -> None:
         """An update of a chunk that :meth:`is_current` reads the weights in its window: nobody reads them after who
@@ -202,7 +169,7 @@ class Manager:
         """The update reads nothing any more."""
         with WHOLE:
             if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
-                self._evict(chunk)
+                self.room.evict(chunk)
 
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
@@ -230,12 +197,12 @@ class Manager:
         """Fetch anew what an update has overtaken and others still look at: they see the new weights, as in torch."""
         while self._overtaken:
             index, chunk = next(iter(self._overtaken.items()))
-            if chunk.use in (Use.HOLD, Use.GRAD_READY) and self._is_lent(chunk):
+            if chunk.use in (Use.HOLD, Use.GRAD_READY) and chunk.is_lent:
                 chunk.settle()
                 self.fetches.begin_now(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
-                self._evict(chunk)
+                self.room.evict(chunk)
             self._overtaken.pop(index, None)
 
     def begin_forward(self, *, in_step: bool) -> None:
@@ -250,13 +217,14 @@ class Manager:
 
     def look_ahead(self) -> None:
         """Begin the fetches that come next, in their planned order, as far as there is room for them."""
-        if self.fetches.worker is None:
+        if not self.fetches.begins_ahead:
             return
         self._end_updates()
-        for moment, index in self._upcoming():
+        source = self.fetches.source
+        for moment, index in source.upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
-                if self._in_order:
+                if source.in_order:
                     return
                 continue
             # One that can only be gathered when it is read needs its room then: nothing that is read later may take it.
@@ -299,7 +267,7 @@ class Manager:
         """The last of what is fetched ahead is not wanted any more; False if there is nothing."""
         if not self.fetches.ahead:
             return False
-        self._call_back(next(reversed(self.fetches.ahead.values())))
+        self._call_back(next(reversed(self.fetches.ahead.values())).of)
         return True
 
     def _fail(self, chunk: Chunk) -> None:
@@ -325,7 +293,7 @@ class Manager:
 
         Copies are clean, so nothing is lost but the time to gather them again. Those that are lent keep their memory.
         """
-        kept = [c for c in self.chunks if c.window is not None and c.gathered and self._is_lent(c)]
+        kept = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
         while self._updating:
             with contextlib.suppress(Exception):  # told when the update is waited for
                 self._await_reader()
@@ -334,7 +302,7 @@ class Manager:
             chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
             chunk.use = Use.HOLD if chunk.window is None or chunk in kept else Use.FREE
             if chunk.window is not None and chunk not in kept:
-                self._on_evict(chunk)
+                chunk.tell_gone()
                 chunk.window.discard()
         self.room.start_over()
         self._overtaken.update((chunk.spec.index, chunk) for chunk in kept)
@@ -365,7 +333,7 @@ class Manager:
         finally:
             self.room.reader = None
         try:
-            if self._in_order:
+            if self.fetches.source.in_order:
                 self.fetches.await_begun()
             self.fetches.begin_now(chunk)
         except BaseException:
@@ -378,15 +346,6 @@ class Manager:
 
     def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1
+        self._overtaken.pop(chunk.spec.index, None)
         chunk.arrived = self._clock
         chunk.stale = False
-
-    def _evict(self, chunk: Chunk) -> None:
-        assert chunk.window is not None
-        with WHOLE:  # also between steps, where nobody looks for what an interrupt has left
-            chunk.step(UseChange.EVICT)
-            self.num_evictions += 1
-            chunk.stale = chunk.ahead = False
-            self._overtaken.pop(chunk.spec.index, None)
-            self._on_evict(chunk)
-            self.room.depopulate(chunk.window, "windows")

@@ -20,7 +20,7 @@ from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
-from gemini.memory.watching.watch import Moved, Watch
+from gemini.memory.watching import Moved, Watch
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.tiers import Ledger, Tier
 from gemini.waiting import PROGRESS

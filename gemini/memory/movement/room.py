@@ -15,16 +15,74 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 
 from gemini.errors import BudgetExceeded, human_bytes
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.chunks.states import Use
+from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
 from gemini.memory.movement.foresight import Foresight
-from gemini.memory.movement.lending import ACTIVATIONS, Lending
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
-from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Turn, Want
+from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
+
+# ---- room that activations lend to windows ---------------------------------------------------------------------------
+
+# Room for activations that windows borrow while activations leave it free, as the schedule of a step says.
+#
+# What is borrowed is held by the windows in the ledger and goes back to "activations" first of all when a window is let
+# go; so whatever else takes memory (gradients that are promoted, staging) never finds it free. It may be borrowed only
+# where a step follows its schedule, and on a device whose windows give memory back to whatever asks next.
+
+ACTIVATIONS = "activations"
+"""Who lends."""
+
+
+class Lending:
+    """The books of one model's windows."""
+
+    def __init__(self, ledger: Ledger, tier: Tier, foresight: Foresight):
+        self._ledger, self._tier, self._foresight = ledger, tier, foresight
+        self.borrowed = 0
+
+    def room(self, until: int | None = None) -> int:
+        """Bytes that windows may borrow besides, if they are to keep them to moment ``until``."""
+        return max(0, self._foresight.borrowable(until) - self.borrowed)
+
+    @property
+    def excess(self) -> int:
+        """Bytes that have to go back now."""
+        return max(0, self.borrowed - self._foresight.borrowable())
+
+    def take(self, num_bytes: int, holder: str) -> None:
+        """Reserve what is free for a window, and borrow the rest.
+
+        Raises:
+            BudgetExceeded: if that is not enough; nothing was taken.
+        """
+        lent = min(max(0, num_bytes - self._ledger.free(self._tier)), self.room())
+        self._ledger.reserve(self._tier, num_bytes - lent, holder)
+        self._ledger.pass_on(self._tier, lent, ACTIVATIONS, holder)
+        self.borrowed += lent
+
+    def let_have(self, num_bytes: int, holder: str) -> None:
+        """A window lets go of its memory."""
+        lent = min(self.borrowed, num_bytes)
+        self._ledger.pass_on(self._tier, lent, holder, ACTIVATIONS)
+        self.borrowed -= lent
+        self._ledger.release(self._tier, num_bytes - lent, holder)
+
+    def return_free(self) -> bool:
+        """Give back what is due of what is free; False if nothing is."""
+        num_bytes = min(self.excess, self._ledger.free(self._tier))
+        self._ledger.reserve(self._tier, num_bytes, ACTIVATIONS)
+        self.borrowed -= num_bytes
+        return num_bytes > 0
+
+    def start_over(self, holder: str) -> None:
+        """All windows are let go."""
+        self._ledger.pass_on(self._tier, self.borrowed, holder, ACTIVATIONS)
+        self.borrowed = 0
+
 
 _FROM_WINDOWS = frozenset({Turn.READERS, Turn.PREFETCHES, Turn.PINS})
 """These let go of windows that are not evicted otherwise."""
@@ -89,11 +147,7 @@ class _Return(Want):
 
 
 class Room:
-    """What the windows of ``chunks`` have of the computing tier.
-
-    Args:
-        evict: takes the memory of a gathered chunk that nobody reads.
-    """
+    """What the windows of ``chunks`` have of the computing tier."""
 
     def __init__(
         self,
@@ -102,17 +156,14 @@ class Room:
         ledger: Ledger,
         device: Device,
         foresight: Foresight,
-        evict: Callable[[Chunk], None],
         policy: EvictionPolicy | None = None,
     ):
         self.chunks, self.ledger = chunks, ledger
+        self.num_evictions = 0
         self.reader: int | None = None
         """The chunk that somebody waits for, while room is made for it."""
-        self.is_lent: Callable[[Chunk], bool] = lambda chunk: False
-        """Whether somebody else has tensors over the window of a chunk, which then stays."""
         self.tier, self.is_apart = device.tier, device.keeps_windows
         self._device, self._foresight, self._policy = device, foresight, policy or NextUse()
-        self._evict = evict
         self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
         for turn, reclaim in (
@@ -162,6 +213,16 @@ class Room:
         else:
             self.lending.let_have(window.num_bytes, holder)
 
+    def evict(self, chunk: Chunk) -> None:
+        """Take the memory of gathered weights that nobody reads. They are clean copies, so nothing is written."""
+        assert chunk.window is not None
+        with WHOLE:  # also between steps, where nobody looks for what an interrupt has left
+            chunk.step(UseChange.EVICT)
+            self.num_evictions += 1
+            chunk.stale = chunk.ahead = False
+            chunk.tell_gone()
+            self.depopulate(chunk.window, "windows")
+
     def give_back(self) -> None:
         """Activations take more from here on: what windows have borrowed beyond what is left to them goes back.
 
@@ -193,7 +254,7 @@ class Room:
         if victims is None:
             return False
         for index in victims:
-            self._evict(self.chunks[index])
+            self.evict(self.chunks[index])
         return self._trim(want) or bool(victims)
 
     def _trim(self, want: Want) -> bool:
@@ -207,7 +268,7 @@ class Room:
 
     def _collect_lent(self, want: Want) -> bool:
         """What was lent may only wait for the garbage collector, or for a thread to end. False if nothing is."""
-        is_any = any(self.is_lent(chunk) for chunk in self.chunks if chunk.window is not None)
+        is_any = any(chunk.is_lent for chunk in self.chunks if chunk.window is not None)
         if is_any:
             gc.collect()
             time.sleep(0.01)
@@ -239,7 +300,7 @@ class Room:
         if len(evictable) < len(self._windows()) or has < num_bytes:
             return False
         for candidate in evictable:
-            self._evict(self.chunks[candidate.chunk])
+            self.evict(self.chunks[candidate.chunk])
         self._device.reserve_windows(self.pool - num_bytes)
         self.ledger.release(self.tier, num_bytes, "pool")
         return True
@@ -276,7 +337,7 @@ class Room:
                 *self._outlook(c),
             )
             for c in self.chunks
-            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY) and not self.is_lent(c)
+            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY) and not c.is_lent
         ]
 
     def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
@@ -330,7 +391,7 @@ class Room:
         missing = want.num_bytes - self.ledger.free(tier) if self.is_apart else want.missing()
         pinned = [c for c in self.chunks if c.window is not None and c.pins]
         held = sum(c.window.num_bytes for c in pinned if c.window is not None)
-        lent = [c for c in self.chunks if c.window is not None and c.gathered and self.is_lent(c)]
+        lent = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
         by_others = ""
         if self.is_apart:
             of_windows = self.pool + self.ledger.held(tier, "windows")

@@ -1,30 +1,46 @@
-"""An activation that is elsewhere, its way there and back, and the memory that it travels in.
+"""Offloaded activations in flight beside computing: written behind forward, read ahead of backward.
 
-That memory is in the ledger ("activations in flight") before it is taken, from room that is left over: beside the
-planes, and beside windows that the plan keeps. Used by the training thread alone.
+What a tensor holds when it is saved is copied at once, into memory that is in the ledger ("activations in flight"), and
+moves on from there: nobody waits for the drive, and the model may overwrite the tensor as it likes. Backward asks for
+tensors in about the reverse order of their saving, so the ones before are read while it recomputes.
+
+All of it takes room that is left over, beside the planes and beside windows that the plan keeps, and gives way to
+whoever needs that: where there is none, moves are made in turn as without overlap. Used by the training thread alone.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.movement.worker import Job, Worker
+from gemini.memory.movement.mover import Working
+from gemini.memory.movement.transfers import Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.tiers import WELCOME, Ledger, Tier, Turn, Want
 
 IN_FLIGHT = "activations in flight"
 
+DEPTH = 64 * 2**20
+"""Bytes in flight in one direction at most; two tensors may be, whatever their size."""
+
+_TOGETHER = 8
+"""Tensors that one checkpointed block saves: backward asks for them in the order of saving, within the block."""
+
 AHEAD = WELCOME | {Turn.BUFFERS}
 """Asked for the memory of one that comes ahead of its use."""
 BEHIND = AHEAD | {Turn.FLIGHTS}
 """And of one that leaves: those before it as well."""
+
+_SAVE, _RESTORE = "offload activations", "fetch activations"
 
 
 class Offloaded:
@@ -64,44 +80,17 @@ class Gone(NamedTuple):
     restoring: Flight | None
 
 
-class Flight:
+class Flight(Transfer):
     """One tensor on its way, in either direction, and the memory that it travels in."""
 
-    __slots__ = ("buffer", "called_back", "copied", "event", "num_bytes", "of", "on_device")
-
-    def __init__(self, offloaded: Offloaded):
-        self.of = weakref.ref(offloaded)
+    def __init__(self, lane: Lane, offloaded: Offloaded):
+        super().__init__(lane, of=weakref.ref(offloaded))
         self.num_bytes = offloaded.num_bytes
         self.buffer: torch.Tensor | None = None
         """Page-aligned host memory, between the computing memory and the drive."""
         self.on_device: torch.Tensor | None = None
-        """Where the host does not compute: the values there, of the tensor's shape and contiguous."""
-        self.event: Event | None = None
-        self.copied: Event | None = None
-        """The copy out of ``on_device``, whose memory nobody else may have before it is over."""
-        self.called_back = False
-
-    def is_over(self) -> bool:
-        return all(event is None or event.is_complete() for event in (self.event, self.copied))
-
-    def begin(self, worker: Worker, job: Job) -> None:
-        """The job is known before it runs: an interrupt between two lines here loses nothing."""
-        self.event = job
-        worker.put(job)
-
-    def wait(self) -> Exception | None:
-        """Block until it is over: what went wrong."""
-        if isinstance(self.event, Job) and self.event.worker is None:  # interrupted just before it was put
-            self.called_back = True
-            self.event.finish(GeminiError("an activation was not moved: interrupted"))
-        try:
-            if self.copied is not None:
-                self.copied.wait_until_over()
-            if self.event is not None:
-                self.event.wait()
-        except Exception as e:
-            return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
-        return None
+        """Where the host does not compute: the values there, of the tensor's shape and contiguous. Nobody else may have
+        that memory before ``copies`` are over."""
 
 
 class _ForBuffer(Want):
@@ -118,7 +107,7 @@ class _ForBuffer(Want):
         return self.buffer is not None or super().take()
 
 
-class Room:
+class FlightRoom:
     """The memory of all flights of one model.
 
     Args:
@@ -147,7 +136,7 @@ class Room:
                 self._ledger.release(tier, held, IN_FLIGHT)
 
     def lend(self, flight: Flight, asking: frozenset[Turn]) -> bool:
-        """Memory for a flight, from room that is left over. False if there is none; then it has none."""
+        """Give a flight memory, from room that is left over. False if there is none; then it has none."""
         if self._is_staged and flight.buffer is None:
             flight.buffer = self._take_buffer(flight.num_bytes, asking)
             if flight.buffer is None:
@@ -174,7 +163,7 @@ class Room:
             raise
 
     def _park(self, buffer: torch.Tensor) -> None:
-        """For the next one of its size: its pages are there already."""
+        """Keep it for the next one of its size: its pages are there already."""
         self._parked.setdefault(buffer.nbytes, []).append(buffer)
 
     def trim(self, want: Want | None = None) -> bool:
@@ -185,8 +174,16 @@ class Room:
             self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
         return num_bytes > 0
 
+    def check_invariants(self, flights: Sequence[Flight]) -> None:
+        """Check the ledger's equation: what is held is what these travel in, and what waits for the next one."""
+        buffers = sum(flight.num_bytes for flight in flights if flight.buffer is not None)
+        held = {Tier.CPU: buffers + sum(size * len(parked) for size, parked in self._parked.items())}
+        if self._computing is not Tier.CPU:
+            held[self._computing] = sum(flight.num_bytes for flight in flights)
+        assert all(self.held(tier) == num_bytes for tier, num_bytes in held.items()), held
+
     def free(self, flight: Flight, *, park: bool = False) -> None:
-        """A flight is over."""
+        """Take back the memory of a flight that is over."""
         buffer, on_device = flight.buffer, self._computing is not Tier.CPU
         flight.buffer = flight.on_device = None
         if on_device:
@@ -195,6 +192,339 @@ class Room:
             self._park(buffer)
         elif buffer is not None:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
+
+
+class Flights:
+    """The activations in flight of one model that overlaps and offloads them.
+
+    Args:
+        tier: where they wait.
+    """
+
+    def __init__(self, store: ChunkStore, tier: Tier):
+        self._device, self._mover, self._spill = store.device, store.mover, store.spill
+        self._room = FlightRoom(store, staged=tier is Tier.NVME)
+        self._tier, self._computing = tier, store.device.tier
+        self._transfers = store.transfers
+        self.saving, self.restoring = store.transfers.open[Lane.OFFLOAD], store.transfers.open[Lane.RESTORE]
+        self._untold: list[BaseException] = []
+        self._order: list[weakref.ref[Offloaded] | None] = []
+        self._at = -1
+        self._largest = 0
+        self._is_starved = False
+        store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
+        store.ledger.register_claim(self._computing, self.missing)
+
+    # ---- behind forward -----------------------------------------------------------------------------------------
+
+    def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
+        """Begin to move what ``tensor`` holds now. False if there is no room for that, and nothing is in flight.
+
+        Raises:
+            StorageError: if an earlier one could not be written.
+        """
+        self.check()
+        num_bytes = offloaded.num_bytes
+        self._largest = max(self._largest, num_bytes)
+        flight = Flight(Lane.OFFLOAD, offloaded)
+        while self._too_many(num_bytes):
+            self._end_oldest()
+        if not self._room.lend(flight, BEHIND):
+            self._room.trim()
+            self._is_starved = True
+            return False
+        with self._or_free(flight):
+            self._begin_save(flight, offloaded, tensor)
+        return True
+
+    @contextmanager
+    def _or_free(self, flight: Flight) -> Iterator[None]:
+        """Begin a flight inside: one that breaks off before it is in the list, where others end it, gives back all."""
+        try:
+            yield
+        except BaseException:
+            if flight.key not in self._transfers.open[flight.lane]:
+                flight.copies.wait_until_over()
+                self._room.free(flight)
+            raise
+
+    def _too_many(self, num_bytes: int) -> bool:
+        return sum(flight.num_bytes for flight in _flights(self.saving)) + num_bytes > max(DEPTH, 2 * num_bytes)
+
+    def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
+        mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
+        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        transfers, working = self._transfers, Working(mover.watch.moved)
+
+        def write() -> None:
+            assert spill is not None and buffer is not None
+            with transfers.working("gemini::offload_activation", working), mover.about("activation", _SAVE):
+                flight.copies.wait()
+                with mover.crossing(Tier.CPU, Tier.NVME, num_bytes):
+                    spill.write(buffer, place)
+
+        flight.run = write
+        if computing is Tier.CPU:
+            assert buffer is not None
+            buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            with WHOLE:
+                self._transfers.submit(flight)
+                offloaded.saving = flight
+            return
+        on_device = flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
+        source, into = _bytes(on_device), (place if buffer is None else buffer)[: tensor.nbytes]
+        with WHOLE:  # memory of a flight that is not known would be given to others while it is copied
+            flight.copies = mover.under_way(
+                computing, Tier.CPU, num_bytes, lambda: device.copy(into, source, "offload", kept=True), _SAVE, -1
+            )
+            begin = self._transfers.add if self._tier is Tier.CPU else self._transfers.submit
+            begin(flight)
+            offloaded.saving = flight
+
+    def _end_oldest(self) -> None:
+        """Wait for the save that was begun first."""
+        if flight := next(_flights(self.saving), None):
+            self._transfers.wait(flight, "activation", "wait for room to offload activations")
+            self.reap()
+
+    def reap(self) -> None:
+        """Take note of the saves that are over; what went wrong is told by :meth:`check`."""
+        while (flight := next(_flights(self.saving), None)) is not None and flight.is_over():
+            error, offloaded = self._end(flight), flight.of()
+            if offloaded is not None:
+                offloaded.saving, offloaded.error = None, None if error is None else _without_traceback(error)
+            if error is not None and not flight.taken_back:
+                self._untold.append(error)
+
+    def _end(self, flight: Flight) -> Exception | None:
+        """Take the memory of a flight back when it is over: what went wrong."""
+        error = flight.outcome()
+        with WHOLE:
+            self._transfers.end(flight)
+            self._room.free(flight, park=error is None)
+        return error
+
+    def check(self) -> None:
+        """Raise what went wrong behind, once; then nothing is in flight."""
+        self.reap()
+        if self._untold:
+            error = self._untold[0]
+            self.drain()
+            self._untold.clear()
+            raise error
+
+    # ---- ahead of backward --------------------------------------------------------------------------------------
+
+    def note(self, offloaded: Offloaded) -> None:
+        """It was saved, perhaps once more: backward asks for it as often."""
+        self._order.append(weakref.ref(offloaded))
+
+    def begin_forward(self) -> None:
+        """Forget what no graph refers to any more: it will not be asked for."""
+        self._is_starved = False
+        self._order = [known for known in self._order if known is not None and known() is not None]
+
+    def begin_backward(self) -> None:
+        """Begin to read what was saved last."""
+        self._at = len(self._order) - 1
+        self.read_ahead()
+
+    def read_ahead(self) -> None:
+        """Begin to read what backward asks for next, as far as there is room."""
+        self.reap()
+        wanted: list[Offloaded] = []
+        num_bytes = 0
+        for at in range(min(self._at + _TOGETHER, len(self._order) - 1), -1, -1):
+            known = self._order[at]
+            offloaded = None if known is None else known()
+            if offloaded is None or offloaded in wanted:
+                continue
+            if wanted and num_bytes + offloaded.num_bytes > max(DEPTH, 2 * offloaded.num_bytes):
+                break
+            wanted.append(offloaded)
+            num_bytes += offloaded.num_bytes
+        for flight in [flight for flight in _flights(self.restoring) if flight.of() not in wanted]:
+            self.take_back(flight)
+        for offloaded in wanted:
+            if offloaded.saving is None and offloaded.restoring is None and not self._begin_restore(offloaded):
+                return
+
+    def _begin_restore(self, offloaded: Offloaded) -> bool:
+        """False if there is no room."""
+        flight = Flight(Lane.RESTORE, offloaded)
+        if not self._room.lend(flight, AHEAD):
+            return False
+        with self._or_free(flight):
+            if self._computing is not Tier.CPU:
+                flight.on_device = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=offloaded.device)
+            begin = self._copy_back if self._tier is Tier.CPU else self._read_back
+            begin(flight, offloaded)
+        return True
+
+    def _copy_back(self, flight: Flight, offloaded: Offloaded) -> None:
+        device, place, into = self._device, offloaded.place, _bytes(_there(flight.on_device))
+
+        def copy() -> Event:
+            return device.copy(into, place[: into.numel()], "restore", kept=True)
+
+        with WHOLE:
+            flight.copies = self._mover.under_way(Tier.CPU, self._computing, flight.num_bytes, copy, _RESTORE, -1)
+            self._transfers.add(flight)
+            offloaded.restoring = flight
+
+    def _read_back(self, flight: Flight, offloaded: Offloaded) -> None:
+        mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
+        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        transfers, working = self._transfers, Working(mover.watch.moved)
+        into = None if flight.on_device is None else _bytes(flight.on_device)
+        free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
+
+        def read() -> None:
+            assert spill is not None and buffer is not None
+            with transfers.working("gemini::fetch_activation", working), mover.about("activation", _RESTORE):
+                with mover.crossing(Tier.NVME, Tier.CPU, num_bytes):
+                    spill.read(buffer, place)
+                if into is not None:
+                    with mover.crossing(Tier.CPU, computing, num_bytes):
+                        arrived = device.copy(
+                            into, buffer[: into.numel()], "restore", after=free, behind_computing=False, kept=True
+                        )
+                        arrived.wait()
+
+        flight.run = read
+        with WHOLE:
+            self._transfers.submit(flight)
+            offloaded.restoring = flight
+
+    def take(self, offloaded: Offloaded) -> torch.Tensor | None:
+        """Return the values, contiguous, if they came ahead or have not left yet; None: they must be moved now.
+
+        Raises:
+            StorageError: if they, or others, could not be written.
+        """
+        self.check()
+        if offloaded.error is not None:
+            raise offloaded.error
+        self._count_use(offloaded)
+        if offloaded.saving is not None:
+            return self._copy_of(offloaded, offloaded.saving)
+        flight = offloaded.restoring
+        if flight is None:
+            return None
+        if not flight.is_over():
+            self._transfers.hurry(flight)
+        error = self._transfers.wait(flight, "activation", "wait for activations")
+        values = None  # one that failed is tried again by whoever needs it: here and now
+        if error is None:
+            values = self._copy_of(offloaded, flight) if flight.on_device is None else flight.on_device
+        self._end_restore(flight)
+        return values
+
+    def _copy_of(self, offloaded: Offloaded, flight: Flight) -> torch.Tensor:
+        """Copy what a flight has into the memory that computes."""
+        if flight.on_device is not None:
+            return flight.on_device.clone()
+        assert flight.buffer is not None
+        out = torch.empty(offloaded.shape, dtype=offloaded.dtype, device=offloaded.device)
+        into = _bytes(out)
+        into.copy_(flight.buffer[: into.numel()])
+        return out
+
+    def _count_use(self, offloaded: Offloaded) -> None:
+        """Backward has come to the last time that this was saved, of those that it has not come to."""
+        for at in range(len(self._order) - 1, -1, -1):
+            known = self._order[at]
+            if known is not None and known() is offloaded:
+                self._order[at], self._at = None, at
+                break
+        while self._order and self._order[-1] is None:
+            self._order.pop()
+
+    def take_back(self, flight: Flight) -> None:
+        """Nobody wants it any more: its memory is free afterwards, and nobody writes to its place."""
+        self._transfers.take_back(flight, "activation", "wait for activations that nobody wants")
+        if flight.lane is Lane.RESTORE:
+            self._end_restore(flight)
+        else:
+            self.reap()
+
+    def _end_restore(self, flight: Flight) -> None:
+        offloaded = flight.of()
+        if offloaded is not None:
+            offloaded.restoring = None
+        if flight.key in self.restoring:
+            self._end(flight)
+
+    # ---- room ---------------------------------------------------------------------------------------------------
+
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers of activations: two tensors', or none if one found no room, or
+        has no use for theirs.
+        """
+        return 0 if self._is_starved or self._room.is_apart else 2 * self._largest
+
+    def missing(self) -> int:
+        """What of that they do not hold, in flight or ready to be."""
+        return max(self.headroom_bytes() - self._room.held(self._computing), 0)
+
+    def relieve(self, want: Want) -> bool:
+        """Give back some memory, waiting if need be; False if none of that tier is held."""
+        if want.holder == IN_FLIGHT:  # whose buffer is one that was just parked
+            return self._end_one(saves_first=True)
+        return self._room.held(want.tier) > 0 and self._give()
+
+    def _give(self) -> bool:
+        return self._room.trim() or (self._end_one() and (self._room.trim() or True))
+
+    def _end_one(self, *, saves_first: bool = False) -> bool:
+        if self.saving and (saves_first or not self.restoring):
+            self._end_oldest()
+        elif self.restoring:
+            self.take_back(list(_flights(self.restoring))[-1])
+        else:
+            return False
+        return True
+
+    def end_backward(self) -> None:
+        """Nothing is asked for until another backward."""
+        while self.restoring:
+            self._end_one()
+        self.reap()
+        self._room.trim()
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight, whatever became of it."""
+        while self._give():
+            pass
+
+    def start_over(self) -> None:
+        """After an interrupt, which may have come between two lines of the books: nothing is held."""
+        self.drain()
+        self._room.start_over()
+
+    def check_invariants(self) -> None:
+        """The ledger's equation: what is held is what flights travel in, and what waits for the next one."""
+        self._room.check_invariants([*_flights(self.saving), *_flights(self.restoring)])
+
+
+def _flights(open_ones: dict[Any, Transfer]) -> Iterator[Flight]:
+    return (flight for flight in open_ones.values() if isinstance(flight, Flight))
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor
+
+
+def _without_traceback(error: Exception) -> Exception:
+    """The same without a traceback, whose frames would keep the graph alive that keeps the error."""
+    raised = copy.copy(error)
+    raised.__cause__ = error.__cause__
+    return raised
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def in_pages(num_bytes: int) -> int:

@@ -5,7 +5,7 @@ Gradient checkpointing keeps the inputs of each checkpointed block for backward.
 when backward asks for them. torch saves them through the saved-tensor hooks that are open around the outermost
 forward; what other operations save passes through these hooks too and is left alone, weights above all. Every byte is
 in the ledger under "activations". A tensor that several blocks were given (an encoder's output) is stored once. With
-overlap the moves are made beside computing (:mod:`gemini.train.activations.workers`), else here, in turn.
+overlap the moves are made beside computing (:mod:`gemini.train.activations.flights`), else here, in turn.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
 from gemini.memory.store import ChunkStore
 from gemini.tiers import WELCOME, Tier
-from gemini.train.activations.flights import Gone, Offloaded, in_pages
-from gemini.train.activations.workers import ActivationWorkers
+from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part
@@ -47,10 +46,9 @@ class ActivationStore:
 
     Args:
         tier: where they wait; None: where they are.
-        overlap: move beside computing.
     """
 
-    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None, *, overlap: bool = False):
+    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None):
         self.gone: deque[Gone] = deque()
         self.offloads = tier is not None
         """Whether anything of this has an effect."""
@@ -64,7 +62,7 @@ class ActivationStore:
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._slots: dict[int, int] = {}
         """Bytes of what is taken of the spill file, by offset."""
-        self.workers = ActivationWorkers(store, tier) if overlap and tier is not None else None
+        self.flights = Flights(store, tier) if store.transfers.beside and tier is not None else None
         self.synchronous = False
         """Move at once: for who looks at what is alive at every moment."""
 
@@ -77,8 +75,8 @@ class ActivationStore:
         if not self._is_open and self._tier is not None and torch.is_grad_enabled():
             self._find_lost()
             self._known.clear()
-            if self.workers is not None:
-                self.workers.begin_forward()
+            if self.flights is not None:
+                self.flights.begin_forward()
             with WHOLE:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
                 self._is_open = True
@@ -92,21 +90,21 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """What was saved last is asked for soon."""
-        if self.workers is not None and not self.synchronous:
+        if self.flights is not None and not self.synchronous:
             with self._mover.about("activation", "fetch activations"):
-                self.workers.begin_backward()
+                self.flights.begin_backward()
 
     def end_backward(self) -> None:
         """Nothing is asked for any more."""
-        if self.workers is not None:
-            self.workers.end_backward()
+        if self.flights is not None:
+            self.flights.end_backward()
         self.collect()
 
     def recover(self) -> None:
         """Nobody computes: what an interrupt may have left open is closed, and the books say what there is."""
         self.end_forward()
-        if self.workers is not None:
-            self.workers.start_over()
+        if self.flights is not None:
+            self.flights.start_over()
         if self._tier is not None:
             self._find_lost()
 
@@ -129,8 +127,8 @@ class ActivationStore:
         Raises:
             StorageError: and whatever else it was.
         """
-        if self.workers is not None:
-            self.workers.check()
+        if self.flights is not None:
+            self.flights.check()
 
     def drain(self) -> None:
         """Wait until nothing is in flight.
@@ -138,30 +136,35 @@ class ActivationStore:
         Raises:
             StorageError: if something could not be written.
         """
-        if self.workers is not None:
-            self.workers.drain()
-            self.workers.check()
+        if self.flights is not None:
+            self.flights.drain()
+            self.flights.check()
         self.collect()
+
+    def check_invariants(self) -> None:
+        """Check what must be so between any two calls."""
+        if self.flights is not None:
+            self.flights.check_invariants()
 
     def headroom_bytes(self) -> int:
         """Bytes of the computing tier that windows should leave to moves beside computing."""
-        return 0 if self.workers is None else self.workers.headroom_bytes()
+        return 0 if self.flights is None else self.flights.headroom_bytes()
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
         if top is not None and top[0] == self._pack:
             self.end_forward()
-        if self.workers is not None:
-            self.workers.close()
+        if self.flights is not None:
+            self.flights.start_over()
 
     def collect(self) -> None:
         """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
         while self.gone:
             place, num_bytes, *flights = self.gone[0]
             for flight in flights:
-                if flight is not None and self.workers is not None:
-                    self.workers.call_back(flight)
+                if flight is not None and self.flights is not None:
+                    self.flights.take_back(flight)
             self.gone.popleft()
             assert self._tier is not None
             if self._tier is Tier.NVME:
@@ -216,8 +219,8 @@ class ActivationStore:
         return compiled_part(block) is not None
 
     def _note(self, offloaded: Offloaded) -> None:
-        if self.workers is not None:
-            self.workers.note(offloaded)
+        if self.flights is not None:
+            self.flights.note(offloaded)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
         num_bytes = in_pages(tensor.nbytes)
@@ -232,7 +235,7 @@ class ActivationStore:
             return None
         try:
             self._stored.add(offloaded)
-            if self.workers is None or self.synchronous or not self.workers.save(offloaded, tensor):
+            if self.flights is None or self.synchronous or not self.flights.save(offloaded, tensor):
                 self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             offloaded.let_go()
@@ -270,12 +273,12 @@ class ActivationStore:
             return packed
         about = self._mover.about("activation", "fetch activations")
         with torch.profiler.record_function("gemini::fetch_activation"), about:
-            out = None if self.workers is None else self.workers.take(packed)
+            out = None if self.flights is None else self.flights.take(packed)
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._read(packed, out.view(-1).view(torch.uint8))
-            if self.workers is not None and not self.synchronous:
-                self.workers.read_ahead()
+            if self.flights is not None and not self.synchronous:
+                self.flights.read_ahead()
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
                 return laid_out.copy_(out)
@@ -311,12 +314,12 @@ class ActivationStore:
             )
 
 
-def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None, overlap: bool) -> ActivationStore:
+def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -> ActivationStore:
     """What the config or the plan wants of ``offload_activations``."""
     if wanted is not None and Tier(wanted) is store.device.tier:
         warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         wanted = None
-    return ActivationStore(store, calls, None if wanted is None else Tier(wanted), overlap=overlap)
+    return ActivationStore(store, calls, None if wanted is None else Tier(wanted))
 
 
 def saved_by_checkpointing(depth: int) -> bool:

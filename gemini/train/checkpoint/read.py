@@ -49,7 +49,7 @@ from gemini.train.checkpoint.states import (
 )
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import PlanePart
-from gemini.train.gradients.loss_scale import LossScale
+from gemini.train.gradients.scaled_backward import LossScale
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import ByName, store_range
 from gemini.train.params.codes import scales_in

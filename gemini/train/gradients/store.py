@@ -23,20 +23,21 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
-from gemini.memory.devices.device import Device
-from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.worker import Job, Worker
-from gemini.memory.nvme import SpillFile
+from gemini.memory.movement.transfers import Held, Lane
+from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
-from gemini.tiers import OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
+from gemini.ranks.wire import Tag, Wire
+from gemini.tiers import OF_BUDGET, WELCOME, Tier, Turn, Want
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range
-from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 
 HOLDER = "gradients in flight"
 
 _SUMS = PlaneSpec(GRAD, "float32")
+
+_WAIT = "gradient landing", "wait for gradients to land"
 
 _LANDING = WELCOME | {Turn.LANDINGS}
 """Asked for gradients that wait for their landing: windows that are fetched again anyway, and those before them."""
@@ -66,41 +67,22 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 class GradientStore:
     """The grad planes of one engine."""
 
-    def __init__(
-        self,
-        handles: list[ParamHandle],
-        *,
-        ledger: Ledger,
-        device: Device,
-        mover: Mover,
-        manager: Manager,
-        spill: SpillFile | None,
-        working_set: int,
-        worker: Worker | None = None,
-        norms: GradientNorms | None = None,
-    ):
+    def __init__(self, handles: list[ParamHandle], store: ChunkStore, norms: GradientNorms, *, working_set: int):
         """
         Args:
-            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
-            worker: where gradients that leave the device land behind backward; without one each is waited for.
             norms: of these gradients.
+            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
         """
-        staging = None if worker is None else mover.staging.take()
-        self._worker = None if staging is None else worker
-        self._worker_staging = staging
-        ledger.register(Turn.LANDINGS, self.relieve, device.tier)
-        self.landing: list[Job] = []
+        self.norms, self._handles, self._working_set = norms, handles, working_set
+        self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
+        self._manager, self._spill, self._transfers = store.manager, store.spill, store.transfers
+        self._staging_behind = store.transfers.staging.get(Lane.LANDING)
+        """Where gradients that leave the device land behind backward; without it each is waited for."""
+        self.landing = store.transfers.open[Lane.LANDING]
         """Gradients on their way."""
+        store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
         self.synchronous = False
         """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
-        self._working_set = working_set
-        self._handles = handles
-        self._ledger = ledger
-        self._device = device
-        self._mover = mover
-        self._manager = manager
-        self._spill = spill
-        self.norms = GradientNorms(handles) if norms is None else norms
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
@@ -111,7 +93,7 @@ class GradientStore:
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        if self._worker is None or not self._lands_behind(handle.chunk, flat):
+        if self._staging_behind is None or not self._lands_behind(handle.chunk, flat):
             views = handle.chunk.prepared.get(handle)
             if views is None:
                 start = handle.slot.start
@@ -124,24 +106,22 @@ class GradientStore:
             else:
                 handle.norm_sums = kernels.copy_grad(view, flat)
             return
-        ledger, tier, num_bytes = self._ledger, self._device.tier, flat.nbytes
-        working = Working(self._mover.watch.moved, staging=self._worker_staging)
+        transfers, held = self._transfers, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
+        working = Working(self._mover.watch.moved, staging=self._staging_behind)
         written = self._device.mark()
 
         def land() -> None:
             try:
                 written.wait()
-                with torch.profiler.record_function("gemini::land"), self._mover.working(working):
+                with transfers.working("gemini::land", working):
                     handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             except BaseException:
                 handle.norm_sums = None  # what was there of it may be torn
                 raise
-            finally:
-                ledger.release(tier, num_bytes, HOLDER)
 
         with WHOLE:
             handle.norm_sums = []  # it is there; its sums come with it
-            self.landing.append(self._worker.submit(land, len(self.landing)))
+            transfers.begin(Lane.LANDING, land, len(self.landing), held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
@@ -162,10 +142,9 @@ class GradientStore:
 
     def relieve(self, want: Want) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none."""
-        waiting = next((job for job in self.landing if not job.is_complete()), None)
-        if waiting is not None:
-            with self._mover.about("gradient landing", "wait for gradients to land"):
-                waiting.wait()
+        waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
+        if waiting is not None and (error := self._transfers.wait(waiting, *_WAIT)) is not None:
+            raise error
         return waiting is not None
 
     def drain(self) -> None:
@@ -174,21 +153,7 @@ class GradientStore:
         Raises:
             StorageError and whatever else kept one from it; what has landed stays.
         """
-        jobs, self.landing = self.landing, []
-        try:
-            for job in jobs:
-                if not job.is_complete():
-                    with self._mover.about("gradient landing", "wait for gradients to land"):
-                        job.wait()
-                job.wait()
-        except BaseException:
-            self.landing = [job for job in jobs if not job.is_complete()]
-            raise
-
-    def close(self) -> None:
-        """The model ends."""
-        if self._worker is not None:
-            self._worker.close()
+        self._transfers.drain(Lane.LANDING, *_WAIT)
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
@@ -463,3 +428,31 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
 
 def _grad_numel(chunk: Chunk) -> int:
     return chunk.planes[GRAD].numel
+
+
+# ---- params of two stages --------------------------------------------------------------------------------------------
+
+# Gradients of params that two stages of a pipeline read (tied embeddings): each adds the other's to its own.
+#
+# Of two terms the order does not matter, so both ranks have the same bits, and their copies of the param stay the same.
+
+
+def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
+    """After the last backward of a step; all stages come here.
+
+    Raises:
+        RankLost: if another one does not.
+    """
+    by_name = {handle.whole_name: handle for handle in params.handles}
+    for name, shared in params.of_stages.items():
+        if len(shared.ranks) < 2 or stages.rank not in shared.ranks:
+            continue
+        handle = by_name[name]
+        own = gradients.own_part(handle)
+        others = [torch.empty_like(own) for _ in shared.ranks[1:]]
+        peers = [rank for rank in shared.ranks if rank != stages.rank]
+        stages.start(
+            Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"
+        ).wait()  # fmt: skip
+        for other in others:
+            gradients.add_part(handle, other)

@@ -19,7 +19,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -74,25 +74,32 @@ class CallRecord:
                 base.register_hook(begin)
 
 
+class Windows(Protocol):
+    """Where weights are gathered (:class:`gemini.memory.movement.manager.Manager`)."""
+
+    def acquire(self, chunk: Chunk) -> None:
+        """Pin the gathered weights of a chunk."""
+
+    def release(self, chunk: Chunk) -> None:
+        """Undo one :meth:`acquire`."""
+
+
+class Guards(Protocol):
+    """What stands before params that no module reads (:class:`gemini.train.params.exposure.Exposure`)."""
+
+    def expose(self, chunk: Chunk) -> None:
+        """Make the params of a pinned chunk ordinary ones, for a module that computes."""
+
+    def cover(self, chunk: Chunk) -> None:
+        """Undo one :meth:`expose`."""
+
+
 class Calls:
-    """The running calls of one model.
+    """The running calls of one model."""
 
-    Args:
-        acquire: pins a chunk's gathered weights; ``release`` unpins them.
-        expose: makes the params of a pinned chunk ordinary ones for a module that computes; ``cover`` guards them.
-    """
-
-    def __init__(
-        self,
-        acquire: Callable[[Chunk], None],
-        release: Callable[[Chunk], None],
-        expose: Callable[[Chunk], None] = lambda chunk: None,
-        cover: Callable[[Chunk], None] = lambda chunk: None,
-    ):
-        self._acquire = acquire
-        self._release = release
-        self._expose = expose
-        self._cover = cover
+    def __init__(self, windows: Windows, guards: Guards):
+        self._acquire, self._release = windows.acquire, windows.release
+        self._expose, self._cover = guards.expose, guards.cover
         self.running: dict[int, list[CallRecord]] = {}
         """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
         self._reading: list[CallRecord] = []

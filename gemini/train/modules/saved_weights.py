@@ -141,6 +141,7 @@ class SavedWeights:
         self._handles[index] = ordered
         self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
         self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
+        chunk.lender = self
 
     def close(self) -> None:
         """The model ends; graphs may still refer to this. Of a forward that an interrupt ended its hooks may be open:

@@ -7,37 +7,27 @@ chunks as it begins, and any other read waits when it meets the guard. At rest a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.train.params.guard import managed_kind, nan_of
 from gemini.train.params.handle import SET_DATA, ParamHandle, ParamSet, notes_a_write, written_to
 from gemini.train.step import StepState
 
 
-class PendingUpdates(Protocol):
-    """Updates that may still be under way."""
-
-    @property
-    def pending(self) -> Mapping[int, object]:
-        """By chunk."""
-
-    def wait(self, chunk: Chunk) -> None:
-        """Until the chunk's is over."""
-
-
 class Exposure:
     """The guards of one model."""
 
-    def __init__(self, params: ParamSet, store: ChunkStore, state: StepState, updates: PendingUpdates):
+    def __init__(self, params: ParamSet, store: ChunkStore, state: StepState):
         self._by_chunk, self._chunks, self._manager = params.by_chunk, store.chunks, store.manager
-        self._state, self._updates = state, updates
+        self._state, self._updating = state, store.transfers.open[Lane.UPDATE]
         self._never_move = {chunk.spec.index: chunk for chunk in store.chunks if chunk.resident}
         self._in_place = [handle for index in self._never_move for handle in params.by_chunk.get(index, ())]
         """The params of those, together: most steps expose and guard them all at once."""
@@ -50,6 +40,8 @@ class Exposure:
         """Params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
+        for chunk in store.chunks:
+            chunk.on_gone.append(self.poison)
         self.written: list[ParamHandle] = []
         """Params that others have written to, which has yet to be refused."""
 
@@ -59,12 +51,12 @@ class Exposure:
         With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
         class of every param in them and compute other bits where one is guarded.
         """
-        if self._updates.pending and not torch.is_grad_enabled():
+        if self._updating and not torch.is_grad_enabled():
             for chunk in self._never_move.values():
                 chunk.settle()
         fresh = self._never_move.keys() - self._exposed
-        if self._updates.pending:
-            late = fresh & self._updates.pending.keys()
+        if self._updating:
+            late = fresh & self._updating.keys()
             self.late |= late
             fresh -= late
         self.written += expose(self._params_of(fresh))

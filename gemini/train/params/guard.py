@@ -54,7 +54,7 @@ class ManagedParameter(nn.Parameter):
             if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
                 note_grad_read(args[0])
             elif func in _FLIPS:
-                owner_of(args[0]._gemini).state.note_flip()
+                owner_of(args[0]._gemini).state.requires_grad_changed = True
             elif func == _SET_GRAD and args[1] is None:
                 handle = args[0]._gemini
                 if handle.has_grad or handle.leftover:  # p.grad = None drops it, as in torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn
 
@@ -13,24 +12,15 @@ import torch
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD
-from gemini.train.activations.store import ActivationStore
 from gemini.train.gradients import scaled_backward
-from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.gradients.store import GradientStore, refuse_grad
-from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.observers import Observers
+from gemini.train.gradients.store import refuse_grad
+from gemini.train.modules.calls import CallRecord
 from gemini.train.own_work import own_work
-from gemini.train.params.by_name import ByName
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.owner import Probe, owner_of
 from gemini.train.params.stepper import stepping_in_backward
-from gemini.train.step import StepState
-from gemini.train.update.in_backward import InBackward
-from gemini.train.update.sinks import GradientSink
-from gemini.train.update.updates import Updates
+from gemini.train.passes.parts import Parts
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id
@@ -51,17 +41,14 @@ class BackwardPass:
         sink: what becomes of gradients.
     """
 
-    def __init__(
-        self, params: ParamSet, store: ChunkStore, state: StepState, calls: Calls, *,
-        lock: AbstractContextManager[Any], observers: Observers, exposure: Exposure, activations: ActivationStore,
-        gradients: GradientStore, scaling: Scaling, updates: Updates, in_backward: InBackward, by_names: ByName,
-        sink: GradientSink,
-    ):  # fmt: skip
-        self.observers, self.gradients, self.scaling = observers, gradients, scaling
-        self._params, self._chunks, self._manager, self._state = params, store.chunks, store.manager, state
-        self._lock, self._calls, self._exposure, self._activations = lock, calls, exposure, activations
-        self._updates, self._in_backward, self._by_names = updates, in_backward, by_names
-        self.sink, self._moves = sink, store.moves
+    def __init__(self, parts: Parts):
+        store = parts.store
+        self.observers, self.gradients, self.scaling = parts.observers, parts.gradients, parts.scaling
+        self.sink, self._params, self._state = parts.sink, parts.params, parts.state
+        self._chunks, self._manager, self._moves = store.chunks, store.manager, store.moves
+        self._lock, self._calls, self._exposure = parts.lock, parts.calls, parts.exposure
+        self._activations, self._updates = parts.activations, parts.updates
+        self._in_backward, self._by_names = parts.in_backward, parts.by_names
         self.probe: Probe | None = None
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
@@ -207,7 +194,7 @@ class BackwardPass:
             self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             self.sink.begin_adding()
-        self._state.take_gradients()
+        self._state.takes_gradients = True
 
     @property
     def is_reduced(self) -> bool:
@@ -278,7 +265,7 @@ class BackwardPass:
         self._calls.abandon(backward=True)
         self.end()
         if self._state.updated_in_backward and has_begun:
-            self._state.forget_update_in_backward()
+            self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
 
 

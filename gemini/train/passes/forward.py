@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.store import ChunkStore
-from gemini.train.activations.store import ActivationStore
-from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers
+from gemini.train.modules.calls import CallRecord
 from gemini.train.own_work import innermost_transform, is_differentiating, own_work, without_transforms
-from gemini.train.params.exposure import Exposure
+from gemini.train.passes.parts import Parts
 from gemini.train.setup.trained import TrainedParams
-from gemini.train.step import StepState
-from gemini.train.update.updates import Updates
 
 
 class ForwardPass:
@@ -31,16 +24,12 @@ class ForwardPass:
         begin_step: called when a forward that a backward may follow begins.
     """
 
-    def __init__(
-        self, store: ChunkStore, state: StepState, calls: Calls, *, lock: AbstractContextManager[Any],
-        observers: Observers, exposure: Exposure, saved_weights: SavedWeights, activations: ActivationStore,
-        updates: Updates, trained: TrainedParams, begin_step: Callable[[], None],
-    ):  # fmt: skip
-        self.calls, self.observers, self.exposure = calls, observers, exposure
-        self._manager, self._state, self._lock = store.manager, state, lock
-        self._saved_weights, self._activations = saved_weights, activations
-        self._updates, self._trained = updates, trained
-        self._moves, self._begin_step = store.moves, begin_step
+    def __init__(self, parts: Parts, trained: TrainedParams):
+        self.calls, self.observers, self.exposure = parts.calls, parts.observers, parts.exposure
+        self._manager, self._state, self._lock = parts.store.manager, parts.state, parts.lock
+        self._saved_weights, self._activations = parts.saved_weights, parts.activations
+        self._updates, self._trained, self._company = parts.updates, trained, parts.company
+        self._moves = parts.store.moves
         self._transformed: list[Chunk] = []
         """What ``torch.func`` may still read."""
 
@@ -51,7 +40,7 @@ class ForwardPass:
         """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
         state = self._state
         if not state.computing:
-            state.open()
+            state.num_open += 1
             self.let_go_of_transformed()
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
@@ -89,7 +78,7 @@ class ForwardPass:
         if self._moves:
             self._manager.begin_forward(in_step=torch.is_grad_enabled())
         if self._moves and torch.is_grad_enabled():
-            self._begin_step()
+            self._company.begin_step()
             self._manager.look_ahead()
         self.exposure.begin()
 
@@ -113,7 +102,7 @@ class ForwardPass:
                 self.observers.recording.end_call()
             if record is not None and record.parent is not None:
                 for chunk in record.chunks:
-                    if self._saved_weights.is_lent(chunk):
+                    if chunk.is_lent:
                         self.lend(chunk)
             self.exposure.rest_if_idle()
             if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
@@ -162,7 +151,7 @@ class ForwardPass:
         """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
         with self._lock, without_transforms():
             if not self._transformed:
-                self._state.open()  # it ends without telling
+                self._state.num_open += 1  # it ends without telling
             for chunk in chunks:
                 if chunk not in self._transformed:
                     self._manager.acquire(chunk)
@@ -191,7 +180,7 @@ class ForwardPass:
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
-        self._state.open()
+        self._state.num_open += 1
         try:
             with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
                 yield
@@ -222,5 +211,5 @@ class ForwardPass:
         """An operation that read these is over: if its result is a view of weights, the call around it goes on."""
         with self._lock:
             for chunk in chunks:
-                if self._saved_weights.is_lent(chunk):
+                if chunk.is_lent:
                     self.lend(chunk)

@@ -9,28 +9,20 @@ from __future__ import annotations
 import torch
 
 from gemini.interrupts import WHOLE
-from gemini.memory.store import ChunkStore
-from gemini.train.activations.store import ActivationStore
-from gemini.train.gradients.store import GradientStore
-from gemini.train.params.exposure import Exposure, hide
+from gemini.train.params.exposure import hide
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import ParamSet
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
-from gemini.train.step import StepState
-from gemini.train.update.updates import Updates
+from gemini.train.passes.parts import Parts
 
 
 class Recovery:
     """Of one model."""
 
-    def __init__(
-        self, params: ParamSet, store: ChunkStore, state: StepState, forward: ForwardPass, backward: BackwardPass,
-        exposure: Exposure, activations: ActivationStore, gradients: GradientStore, updates: Updates,
-    ):  # fmt: skip
-        self._params, self._manager, self._state = params, store.manager, state
-        self._forward, self._backward, self._exposure = forward, backward, exposure
-        self._activations, self._gradients, self._updates = activations, gradients, updates
+    def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
+        self._params, self._manager, self._state = parts.params, parts.store.manager, parts.state
+        self._forward, self._backward, self._exposure = forward, backward, parts.exposure
+        self._activations, self._gradients, self._updates = parts.activations, parts.gradients, parts.updates
 
     def forget_interrupted(self) -> None:
         """End what was under way, if anything is; nothing if a backward is running in this thread."""
@@ -54,6 +46,6 @@ class Recovery:
         if not state.computing:
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
-            state.close_all()
+            state.num_open = 0
         if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
             self._manager.start_over()

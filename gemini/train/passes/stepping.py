@@ -15,23 +15,16 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, warn
-from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
-from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
+from gemini.train.params.handle import Leftover, ParamHandle, note_writes, written_to
 from gemini.train.params.owner import owner_of
 from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
 from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.parts import Parts
 from gemini.train.passes.recovery import Recovery
-from gemini.train.sharding.company import Company
 from gemini.train.sharding.step_sync import facts_of_step
-from gemini.train.slices.together import OtherSlices
-from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
-from gemini.train.update.updates import Updates
-from gemini.train.write_observers import WriteObservers
 
 
 @dataclass
@@ -55,23 +48,16 @@ class Stepping:
         slices: of a model in slices, else None.
     """
 
-    def __init__(
-        self, params: ParamSet, store: ChunkStore, state: StepState, rule: UpdateRule, *, gradients: str,
-        backward: BackwardPass, scaling: Scaling, updates: Updates, exposure: Exposure, recovery: Recovery,
-        observers: WriteObservers, company: Company, slices: OtherSlices | None,
-    ):  # fmt: skip
-        self.rule, self.scaling, self.state, self.updates, self.company = rule, scaling, state, updates, company
-        self._params, self._store, self._mode = params, store, gradients
-        self._backward, self._gradients, self._exposure, self._recovery = (
-            backward,
-            backward.gradients,
-            exposure,
-            recovery,
-        )
-        self._observers, self._sink, self._slices = observers, backward.sink, slices
-        self._moves = store.moves
+    def __init__(self, parts: Parts, rule: UpdateRule, mode: str, backward: BackwardPass, recovery: Recovery):
+        store, scaling, updates = parts.store, parts.scaling, parts.updates
+        self.rule, self.state, self.company = rule, parts.state, parts.company
+        self.scaling, self.updates = scaling, updates
+        self._params, self._store, self._mode, self._moves = parts.params, store, mode, store.moves
+        self._gradients, self._sink, self._slices = parts.gradients, parts.sink, parts.slices
+        self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
+        self._observers = parts.writes
         self._may_guess = (
-            store.durable is not None and updates.runs_beside and gradients != "transient"
+            store.durable is not None and updates.runs_beside and mode != "transient"
             and scaling.loss_scale is None and not self._sink.has_replicas
         )  # fmt: skip
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
@@ -79,7 +65,7 @@ class Stepping:
         """Whether the first step with gradients is still to come."""
         self._step_began = 0.0
         self._may_stop_there = (
-            store.device.tier is Tier.GPU and not self._sink.divides and backward.gradients.norms.knows_only_own
+            store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
         )
 
     def warn_of_no_optimizer(self) -> None:
@@ -174,7 +160,7 @@ class Stepping:
                 self.state.clip(coefficient)
             else:
                 self._gradients.clip(handles, coefficient)
-                self.state.note_clipping()
+                self.state.has_clipped = True
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
 
     def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
@@ -228,7 +214,7 @@ class Stepping:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
             self._gradients.norms.check_finite(handles)
             measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
-            self.state.clip_updates(kernels.clip_coefficient(measured.norm, max_norm))
+            self.state.clip_in_backward = kernels.clip_coefficient(measured.norm, max_norm)
         finally:
             self._backward.discard()
 
@@ -367,9 +353,9 @@ class Stepping:
         if self.state.has_clipped:
             self._backward.fold_clipping()
         if self.state.clip_in_backward != 1.0:
-            self.state.clip_updates(1.0)
+            self.state.clip_in_backward = 1.0
         if self.state.updated_in_backward:
-            self.state.forget_update_in_backward()
+            self.state.updated_in_backward = False
         self._store.mover.watch.end_step()
         self.company.end_step(has_gradients=self._backward.has_gradients)
         if self._backward.observers.recording is not None:

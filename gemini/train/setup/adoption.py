@@ -140,5 +140,6 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
             handle.hook.remove()
     for chunk in chunks:
         chunk.clear_planes()
-        chunk.window = None
+        chunk.window = chunk.lender = None
+        chunk.on_gone.clear()
         chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")

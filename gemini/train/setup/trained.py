@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.memory.chunks.chunk import Chunk, make_plane
 from gemini.memory.store import ChunkStore
@@ -18,15 +19,14 @@ class TrainedParams:
 
     Args:
         grad_hook: makes what takes the gradients of a param.
-        gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
     """
 
     def __init__(
-        self, params: ParamSet, store: ChunkStore, activations: ActivationStore, *, precision: str, gradients: str,
-        rule: RuleSpec, grad_hook: GradHook,
+        self, params: ParamSet, store: ChunkStore, activations: ActivationStore, config: GeminiConfig, rule: RuleSpec,
+        grad_hook: GradHook,
     ):  # fmt: skip
         self._params, self._store, self._activations = params, store, activations
-        self._precision, self._gradients, self._rule = precision, gradients, rule
+        self._precision, self._gradients, self._rule = config.precision, config.gradients, rule
         self._grad_hook = grad_hook
 
     def follow(self) -> None:

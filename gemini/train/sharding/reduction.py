@@ -20,14 +20,13 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event, Window
 from gemini.memory.movement.mover import Working
-from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.movement.worker import Job
 from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
-from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
@@ -106,21 +105,10 @@ class Reduction(GradientSink):
 
     only_keeps, divides = False, True
 
-    def __init__(
-        self,
-        shards: Shards,
-        into: GradientSink,
-        scaling: Scaling,
-        *,
-        dtype: torch.dtype,
-        room: int,
-        staging: StagingSet | None,
-        sums_each_backward: bool,
-    ):
+    def __init__(self, shards: Shards, into: GradientSink, *, dtype: torch.dtype, room: int, sums_each_backward: bool):
         store = into.store
-        super().__init__(
-            store, into.state, gradients=into.gradients, updates=into.updates, in_backward=into.in_backward
-        )
+        super().__init__(store, into.state, into.in_backward)
+        scaling, staging = into.in_backward.scaling, store.transfers.staging.get(Lane.REDUCE)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
         shards.reducing = self
@@ -143,6 +131,7 @@ class Reduction(GradientSink):
         self._sync = StepSync(shards, self._replicas, into.state, scaling)
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
+        store.ledger.register_remark("windows", self.explain)
         self.has_replicas = self._ranks.num_replicas > 1
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -424,7 +413,7 @@ class Reduction(GradientSink):
             raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
-        self.state.note_unreduced(+1)
+        self.state.num_unreduced += 1
         return whole
 
     def _reduce_early(self, want: Want) -> bool:
@@ -450,7 +439,7 @@ class Reduction(GradientSink):
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
-        self.state.note_unreduced(-1)
+        self.state.num_unreduced -= 1
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 

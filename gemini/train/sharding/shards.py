@@ -78,6 +78,8 @@ class Shards(Company):
         follows: whether steps may follow a script.
     """
 
+    in_order = True
+
     def __init__(
         self,
         ranks: Ranks,

@@ -35,7 +35,7 @@ class InBackward:
     ):  # fmt: skip
         self.transient = transient
         self._by_chunk, self._state, self._mover, self._rule = params.by_chunk, state, mover, rule
-        self._updates, self._gradients, self._scaling = updates, gradients, scaling
+        self.updates, self.gradients, self.scaling = updates, gradients, scaling
 
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Collect a transient gradient (as far as this rank keeps it) for the update of its chunk, or measure it.
@@ -60,7 +60,7 @@ class InBackward:
                 "would be lost. Give all trained params to the optimizer before the first backward, or freeze this one"
             )
         scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, self._state.clip_in_backward)
-        self._updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
+        self.updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
         handle.in_backward = self._state.backward_number
 
     def refuse_used(self, handle: ParamHandle) -> None:
@@ -109,30 +109,30 @@ class InBackward:
                 self._guess(chunk, guessed)
         if not ready:
             return
-        self._gradients.drain()
+        self.gradients.drain()
         handles = [handle for handle, _ in ready]
-        stop = self._updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
+        stop = self.updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
         if stop is None:
-            self._gradients.norms.check_finite(handles)
+            self.gradients.norms.check_finite(handles)
         for handle, optimizer in ready:
-            self._updates.collect(self._update(handle, optimizer))
+            self.updates.collect(self._update(handle, optimizer))
             handle.norm_sums, handle.leftover = None, Leftover.USED
             handle.in_backward = self._state.backward_number
-        self._updates.complete(chunk, stop=stop)
+        self.updates.complete(chunk, stop=stop)
 
     def _guess(self, chunk: Chunk, ready: list[tuple[ParamHandle, Stepper]]) -> None:
         """Begin the update that the step of these params makes if it clips nothing."""
-        known = self._updates.pending.get(chunk.spec.index)
-        if (known is not None and known.is_undecided) or not self._updates.guesses.pays:
+        known = self.updates.pending.get(chunk.spec.index)
+        if (known is not None and known.is_undecided) or not self.updates.guesses.pays:
             return
         if any(optimizer is not ready[0][1] for _, optimizer in ready):
             return  # it takes the steps of both
         if any(is_in_stages(handle.param) for handle, _ in ready):
             return  # other stages' gradients are added yet
-        self._gradients.drain()
-        self._updates.guess(chunk, [self._update(*of) for of in ready])
+        self.gradients.drain()
+        self.updates.guess(chunk, [self._update(*of) for of in ready])
 
     def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:
         """Of a gradient in its plane, nothing of which is clipped from now on."""
-        scale = self._state.clip_coefficient * self._scaling.unscale * handle.clip
+        scale = self._state.clip_coefficient * self.scaling.unscale * handle.clip
         return ParamUpdate(handle, optimizer.scalars_in_backward(handle, self._state.backward_number, scale))

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.stepper import Stepper, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
-from gemini.train.update.updates import Updates
 
 
 class GradientSink:
@@ -32,15 +29,12 @@ class GradientSink:
     has_replicas = False
     """Whether other ranks have the same shard."""
 
-    def __init__(
-        self, store: ChunkStore, state: StepState, *, gradients: GradientStore, updates: Updates,
-        in_backward: InBackward,
-    ):  # fmt: skip
+    def __init__(self, store: ChunkStore, state: StepState, in_backward: InBackward):
         self.store = store
         self.state = state
-        self.gradients = gradients
-        self.updates = updates
         self.in_backward = in_backward
+        self.gradients = in_backward.gradients
+        self.updates = in_backward.updates
 
     def begin_adding(self) -> None:
         """The first gradient of a further backward has arrived, while those of an earlier one wait.
@@ -88,14 +82,6 @@ class GradientSink:
 
     def discard(self, handles: Sequence[ParamHandle]) -> None:
         """``zero_grad``: forget what is not in planes yet."""
-
-    def missing(self) -> int:
-        """Bytes of the computing tier that fetches ahead leave to gradients."""
-        return 0
-
-    def explain(self, error: BudgetExceeded) -> BudgetExceeded:
-        """What to say of missing room for weights."""
-        return error
 
 
 class UsedAtOnce(GradientSink):

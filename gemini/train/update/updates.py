@@ -11,13 +11,15 @@ An update that is only guessed (:mod:`gemini.train.update.guess`) is undone by b
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
+from typing import cast
 
 import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.movement.staging import StagingSet
+from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import OF_BUDGET, Tier, Turn, Want
@@ -27,10 +29,17 @@ from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.guess import Guess, GuessRecord
-from gemini.train.update.streamed import streamed_in_turn
-from gemini.train.update.threads import update_threads
-from gemini.train.update.tiles import ChunkUpdate, ParamUpdate, Path, Tile, TilesInPlace, path_of, tiles_of
-from gemini.train.update.worker import UpdateJob, UpdateWorker
+from gemini.train.update.tiles import (
+    ChunkUpdate,
+    ParamUpdate,
+    Path,
+    Tile,
+    TilesInPlace,
+    path_of,
+    streamed_in_turn,
+    tiles_of,
+)
+from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
 from gemini.train.write_observers import WriteObservers
 
 _WAITING = OF_BUDGET - {Turn.FLIGHTS}
@@ -43,12 +52,11 @@ class Updates:
     Args:
         alone: whether the model is this process's only.
         first_use: by chunk, the moment of a step at which it is read first.
-        slots: staging for updates beside training; None to make every update when it is handed over.
     """
 
     def __init__(
-        self, store: ChunkStore, state: StepState, observers: WriteObservers, rule: UpdateRule,
-        first_use: Mapping[int, int], *, alone: bool, slots: list[StagingSet] | None, threads: int | None,
+        self, store: ChunkStore, state: StepState, exposure: Exposure, observers: WriteObservers, rule: UpdateRule,
+        first_use: Mapping[int, int], *, alone: bool, threads: int | None,
     ):  # fmt: skip
         self.order = "next use"
         """Or "fifo", the order in which gradients became complete: for comparison."""
@@ -56,9 +64,10 @@ class Updates:
         self._mover, self._manager, self._state = store.mover, store.manager, state
         self._moves = store.moves
         self._observers, self._rule = observers, rule
-        self._exposure: Exposure | None = None
+        self._exposure = exposure
         self._first_use = first_use
-        self.pending: dict[int, UpdateJob] = {}
+        self._transfers = store.transfers
+        self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
         """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
         self._number = 0
@@ -66,15 +75,12 @@ class Updates:
         self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
         self._worker: UpdateWorker | None = None
-        if slots is not None:
+        if store.transfers.beside:
             on_device = store.mover.staging.on_device
-            self._worker = UpdateWorker(store.mover, slots, _mark_lost(state), device_slots=on_device)
+            self._worker = UpdateWorker(store.mover, store.transfers.slots, weakref.ref(self), device_slots=on_device)
+            store.transfers.use(Lane.UPDATE, self._worker)
             store.ledger.register(Turn.UPDATES, self._end_one, store.device.tier)
             store.ledger.register(Turn.GUESSES, self._undo_one, Tier.CPU)
-
-    def connect(self, exposure: Exposure) -> None:
-        """Who needs this and is needed here: the guards of the model's params."""
-        self._exposure = exposure
 
     @property
     def runs_beside(self) -> bool:
@@ -107,8 +113,8 @@ class Updates:
             assert self._worker is not None
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
-                self._guards.withdraw(job.chunk)  # a step inside gathered()
-            self._put(self._worker, jobs)
+                self._exposure.withdraw(job.chunk)  # a step inside gathered()
+            self._put(jobs)
         for update in now:
             if self.pending:
                 self.wait(update.chunk)
@@ -125,16 +131,17 @@ class Updates:
         self.guesses.num_kept += 1
         return True
 
-    def _put(self, worker: UpdateWorker, jobs: list[UpdateJob]) -> None:
-        """``pending`` has the jobs before they start: an interrupt must leave no update under way that is not there."""
+    def _put(self, jobs: list[UpdateJob]) -> None:
+        """Hand jobs over, all or none: an interrupt must leave no update under way that nobody knows."""
         try:
-            for job in jobs:
-                self.pending[job.chunk.spec.index] = job.chunk.update = job
-            worker.put(*jobs)
+            with WHOLE:
+                for job in jobs:
+                    job.chunk.update = job
+                self._transfers.submit(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
-                if worker.cancel(job) or job.worker is None:
+                if self.pending.get(job.chunk.spec.index) is not job:
                     self._forget(job)
                     job.finish(e)
                     if self._drop(job):
@@ -201,20 +208,15 @@ class Updates:
     def _num_threads(self) -> int:
         return update_threads(self._threads, self._device.tier)
 
-    def _job(
-        self, update: ChunkUpdate, release: Callable[[], None] | None = None, guess: Guess | None = None
-    ) -> UpdateJob:
+    def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
         return UpdateJob(
             update,
             self._urgency(update.chunk),
             moved=self._mover.watch.moved,
             threads=max(self._num_threads(), 1),
             ready=self._device.mark(),
-            before=self._observers.before_write,
-            after=self._observers.after_write,
-            release=release,
+            observers=self._observers,
             guess=guess,
-            owner=self,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -238,9 +240,9 @@ class Updates:
         if self._observers:
             self._observers.before_updates()
         update = self._chunk_update(chunk, params)
-        self._guards.look_for_writes(chunk)
+        self._exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
-        self._state.note_update_in_backward()
+        self._state.updated_in_backward = True
         self.unseen.num_chunks += 1
         note_writes(param.handle for param in params)
         for param in params:
@@ -255,12 +257,10 @@ class Updates:
                 stop = self.unseen.stop_for(update)
             self._update_now(update, stop)
             return
-        ledger, tier = self._ledger, self._device.tier
-
-        def release() -> None:
-            ledger.release(tier, num_bytes, HOLDER)
-
-        self._begin_inside(worker, self._job(update, release if behind and num_bytes else None))
+        job = self._job(update)
+        if behind and num_bytes:
+            job.held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
+        self._begin_inside(job)
         if not behind:
             self.wait(chunk)
 
@@ -282,16 +282,16 @@ class Updates:
             if self._observers:
                 self._observers.before_updates()
             chunk.is_guessed = True
-            self._begin_inside(worker, self._job(update._replace(window=self._window_of(update)), guess=guess))
+            self._begin_inside(self._job(update._replace(window=self._window_of(update)), guess=guess))
 
-    def _begin_inside(self, worker: UpdateWorker, job: UpdateJob) -> None:
+    def _begin_inside(self, job: UpdateJob) -> None:
         """Hand over an update inside backward. Calls that compute still may read the old weights in their window."""
         if job.update.window is None:
             self._manager.drop([job.chunk])
         else:
             self._manager.begin_update(job.chunk)
-        self._guards.withdraw(job.chunk)
-        self._put(worker, [job])
+        self._exposure.withdraw(job.chunk)
+        self._put([job])
 
     def drop_guesses(self, indices: Container[int] | None = None) -> None:
         """Undo the guesses of these chunks, or all: nobody is going to ask for them."""
@@ -351,12 +351,12 @@ class Updates:
     def await_held(self) -> None:
         """Until no update in flight holds gradients."""
         for job in list(self.pending.values()):
-            if job.holds_gradients:
+            if job.held is not None:
                 job.wait_until_over()
 
     def _end_one(self, want: Want) -> bool:
         """Wait for an update whose end gives back memory; False if there is none."""
-        return self._await_first(lambda job: job.holds_gradients)
+        return self._await_first(lambda job: job.held is not None)
 
     def _undo_one(self, want: Want) -> bool:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
@@ -383,6 +383,10 @@ class Updates:
         self.pending.clear()
         self._collected.clear()
         self.unseen.forget()
+
+    def note_lost(self, cause: BaseException) -> None:
+        """An update broke off in its middle, on its thread."""
+        self._state.mark_corrupted(cause, reported=False)
 
     def check(self) -> None:
         """Raise what broke an update off that nobody has waited for."""
@@ -411,7 +415,7 @@ class Updates:
         job.wait()
 
     def _forget(self, job: UpdateJob) -> None:
-        self.pending.pop(job.chunk.spec.index, None)
+        self._transfers.end(job)
         job.chunk.update = None
 
     def _drop(self, job: UpdateJob) -> bool:
@@ -439,25 +443,7 @@ class Updates:
         for job in self.pending.values():
             job.chunk.update = None
         self.pending.clear()
-        if self._worker is not None:
-            self._worker.close()
-
-    # ---- inside -------------------------------------------------------------------------------------------------
-
-    @property
-    def _guards(self) -> Exposure:
-        assert self._exposure is not None
-        return self._exposure
 
 
 def _in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _mark_lost(state: StepState) -> Callable[[BaseException], None]:
-    """What the worker tells of an update that broke off; it refers to nothing that refers to the worker."""
-
-    def mark_lost(cause: BaseException) -> None:
-        state.mark_corrupted(cause, reported=False)
-
-    return mark_lost

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -22,14 +22,26 @@ from gemini.memory.chunks.chunk import Chunk, PendingUpdate
 from gemini.memory.devices.device import Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
-from gemini.memory.movement.worker import Job, JobThread
-from gemini.memory.watching.watch import Moved
+from gemini.memory.movement.transfers import Lane, Transfer
+from gemini.memory.movement.worker import JobThread
+from gemini.memory.watching import Moved
+from gemini.tiers import Tier
 from gemini.train.update.guess import Guess
-from gemini.train.update.streamed import STREAM, streamed_tiles
-from gemini.train.update.tiles import ChunkUpdate, Path, Tile, check_finite, tiles_of
+from gemini.train.update.tiles import STREAM, ChunkUpdate, Path, Tile, check_finite, streamed_tiles, tiles_of
+from gemini.train.write_observers import WriteObservers
 
 
-class UpdateJob(Job, PendingUpdate):
+class Books(Protocol):
+    """Who hands updates over and waits for them (:class:`gemini.train.update.updates.Updates`)."""
+
+    def wait(self, chunk: Chunk) -> None:
+        """Wait until the chunk's update is over; one that is only guessed is undone."""
+
+    def note_lost(self, cause: BaseException) -> None:
+        """An update broke off in its middle, on its thread."""
+
+
+class UpdateJob(Transfer, PendingUpdate):
     """The update of one chunk.
 
     Args:
@@ -37,11 +49,8 @@ class UpdateJob(Job, PendingUpdate):
         moved: the step that its bytes count for.
         threads: that share one call of the kernel.
         ready: what the computing device was given when this was handed over is done; its gradients are there then.
-        before: called when it begins, before anything of the chunk changes.
-        after: called when all of the chunk has changed.
-        release: called when its gradients are not needed any more.
+        observers: told before anything of the chunk changes, and when all of it has.
         guess: of one that begins before anybody knows whether it is wanted.
-        owner: who keeps the books of updates in flight.
     """
 
     def __init__(
@@ -52,43 +61,30 @@ class UpdateJob(Job, PendingUpdate):
         moved: Moved,
         threads: int,
         ready: Event,
-        before: Callable[[Chunk], None],
-        after: Callable[[Chunk], None],
-        release: Callable[[], None] | None = None,
+        observers: WriteObservers,
         guess: Guess | None = None,
-        owner: Any,
     ):
-        super().__init__(lambda: None, urgency)
-        self._owner = weakref.ref(owner)  # a worker must not keep a model alive
+        super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
         self.chunk, self.update = update.chunk, update
         self.working, self.threads = Working(moved), threads
-        self.ready, self.before, self.after, self._release = ready, before, after, release
-        self.guess = guess
+        self.ready, self.observers, self.guess = ready, observers, guess
         self.num_open = 0  # tiles that have begun and not finished
         self.all_begun = False
 
     def settle(self) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.wait(self.chunk)
+        books = self.worker.books() if isinstance(self.worker, UpdateWorker) else None
+        if books is not None:
+            books.wait(self.chunk)
 
     @property
     def is_undecided(self) -> bool:
         """Whether it is a guess still, which may have to be undone."""
         return self.guess is not None and not self.guess.is_kept
 
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether its end gives back memory of gradients."""
-        return self._release is not None
-
     def finish(self, error: BaseException | None = None) -> None:
         self.update = self.update._replace(params=[], in_place=None)
         if self.guess is not None:
             self.guess.in_memory.end()
-        if self._release is not None:
-            self._release()
-            self._release = None
         super().finish(error)
 
 
@@ -97,7 +93,8 @@ class UpdateWorker(JobThread):
 
     Args:
         slots: staging for tiles that cannot be updated in place; without any, only chunks that can be are accepted.
-        on_lost: told what broke an update off in its middle.
+        books: who keeps the books of updates in flight, and is told what broke one off. A worker must not keep a
+            model alive.
         device_slots: staging on the device, for tiles that are streamed.
     """
 
@@ -105,14 +102,14 @@ class UpdateWorker(JobThread):
         self,
         mover: Mover,
         slots: list[StagingSet],
-        on_lost: Callable[[BaseException], None],
+        books: weakref.ref[Books],
         *,
         device_slots: list[StagingSet],
     ):
         super().__init__("update")
         self.slot_tile = slots[0].tile if slots else 0
         self._device_tile = device_slots[0].tile if device_slots else 0
-        self._mover, self._on_lost = mover, on_lost
+        self._mover, self.books = mover, books
         self._free, self._free_on_device = list(slots), list(device_slots)
         self._has_all_cores = False
         self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
@@ -186,7 +183,7 @@ class UpdateWorker(JobThread):
                     return None
                 self._ahead = None
                 self._check(job)
-                job.before(job.chunk)
+                job.observers.before_write(job.chunk)
                 if job.guess is not None and not job.guess.begin():
                     job.update = job.update._replace(params=[])
                 if self._is_closed:
@@ -252,7 +249,7 @@ class UpdateWorker(JobThread):
 
     def _finish_if_done(self, job: UpdateJob) -> None:
         if job.all_begun and job.num_open == 0 and job in self._open:
-            job.after(job.chunk)
+            job.observers.after_write(job.chunk)
             del self._open[job]
             job.finish()
 
@@ -270,8 +267,9 @@ class UpdateWorker(JobThread):
             ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
             self._waiting = []
         lost = [job for job in ended if job.guess is None or not job.guess.drop()]
-        if lost:
-            self._on_lost(error)
+        books = self.books()
+        if lost and books is not None:
+            books.note_lost(error)
         begun = [*self._reading, *self._writing]
         if self._next is not None:
             begun.append(self._next)
@@ -288,3 +286,21 @@ class UpdateWorker(JobThread):
 
 def _deleted() -> GeminiError:
     return GeminiError("the model was deleted while it was updated")
+
+
+# ---- threads of an update --------------------------------------------------------------------------------------------
+
+# How many threads share an update that runs beside computing.
+
+
+def update_threads(setting: int | None, compute: Tier) -> int:
+    """``setting``, or the processors that computing leaves: all where a GPU computes, none where torch takes them all.
+
+    Then an update beside computing would slow both down, and one that needs no drive is better made at once, by all of
+    them (on 2 cores with 2 torch threads a step of a 70M Llama at 128 tokens took 2 to 7 % longer beside computing).
+    """
+    if setting is not None:
+        return setting
+    if compute is Tier.GPU:
+        return kernels.get_num_threads()
+    return max(kernels.get_num_threads() - torch.get_num_threads(), 0)

@@ -1,0 +1,239 @@
+"""What of one model moves beside its training: one list of what is in flight, and the threads on which it is made.
+
+    begin      queue a transfer on its lane, the one that is needed first before others (``submit``, if it is made)
+    hurry      somebody waits for it: it is the next one
+    wait       until it is over
+    take_back  it is not wanted any more: what has not begun never does, what has is waited for
+    end        who began it has noted how it ended; from here on it is no more in flight
+    close      the model ends
+
+A transfer has two ends. It is *under way* when its job is done: what can go wrong on the host has, and its copies were
+given to the device. It is *over* with those as well. What stands in the list has memory, which is in the ledger, and
+nobody else may have it before the transfer has ended: by being taken, taken back or waited for.
+
+The list is changed by the training thread alone, a lane's thread moves bytes and knows no model. Adding to it and
+queuing is one thing to Ctrl-C (:data:`gemini.interrupts.WHOLE`): nothing is in flight that is not in the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini.interrupts import WHOLE
+from gemini.memory.devices.device import DONE, Event
+from gemini.memory.movement.mover import Mover, Working
+from gemini.memory.movement.worker import Job, JobThread, Worker
+from gemini.tiers import Ledger, Tier
+
+
+class Lane(Enum):
+    """A direction, with a thread of its own. The value is that thread's name."""
+
+    UPDATE = "update"  # tiles of a chunk's planes: from their homes, and back
+    REDUCE = "reduce"  # gradients among ranks, whose own threads make that: here is its staging alone
+    FETCH = "fetch"  # weights: from their home into a window, ahead of their use
+    LANDING = "landing"  # gradients: from where autograd left them, home
+    OFFLOAD = "offload"  # activations: from where they were saved, to where they wait
+    RESTORE = "restore"  # and back, ahead of their use
+
+    __hash__ = object.__hash__
+
+
+class Held(NamedTuple):
+    """Memory in the ledger that a transfer holds until it is over."""
+
+    ledger: Ledger
+    tier: Tier
+    num_bytes: int
+    holder: str
+
+
+class Transfer(Job):
+    """Bytes on their way.
+
+    Args:
+        lane: where it is made.
+        deadline: when it is needed, in whatever unit is that lane's: the smallest goes first.
+        key: what it is known by in its lane; itself if that is left out.
+        of: what it moves, for whoever submits it.
+    """
+
+    what = "a transfer"
+
+    def __init__(self, lane: Lane, deadline: float = 0.0, *, key: Hashable = None, of: Any = None):
+        super().__init__(_nothing_on_the_host, deadline)
+        self.lane, self.key, self.of = lane, self if key is None else key, of
+        self.copies: Event = DONE
+        """The end of what the device copies."""
+        self.taken_back = False
+        """Whether it never began."""
+        self.held: Held | None = None
+        """What its end gives back."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        held, self.held = self.held, None
+        if held is not None:  # before anybody who waits for that memory wakes up
+            held.ledger.release(held.tier, held.num_bytes, held.holder)
+        super().finish(error)
+
+    def is_over(self) -> bool:
+        """Say whether it is done, and its copies are. Never blocks."""
+        return self.is_complete() and self.copies.is_complete()
+
+    def outcome(self) -> Exception | None:
+        """Block until it is over: what went wrong."""
+        try:
+            self.copies.wait_until_over()
+            self.wait()
+            self.copies.wait()
+        except Exception as e:
+            return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
+        return None
+
+
+class Transfers:
+    """The transfers of one model.
+
+    Args:
+        lanes: those that there are; without any nothing moves beside training.
+    """
+
+    def __init__(self, mover: Mover, lanes: Collection[Lane] = ()):
+        self.beside = bool(lanes)
+        """Whether anything moves beside training."""
+        # Staging is short where budgets are tight. So updates come first, which have nothing without it.
+        self.slots = mover.staging.take_slots() if Lane.UPDATE in lanes else []
+        """Staging of the tiles of updates."""
+        own = [lane for lane in (Lane.REDUCE, Lane.FETCH, Lane.LANDING) if lane in lanes]
+        self.staging = {lane: mover.staging.take() for lane in own}
+        """Of the other lanes that need it; None where none was left."""
+        self.open: dict[Lane, dict[Any, Transfer]] = {lane: {} for lane in Lane}
+        """What is in flight, by lane and key, in the order in which it was submitted."""
+        self._mover = mover
+        self._threads: dict[Lane, JobThread] = {}
+
+    def use(self, lane: Lane, thread: JobThread) -> None:
+        """Make this lane's transfers on a thread of another kind."""
+        self._threads[lane] = thread
+
+    def thread(self, lane: Lane) -> JobThread:
+        """Return the lane's thread."""
+        thread = self._threads.get(lane)
+        if thread is None:
+            thread = self._threads[lane] = Worker(lane.value)
+        return thread
+
+    def begin(
+        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None,
+        held: Held | None = None,
+    ) -> Transfer:  # fmt: skip
+        """Make a transfer and :meth:`submit` it.
+
+        Args:
+            run: what it does on its lane's thread.
+            held: what it holds, until it is over or taken back.
+        """
+        transfer = Transfer(lane, deadline, key=key, of=of)
+        transfer.run, transfer.held = run, held
+        self.submit(transfer)
+        return transfer
+
+    def submit(self, *transfers: Transfer) -> None:
+        """Queue transfers of one lane, all or none. From here on they are in flight.
+
+        Raises:
+            GeminiError: if the model was closed; none is in flight.
+        """
+        lane = transfers[0].lane
+        thread = self.thread(lane)
+        with WHOLE:
+            for transfer in transfers:
+                self.open[lane][transfer.key] = transfer
+            try:
+                thread.put(*transfers)
+            except BaseException:
+                for transfer in transfers:
+                    if transfer.worker is None or thread.cancel(transfer):  # else it is under way, and stays known
+                        self.end(transfer)
+                raise
+
+    def add(self, transfer: Transfer) -> None:
+        """Note a transfer all of which was given to the device: it has ``copies``, and no job. Inside ``WHOLE``, with
+        the copying.
+        """
+        transfer.finish()
+        self.open[transfer.lane][transfer.key] = transfer
+
+    @contextmanager
+    def working(self, label: str, working: Working) -> Iterator[None]:
+        """Around the job of a transfer, on its lane's thread.
+
+        Args:
+            label: of a profiler's range.
+            working: what it moves for, and with which staging.
+        """
+        with torch.profiler.record_function(label), self._mover.working(working):
+            yield
+
+    def hurry(self, transfer: Transfer) -> None:
+        """Somebody waits for it: take it next, unless it is under way."""
+        self.thread(transfer.lane).hurry(transfer)
+
+    def wait(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> Exception | None:
+        """Block until it is over, which counts as a stall of the step: what went wrong.
+
+        Args:
+            cause: of the stall; ``name`` of what is waited for, and ``index`` of its chunk.
+        """
+        if not transfer.is_over():
+            with self._mover.about(cause, name, index):
+                return transfer.outcome()
+        return transfer.outcome()
+
+    def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
+        """Nobody wants it: cancel it, or wait until it is over, however that went."""
+        transfer.taken_back = self.thread(transfer.lane).cancel(transfer)
+        self.wait(transfer, cause, name, index)
+
+    def end(self, transfer: Transfer) -> None:
+        """Take it off the list: it is over and its memory may go, or it never began."""
+        self.open[transfer.lane].pop(transfer.key, None)
+
+    def drain(self, lane: Lane, cause: str, name: str) -> None:
+        """Wait until nothing of a lane is in flight.
+
+        Raises:
+            whatever went wrong with the first one that did: the rest is waited for with the next call.
+        """
+        for transfer in list(self.open[lane].values()):
+            error = self.wait(transfer, cause, name)
+            self.end(transfer)
+            if error is not None:
+                for other in list(self.open[lane].values()):
+                    if other.is_over():
+                        self.end(other)  # told once
+                raise error
+
+    def close(self) -> None:
+        """Drop what has not begun, wait for what is under way, and end the threads. From any thread, one of these too:
+        a model may end where the garbage collector runs.
+        """
+        for lane in Lane:  # updates first: a fetch may wait for one
+            if lane in self._threads:
+                self._threads[lane].close()
+
+    def check_invariants(self) -> None:
+        """Check what holds between any two calls: after a :meth:`drain` of the engine."""
+        for lane, transfers in self.open.items():
+            for key, transfer in transfers.items():
+                assert transfer.key == key and transfer.lane is lane, (lane, key)
+                assert transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
+
+
+def _nothing_on_the_host() -> None:
+    """All of it is the device's work, or that of a thread with tiles of its own."""

@@ -1,1 +1,0 @@
-"""Watching: what a step did when, and where it stalled."""
