@@ -306,7 +306,6 @@ BY_HAND = {
     "a loss scale of nothing": (put("loss_scale/scale", 0.0), "no loss scale"),
     "an infinite lr": (put("groups/0/lr", float("inf")), r"lr of groups\[0\] must be a finite number"),
     "a negative lr": (put("groups/1/lr", -0.1), r"lr of groups\[1\] must be .* not negative"),
-    "a slip in a group": (put("groups/0/weigth_decay", 0.5), "is 'weight_decay' meant"),
     "what Adam does not have": (put("groups/1/amsgrad", True), r"groups\[1\] has amsgrad=True"),
     "one beta": (put("groups/0/betas/__tuple__", [0.9]), r"groups\[0\]"),
     "a file elsewhere": (put("files/..", {"header": 0, "tensors": {}}), "no name of a file"),
