@@ -40,7 +40,7 @@ from gemini.optim.anatomy import (
 from gemini.planning.planes import ALIGN, RuleSpec, shapes_of
 from gemini.rules import UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.factors import make_factors
+from gemini.train.params.handle import make_factors
 
 _NOT_HERE = {
     "capturable": "steps are not captured into CUDA graphs",

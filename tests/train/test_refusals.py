@@ -20,7 +20,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 import gemini
-from gemini.train.params.stepper import optimizer_of
+from gemini.train.params.handle import optimizer_of
 from tests.train.helpers import (
     Plain,
     adam,

@@ -27,7 +27,7 @@ from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, bytes_of
 from gemini.train.checkpoint.write import Buffer, Draft, PlanePart
-from gemini.train.write_observers import ChangedChunks
+from gemini.train.observers import ChangedChunks
 
 
 class PlanePiece(NamedTuple):

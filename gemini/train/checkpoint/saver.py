@@ -28,7 +28,7 @@ from gemini.ranks.agree import Handshake
 from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint.commit import Commit, PlanePiece
 from gemini.train.checkpoint.write import Buffer, Piece, Writer
-from gemini.train.write_observers import WriteObserver, WriteObservers
+from gemini.train.observers import WriteObserver, WriteObservers
 from gemini.waiting import PROGRESS, Latch, await_latch
 
 P = TypeVar("P", Piece, PlanePiece)

@@ -42,9 +42,9 @@ from gemini.train.checkpoint.write import Draft, Writer, sources_of
 from gemini.train.engine import Engine
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.modules.injected import refuse_injected
+from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamSet
-from gemini.train.write_observers import ChangedChunks
 
 
 def save_checkpoint(

@@ -33,8 +33,7 @@ from gemini.train.gradients.backward_calls import (
 from gemini.train.gradients.loss_scale import LossScale
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import iter_tensors
-from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
-from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, ParamSet, handle_of, optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
 
 REMEDY = (

@@ -24,9 +24,8 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agree import Facts, value_facts
 from gemini.ranks.agreement import Point
-from gemini.train.own_work import without_transforms
+from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
-from gemini.train.write_observers import WriteObservers
 
 
 class WholeValues(Protocol):

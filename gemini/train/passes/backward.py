@@ -20,13 +20,13 @@ from gemini.train.gradients import scaled_backward
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, refuse_grad
 from gemini.train.modules.calls import CallRecord, Calls
-from gemini.train.observers import Observers
-from gemini.train.own_work import own_work
+from gemini.train.observers import Observers, own_work
 from gemini.train.params.by_name import ByName
-from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
+from gemini.train.params.exposure import Exposure, hide
+from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, stepping_in_backward
 from gemini.train.params.owner import Probe, owner_of
-from gemini.train.params.stepper import stepping_in_backward
+from gemini.train.passes.forward import ForwardPass
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
@@ -302,3 +302,44 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
     if passes is None:
         refuse_deleted()
     passes.backward.begin_of(record)
+
+
+# ---- after an interrupt ----------------------------------------------------------------------------------------------
+
+
+class Recovery:
+    """Of one model."""
+
+    def __init__(
+        self, params: ParamSet, store: ChunkStore, state: StepState, forward: ForwardPass, backward: BackwardPass,
+        exposure: Exposure, activations: ActivationStore, gradients: GradientStore, updates: Updates,
+    ):  # fmt: skip
+        self._params, self._manager, self._state = params, store.manager, state
+        self._forward, self._backward, self._exposure = forward, backward, exposure
+        self._activations, self._gradients, self._updates = activations, gradients, updates
+
+    def forget_interrupted(self) -> None:
+        """End what was under way, if anything is; nothing if a backward is running in this thread."""
+        state = self._state
+        if not state.num_open or torch._C._current_graph_task_id() != -1:
+            return
+        WHOLE.let_go()
+        self._forward.abandon()
+        self._updates.forget_collected()
+        self._updates.await_held()
+        # The backward broke off: what is landing of it is of no use.
+        self._gradients.start_over(alone=not self._backward.is_reduced)
+        self._manager.foresight.interrupt()
+        self._activations.recover()
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            for handle in self._params.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        if state.in_backward:
+            self._backward.abandon()
+        self._exposure.rest_if_idle()
+        if not state.computing:
+            # An interrupt may have come between making params ordinary and noting it.
+            hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
+            state.close_all()
+        if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
+            self._manager.start_over()

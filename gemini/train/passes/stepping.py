@@ -19,19 +19,26 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, note_writes, written_to
+from gemini.train.params.handle import (
+    Leftover,
+    ParamHandle,
+    ParamSet,
+    Stepper,
+    begin_guessing,
+    note_writes,
+    stepping_in_backward,
+    written_to,
+)
 from gemini.train.params.owner import owner_of
-from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
-from gemini.train.passes.backward import BackwardPass
-from gemini.train.passes.recovery import Recovery
+from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.step_sync import facts_of_step
 from gemini.train.slices.together import OtherSlices
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates
-from gemini.train.write_observers import WriteObservers
 
 
 @dataclass

@@ -30,8 +30,7 @@ from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore, adds_up
-from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.params.stepper import Stepper, stepping_in_backward
+from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards

@@ -15,8 +15,7 @@ from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.stepper import Stepper, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, Stepper, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.updates import Updates
