@@ -84,7 +84,8 @@ MOST_ARGUMENTS = 7
 # added and no number raised; what has come down is entered anew, or goes.
 BIG_CONSTRUCTORS = {
     "Arrival": (0, 2), "Channel": (0, 1), "BackwardPass": (14, 0), "ByName": (8, 1), "Calls": (0, 4),
-    "DeviceSums": (0, 1), "DrawnModel": (0, 1), "Engine": (0, 1), "Exchange": (0, 1), "Export": (11, 0), "Foresight": (0, 1),
+    "DeviceSums": (0, 1), "DrawnModel": (0, 1), "Engine": (0, 1), "Exchange": (0, 1), "Export": (11, 0),
+    "Foresight": (0, 1),
     "ForwardPass": (11, 1), "Gathering": (0, 2), "GradientStore": (9, 0), "InBackward": (8, 0), "Job": (0, 1),
     "Launch": (0, 1), "ScriptedStep": (8, 3), "Logits": (0, 1), "ManagedStage": (0, 1), "Manager": (8, 0),
     "Meter": (0, 2), "Observer": (0, 3), "Pipeline": (8, 0), "Recorder": (0, 2), "RecordedEvent": (0, 1),
