@@ -27,10 +27,10 @@ from benchmarks._report import add_out, head, publish, table
 from benchmarks._rounds import Spread, measure_in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.optim.compact import CompactRule
-from gemini.rules import AdamRule, Arrays, Segment, Where
+from gemini.rules import ADAM, Arrays, Segment, Where
 
 HUGE_PAGE = 2 << 20
-HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+HYPER = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _mappings: list[mmap.mmap] = []  # torch.frombuffer borrows: the memory must outlive the tensors
 
 
@@ -54,10 +54,7 @@ class Contender:
 def adamw(params: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, **how: bool) -> tuple[torch.optim.Optimizer, Tensor]:
     """Torch's AdamW over the given arrays, its state included (its own would not be on huge pages)."""
     weights = torch.nn.Parameter(params)
-    betas = (HYPER["beta1"], HYPER["beta2"])
-    optimizer = torch.optim.AdamW(
-        [weights], lr=HYPER["lr"], betas=betas, eps=HYPER["eps"], weight_decay=HYPER["weight_decay"], **how
-    )
+    optimizer = torch.optim.AdamW([weights], **HYPER, **how)
     optimizer.state[weights] = {"step": torch.tensor(1000.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     return optimizer, weights
 
@@ -79,14 +76,17 @@ def contenders(n: int) -> list[Contender]:
     g16.copy_(g)
     kernels.split_master(p, hi, lo)
 
-    rule = CompactRule(AdamRule())
+    rule = CompactRule(ADAM)
     states = {s.kind: torch.zeros(s.num_items(n), dtype=getattr(torch, s.dtype)) for s in rule.spec.planes}
     halved = Arrays(hi, torch.zeros(n, dtype=getattr(torch, rule.spec.residual)), states, g16)
-    whole = [Segment(0, n, rule.scalars(rule.defaults, 1000, 1.0), Where("weight", 0))]
 
     fused, weights = adamw(p, m, v, fused=True)
     foreach, foreach_weights = adamw(p, m, v, foreach=True)
-    hyper = kernels.AdamHyper(step=1000, **HYPER)
+    whole = [Segment(0, n, ADAM.scalars({**ADAM.defaults, **HYPER}, 1000, 1.0), Where("weight", 0))]
+    in_fp32, split = (
+        Arrays(weights, residual, {"exp_avg": m, "exp_avg_sq": v}, grad)
+        for weights, residual, grad in ((p, None, g), (hi, lo, g16))
+    )
 
     def run_torch(optimizer: torch.optim.Optimizer, params: Tensor, grad: Tensor) -> None:
         params.grad = grad
@@ -103,8 +103,8 @@ def contenders(n: int) -> list[Contender]:
 
     return [
         Contender("memory stream, 3 updated + 1 read", 28, run_stream),
-        Contender("gemini fp32", 28, lambda: kernels.adam_update(p, None, m, v, g, hyper)),
-        Contender("gemini split master, bf16 grad", 26, lambda: kernels.adam_update(hi, lo, m, v, g16, hyper)),
+        Contender("gemini fp32", 28, lambda: kernels.update(in_fp32, ADAM.spec, whole)),
+        Contender("gemini split master, bf16 grad", 26, lambda: kernels.update(split, ADAM.spec, whole)),
         Contender("gemini compact states, bf16 grad", int(rule.spec.touched), lambda: rule.run(halved, whole)),
         Contender("torch AdamW fused fp32", 28, lambda: run_torch(fused, weights, g)),
         Contender("torch cast + fused + copy to bf16", 40, run_cast),

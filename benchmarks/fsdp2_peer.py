@@ -165,7 +165,7 @@ def time_parts(one: Callable[[], Any], barrier: Callable[[], Any], steps: int) -
         (wire, "add_up", "reduce_scatter: adding up"), (GradientStore, "land_piece", "landing, with the norm"),
         (Reduction, "settle", "norms: starting"), (Manager, "populate", "memory for windows and gradients"),
         (Stepping, "clip_grad_norm", "clip_grad_norm_"), (Updates, "_run_now", "adam: around the kernel"),
-        (kernels, "adam_update", "adam: kernel"),
+        (kernels, "update", "adam: kernel"),
     ]  # fmt: skip
     barrier()
     with timed(places, charged=WAITING) as found:  # a wait counts for what is waited for

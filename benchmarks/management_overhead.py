@@ -202,7 +202,7 @@ def time_hooks(args: argparse.Namespace, managed: Side) -> list[str]:
         (BackwardPass, "end", "end of backward"),
         (Stepping, "clip_grad_norm", "clip_grad_norm_"),
         (Updates, "_run_now", "updates of chunks"),
-        (update.kernels, "adam_update", "  of these: kernel"),
+        (update.kernels, "update", "  of these: kernel"),
         (BackwardPass, "discard", "zero_grad"),
     ]
     steps = max(5, args.turns // 2)

@@ -32,6 +32,7 @@ from benchmarks._rounds import in_turn, median_ratio, seconds_of
 from gemini import kernels
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile
+from gemini.rules import ADAM, Arrays, Segment
 
 MIB = 2**20
 PLANES = {
@@ -44,7 +45,7 @@ PLANES = {
 UPDATED = [name for name in PLANES if name != "grad"]
 READ_BYTES = sum(dtype.itemsize for dtype in PLANES.values())  # per element
 WRITTEN_BYTES = sum(PLANES[name].itemsize for name in UPDATED)
-HYPER = kernels.AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1000)
+SCALARS = ADAM.scalars({**ADAM.defaults, "lr": 1e-4}, 1000, 1.0)
 IO_SETS = 6  # staging sets in flight where only the disk is to be measured
 ADAM_SETS = 8  # and where only Adam is: more than a cache holds
 
@@ -66,7 +67,7 @@ class Staging:
 
     def update(self) -> None:
         p = self.planes
-        kernels.adam_update(p["weights"], p["residual"], p["exp_avg"], p["exp_avg_sq"], p["grad"], HYPER)
+        ADAM.run(Arrays(p["weights"], p["residual"], p, p["grad"]), [Segment(0, len(p["weights"]), SCALARS)])
 
 
 class Disk:

@@ -1,5 +1,5 @@
 // The Python face of the native code, and the only file that knows pybind11. Pointers are integers, checked by
-// gemini/kernels.py; gemini/kernels_native.py alone loads this one. The GIL is released around all work.
+// gemini/kernels; gemini/kernels/native.py alone loads this one. The GIL is released around all work.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-// Compact states: what an element of one becomes in a byte, and back; gemini/kernels_compact.py defines the bits. One
+// Compact states: what an element of one becomes in a byte, and back; gemini/kernels/reference.py defines the bits. One
 // text for the CPU kernels (F is float) and the CUDA kernels (F is their float that is never contracted), as rules.h.
 //
 // 64 elements of a param share a scale, a power of two kept as its biased exponent. Halving the bits of a float is a root

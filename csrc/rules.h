@@ -3,7 +3,7 @@
 //
 // A rule is a struct of the scalars of an update, floats that the caller has computed in double and rounded once, and
 // what is done with one element: of the master p, of the gradient g (times grad_scale already) and of kStates planes.
-// The order written here is the order of the torch lines that define the bits: gemini/kernels_reference.py for Adam,
+// The order written here is the order of the torch lines that define the bits: gemini/rules.py for Adam,
 // gemini/optim/elementwise.py for the others, whose scalars have these names and this order.
 #pragma once
 

@@ -8,68 +8,112 @@ which lays out the planes, and its optimizer is ``HybridOptimizer(params, rule)`
 
 from __future__ import annotations
 
+import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import without_grad
-from gemini.planning import planes
+from gemini.kernels.arrays import Arrays, Segment, Where, with_scale
+from gemini.planning.planes import ADAM as ADAM_SPEC
 from gemini.planning.planes import RuleSpec
 
+LARGEST = torch.finfo(torch.float32).max
+"""The largest number that a hyperparameter may be."""
 _SLAB = 2**20
 """Elements that are joined, updated and split at once: bounds what the torch lines take beside planes and budgets."""
 
 
-class Where(NamedTuple):
-    """Which elements an update is given: those from ``offset`` of the whole param ``name``, of ``shape``, on."""
-
-    name: str
-    offset: int
-    shape: tuple[int, ...] = ()
+def to_fp32(x: float) -> float:
+    """The nearest fp32 number."""
+    return ctypes.c_float(x).value
 
 
-class Arrays(NamedTuple):
-    """Where the elements of an update are: flat, equally long (a plane by blocks has an item for each), on one device.
-
-    ``weights`` and ``residual`` are a master, whole (then ``residual`` is None) or split; ``states`` has the planes of
-    the rule by name, and its factors.
-    """
-
-    weights: Tensor
-    residual: Tensor | None
-    states: Mapping[str, Tensor]
-    grad: Tensor
+def exact_sqrt(x: Tensor) -> Tensor:
+    """The correctly rounded fp32 square root."""
+    # Torch's own on CPU may be an ulp off, in fp32 (17 % of all numbers with torch 2.13 and MKL) and in fp64. From fp64
+    # with an error under one ulp the second rounding is right: no root of an fp32 number is closer than 2^-51
+    # (relative) to the middle between two fp32 numbers.
+    return x.double().sqrt_().float()
 
 
-class Segment(NamedTuple):
-    """Elements ``[begin, end)`` of the arrays of an update, what they are updated with, and for rules that need their
-    place, that.
-    """
+_RANGES: dict[str, Callable[[Any], bool]] = {
+    "0 or more": lambda value: 0 <= value <= LARGEST,
+    "0 or less": lambda value: -LARGEST <= value <= 0,
+    "positive": lambda value: 0 < value <= LARGEST,
+    "in [0, 1)": lambda value: 0 <= value < 1,
+    "a whole number from 1 to 99": lambda value: type(value) is int and 1 <= value <= 99,
+}
 
-    begin: int
-    end: int
-    scalars: Any
-    where: Where | None = None
+
+class Hyper(NamedTuple):
+    """A hyperparameter of a rule: a number, some numbers, a bool or a word, as its default is."""
+
+    default: Any
+    words: str = ""
+    """What it is, for the documentation; nothing of one that programs do not give to an optimizer."""
+    within: str | tuple[str, ...] = ""
+    """Which numbers make sense ("0 or more" where nothing is said, several "in [0, 1)"), or the words there are."""
+
+    def check(self, value: Any, what: str) -> None:
+        """Refuse a value that makes no sense; ``what`` names it.
+
+        Raises:
+            ValueError, TypeError: saying what is wanted.
+        """
+        if isinstance(self.default, bool):
+            if not isinstance(value, bool):
+                raise TypeError(f"{what} must be True or False, got {value!r}")
+        elif isinstance(self.within, tuple):
+            if value not in self.within:
+                raise ValueError(f"{what} must be one of {self.within}, got {value!r}")
+        elif isinstance(self.default, tuple):
+            self._check_numbers(value, what)
+        else:
+            within = self.within or "0 or more"
+            if not _RANGES[within](value):
+                raise ValueError(f"{what} must be {within}, got {value!r}")
+
+    def _check_numbers(self, value: Any, what: str) -> None:
+        within, count = str(self.within) or "in [0, 1)", f"{len(self.default)} numbers"
+        wanted = f"{count} {within if within.startswith('in') else f'of {within}'}"
+        if not isinstance(value, (tuple, list)) or len(value) != len(self.default):
+            raise ValueError(f"{what} must be {wanted}, got {value!r}")
+        try:
+            numbers = [float(one) for one in value]
+        except (TypeError, ValueError) as e:
+            raise TypeError(f"{what} must be {count}, got {value!r}") from e
+        if not all(map(_RANGES[within], numbers)):
+            raise ValueError(f"{what} must be {wanted}, got {value!r}")
 
 
 @dataclass(frozen=True)
 class UpdateRule(ABC):
-    """What is to be written for a rule: ``spec``, ``defaults``, :meth:`scalars` and :meth:`update`."""
+    """What is to be written for a rule: ``spec``, ``defaults`` or ``hypers``, :meth:`scalars` and :meth:`update`."""
 
     spec: ClassVar[RuleSpec]
     defaults: ClassVar[Mapping[str, Any]] = {}
-    """The hyperparameters of a param group, with their defaults."""
-    stops_on_device: ClassVar[bool] = False
-    """Whether :meth:`run` takes ``stop`` and ``grad_scale``: then nobody need look at gradients on a device before."""
+    """The hyperparameters of a param group, with their defaults: those of ``hypers``, where these are given."""
+    hypers: ClassVar[Mapping[str, Hyper]] = {}
+    """What they are, and which values of them make sense; all of a rule that others share."""
+    has_kernel: ClassVar[bool] = False
+    """Whether there is native code for it. Then :meth:`run` takes ``stop`` and ``grad_scale``, and nobody need look at
+    gradients on a device before.
+    """
     uniform: ClassVar[frozenset[str]] = frozenset()
     """Planes each item of which is the same number for a whole param: states show that number alone."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "hypers" in vars(cls):
+            cls.defaults = {name: hyper.default for name, hyper in cls.hypers.items()}
 
     @property
     def face(self) -> UpdateRule:
@@ -96,6 +140,12 @@ class UpdateRule(ABC):
                     raise TypeError(f"{name} of {what} must be a number, got {group[name]!r}") from e
                 if not finite:
                     raise ValueError(f"{name} of {what} must be finite, got {group[name]!r}")
+            if name in self.hypers:
+                self.hypers[name].check(group[name], f"{name} of {what}")
+
+    def grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Param groups of a model as this rule takes them: a rule may update some of the params in another way."""
+        return groups
 
     @abstractmethod
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
@@ -150,43 +200,78 @@ class UpdateRule(ABC):
 
 
 @dataclass(frozen=True)
-class AdamRule(UpdateRule):
-    """Adam and AdamW, by native kernels that equal ``gemini.kernels_reference.adam_update``."""
+class ElementwiseRule(UpdateRule):
+    """A rule with a native kernel, which its scalars name and csrc/rules.h must have; where native code cannot take the
+    tensors it runs in its torch lines. Scalars are computed in double and rounded to fp32 once; their names and order
+    are those of csrc/rules.h, then ``kernel`` is the name there.
+    """
 
-    spec = planes.ADAM
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "decoupled": True,
-    }  # fmt: skip
-    stops_on_device = True
-
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> kernels.AdamHyper:
-        beta1, beta2 = group["betas"]
-        return kernels.AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            decoupled=is_decoupled(group),
-            grad_scale=grad_scale,
-        )
-
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
-        kernels.adam_update(master, None, states["exp_avg"], states["exp_avg_sq"], grad, scalars)
+    has_kernel = True
 
     def run(
         self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
     ) -> None:
-        weights, residual, states, grad = arrays
-        own = weights, residual, states["exp_avg"], states["exp_avg_sq"], grad
-        if stop is None and grad_scale is None and len(segments) == 1 and segments[0][:2] == (0, weights.numel()):
-            kernels.adam_update(*own, segments[0].scalars)
-            return
-        parts = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        kernels.adam_update_segments(*own, parts, grad_scale, stop)
+        done = kernels.update(arrays, self.spec, segments, grad_scale, stop)
+        if not done and (stop is None or int(stop) == 0):
+            super().run(arrays, with_scale(segments, grad_scale))
+
+
+class AdamScalars(NamedTuple):
+    c1: float
+    c2: float
+    beta2: float
+    decay: float
+    wd: float
+    neg_step: float
+    inv_sqrt_bc2: float
+    eps: float
+    grad_scale: float
+    kernel: str
+    step: int
+    """For the dither of compact states."""
+
+
+@dataclass(frozen=True)
+class AdamRule(ElementwiseRule):
+    """Adam and AdamW (Loshchilov and Hutter, 2019; Kingma and Ba, 2015): the rule where nobody says another."""
+
+    spec = ADAM_SPEC
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate."),
+        "betas": Hyper((0.9, 0.999), "decay rates of the moments ``exp_avg`` and ``exp_avg_sq``."),
+        "eps": Hyper(1e-8, "added to the denominator."),
+        "weight_decay": Hyper(0.01, "the decoupled weight decay of AdamW, or the L2 coefficient of Adam."),
+        "decoupled": Hyper(True, "True for AdamW, False for Adam."),
+    }
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdamScalars:
+        (beta1, beta2), lr, weight_decay = map(float, group["betas"]), float(group["lr"]), float(group["weight_decay"])
+        exact = (
+            1.0 - beta1,
+            1.0 - beta2,
+            beta2,
+            1.0 - lr * weight_decay,
+            weight_decay,
+            -(lr / (1.0 - beta1**step)),
+            1.0 / math.sqrt(1.0 - beta2**step),
+            float(group["eps"]),
+            grad_scale,
+        )
+        return AdamScalars._make((*map(to_fp32, exact), "adamw" if is_decoupled(group) else "adam", step))
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        s, m, v = scalars, states["exp_avg"], states["exp_avg_sq"]
+        g = grad.float() * s.grad_scale
+        if s.kernel == "adam":
+            g = g + master * s.wd
+        m.add_((g - m) * s.c1)
+        v.mul_(s.beta2).add_((g * s.c2) * g)
+        d = exact_sqrt(v) * s.inv_sqrt_bc2 + s.eps
+        if s.kernel == "adamw":
+            master.mul_(s.decay)
+        master.add_((m * s.neg_step) / d)
 
 
 ADAM = AdamRule()

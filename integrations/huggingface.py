@@ -211,7 +211,18 @@ class GeminiTrainerMixin:
         if isinstance(rule, SGDRule | PlainSGDRule) and self.args.optim == "sgd":
             return None
         transient = config_of(self.model).gradients == "transient"  # type: ignore[union-attr]
-        return class_of(rule), {"rule": rule, "step_in_backward": transient, **hypers}
+        how = {"params": self._gemini_groups(rule), "rule": rule, "step_in_backward": transient, **hypers}
+        return class_of(rule), how
+
+    def _gemini_groups(self, rule: UpdateRule) -> list[dict[str, Any]]:
+        """The Trainer's groups, as the rule takes them."""
+        decayed = {*self.get_decay_parameter_names(self.model)}  # type: ignore[attr-defined]
+        trained = [(name, param) for name, param in self.model.named_parameters() if param.requires_grad]
+        groups = [
+            {"params": [param for name, param in trained if (name in decayed) is decays], "weight_decay": decay}
+            for decays, decay in ((True, self.args.weight_decay), (False, 0.0))
+        ]
+        return rule.grouped(self.model, groups)
 
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # gradients are not at the params, where the Trainer would look for meshes

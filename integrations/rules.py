@@ -14,17 +14,19 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.optim.adopted import AdoptedRule, adopt
-from gemini.optim.elementwise import LionRule, PlainSGDRule, SGDRule
-from gemini.optim.matrices import AdaLomoRule
+from gemini.optim.elementwise import PlainSGDRule, SGDRule
+from gemini.planning.rules import RULES, rule_named
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.optimizers.in_place import class_in_place_of, convert
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
 
-BY_NAME = ("sgd", "adagrad", "rmsprop", "lion_32bit", "lomo", "adalomo")
-"""Of transformers' names, those of other rules than Adam's."""
 _STOCK = ("sgd", "adagrad", "rmsprop")
+"""transformers' names of classes of torch, beside Adam's."""
+_OURS = {entry.in_transformers: name for name, entry in RULES.items() if entry.in_transformers}
+BY_NAME = (*_STOCK, *_OURS)
+"""Of transformers' names, those of other rules than Adam's."""
 _POSSIBLE = "torch.optim.AdamW, torch.optim.Adam or gemini.HybridAdam"
 
 
@@ -84,7 +86,7 @@ def rule_in_words(kind: type) -> str:
 
 def rule_of_name(args: Any) -> tuple[UpdateRule, dict[str, Any]]:
     """The rule of ``TrainingArguments(optim=)``, one of ``BY_NAME``, and hyperparameters as transformers has them."""
-    name, lr = str(getattr(args.optim, "value", args.optim)), {"lr": args.learning_rate}
+    name = str(getattr(args.optim, "value", args.optim))
     if name in _STOCK:
         from transformers import Trainer
 
@@ -92,6 +94,7 @@ def rule_of_name(args: Any) -> tuple[UpdateRule, dict[str, Any]]:
         if kind is torch.optim.SGD:
             return SGDRule() if hypers.get("momentum") else PlainSGDRule(), hypers
         return adopt(kind, **hypers), hypers
-    if name == "lion_32bit":
-        return LionRule(), {**lr, "betas": (args.adam_beta1, args.adam_beta2)}
-    return (PlainSGDRule() if name == "lomo" else AdaLomoRule()), lr
+    rule, hypers = rule_named(_OURS[name]), {"lr": args.learning_rate}
+    if "betas" in rule.defaults:
+        hypers["betas"] = (args.adam_beta1, args.adam_beta2)
+    return rule, hypers

@@ -1,7 +1,7 @@
 """The plain training loop, which defines the bits: a managed model must equal it wherever its chunks live.
 
 It knows nothing of chunks: an ordinary model on the CPU or a device, fp32 masters (for bf16 in two halves), gradients
-added up in fp32, the norm over fp64 sums and the update by the torch reference (``gemini.kernels_reference``), param by
+added up in fp32, the norm over fp64 sums and the update by the torch lines of the rule (``gemini.rules``), param by
 param. It uses no native kernel, so that comparing with it compares those too.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini import kernels_reference as reference
-from gemini.kernels import AdamHyper
+from gemini.kernels import reference
+from gemini.rules import ADAM
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -25,6 +25,24 @@ def declared_fp32(model: nn.Module, precision: str) -> list[str]:
     """What transformers keeps in fp32 when it loads this model in ``precision``."""
     plan = model._get_dtype_plan(DTYPES[precision]) if hasattr(model, "_get_dtype_plan") else {}
     return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in plan)]
+
+
+@torch.no_grad()
+def adam_update(
+    weights: torch.Tensor, residual: torch.Tensor | None, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor,
+    grad: torch.Tensor, step: int, grad_scale: float = 1.0, **hypers: Any,
+) -> None:  # fmt: skip
+    """One update of flat tensors in place, in torch lines alone."""
+    assert hypers.keys() <= ADAM.defaults.keys()
+    scalars = ADAM.scalars({**ADAM.defaults, **hypers}, step, grad_scale)
+    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if residual is None:
+        ADAM.update(weights, grad, states, scalars, None)
+        return
+    master = torch.empty_like(exp_avg)
+    reference.join_master(weights, residual, master)
+    ADAM.update(master, grad, states, scalars, None)
+    reference.split_master(master, weights, residual)
 
 
 class Plain:
@@ -39,7 +57,7 @@ class Plain:
     ):  # fmt: skip
         self.fp32 = {*fp32, *declared_fp32(model, precision)}
         self.model, self.precision, self.scale = model, precision, scale
-        self.hyper: dict[str, Any] = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "decoupled": decoupled}
+        self.hyper: dict[str, Any] = {"betas": betas, "eps": eps, "decoupled": decoupled}
         self.lr, self.weight_decay = lr, weight_decay
         self.of: dict[str, dict[str, Any]] = {}
         self.states: dict[str, dict[str, Any]] = {}
@@ -91,12 +109,11 @@ class Plain:
                 continue
             state, own = self.states[name], self.of.get(name, {})
             state["step"] += 1
-            hyper = AdamHyper(
-                lr=own.get("lr", self.lr), weight_decay=own.get("weight_decay", self.weight_decay), step=state["step"],
-                grad_scale=scale, **self.hyper,
-            )  # fmt: skip
             parts = (state["weights"], state["residual"], state["exp_avg"], state["exp_avg_sq"])
-            reference.adam_update(*parts, self.grads[name], hyper)
+            adam_update(
+                *parts, self.grads[name], state["step"], scale, lr=own.get("lr", self.lr),
+                weight_decay=own.get("weight_decay", self.weight_decay), **self.hyper,
+            )  # fmt: skip
             self._show(name, param)
         self.grads, self.coefficient = {}, 1.0
 

@@ -19,6 +19,7 @@ from benchmarks._report import told_command
 from benchmarks.gpu import _llama, copies, exactness, kernels, pack_deepspeed, peers, size, throughput
 from benchmarks.gpu._card import Card
 from benchmarks.gpu._training import CLIPPED, Training
+from gemini.rules import Arrays
 from tests import models
 
 SCRIPTS = (gpu_suite, kernels, copies, exactness, throughput, size, peers, pack_deepspeed)
@@ -77,15 +78,16 @@ def test_kernels_in_a_tiny_form(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_bit_that_differs_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = kernels.kernels.adam_update, []
+    real, calls = kernels.kernels.update, []
 
-    def one_bit_off(weights: torch.Tensor, *rest: Any) -> None:
-        real(weights, *rest)
+    def one_bit_off(arrays: Arrays, *rest: Any) -> bool:
+        done = real(arrays, *rest)
         calls.append(None)
         if len(calls) == 6:  # the last update on the other side, of the first kind
-            weights.view(torch.int16)[7] ^= 1
+            arrays.weights.view(torch.int16)[7] ^= 1
+        return done
 
-    monkeypatch.setattr(kernels.kernels, "adam_update", one_bit_off)
+    monkeypatch.setattr(kernels.kernels, "update", one_bit_off)
     assert kernels.compare_slab(1000, 0, "cpu")["differing"] == 1
 
 

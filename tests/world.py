@@ -185,9 +185,9 @@ class World:
         """Let whoever can give memory of the computing tier back do so; whether there is that much now."""
         return bool(self.ledger.make_room(self.device.tier, num_bytes))
 
-    @property
-    def give_back(self) -> Any:
-        return self.manager.room.give_back
+    def give_back(self) -> None:
+        """Give activations what windows have borrowed of their room."""
+        self.manager.room.give_back()
 
     # ---- gradients and updates ----
 
@@ -206,7 +206,7 @@ class World:
         return list(self.updates.pending.values())
 
     def wait_for_update(self, chunk: Any) -> None:
-        self.updates.wait(chunk)
+        chunk.settle()
 
     def forget_updates(self) -> None:
         self.updates.forget()

@@ -26,9 +26,10 @@ from benchmarks._rounds import Spread, measure_in_turn, median_ratio
 from benchmarks.gpu import _part
 from benchmarks.gpu._card import Card
 from gemini import kernels
+from gemini.rules import ADAM, Arrays, Segment
 
 GOAL_COPY, GOAL_FUSED = 0.9, 1.0
-HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+HYPER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 SLAB = 2**24
 
 
@@ -41,10 +42,7 @@ class Contender(NamedTuple):
 def fused(params: torch.Tensor, grad: torch.Tensor) -> Callable[[], object]:
     """torch.optim.AdamW(fused=True) with states of its own."""
     weights = torch.nn.Parameter(params)
-    optimizer = torch.optim.AdamW(
-        [weights], lr=HYPER["lr"], betas=(HYPER["beta1"], HYPER["beta2"]), eps=HYPER["eps"],
-        weight_decay=HYPER["weight_decay"], fused=True,
-    )  # fmt: skip
+    optimizer = torch.optim.AdamW([weights], **HYPER, fused=True)
     weights.grad = grad
     return optimizer.step
 
@@ -56,6 +54,13 @@ def copying(num_bytes: int, device: str) -> Callable[[], object]:
     return lambda: into.copy_(source)
 
 
+def update(planes: Sequence[Any], grad: torch.Tensor, scalars: Any) -> None:
+    """One update by Adam of weights, residual, exp_avg and exp_avg_sq."""
+    weights, residual, exp_avg, exp_avg_sq = planes
+    arrays = Arrays(weights, residual, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad)
+    ADAM.run(arrays, [Segment(0, len(grad), scalars)])
+
+
 def adam_contenders(n: int, device: str) -> dict[str, Contender]:
     def random(scale: float) -> torch.Tensor:
         return torch.randn(n, device=device) * scale
@@ -64,13 +69,11 @@ def adam_contenders(n: int, device: str) -> dict[str, Contender]:
     moments = [random(1e-3), random(1e-3).square_()]
     hi, lo = torch.empty(n, dtype=torch.bfloat16, device=device), torch.empty(n, dtype=torch.int16, device=device)
     kernels.split_master(master, hi, lo)
-    grad16, hyper = grad.bfloat16(), kernels.AdamHyper(step=1000, **HYPER)
+    grad16, scalars = grad.bfloat16(), ADAM.scalars({**ADAM.defaults, **HYPER}, 1000, 1.0)
     return {
         "device copy of 26 bytes per element": Contender(26, copying(26 * n, device)),
-        "gemini split master, bf16 gradient": Contender(
-            26, lambda: kernels.adam_update(hi, lo, *moments, grad16, hyper)
-        ),
-        "gemini fp32": Contender(28, lambda: kernels.adam_update(master, None, *moments, grad, hyper)),
+        "gemini split master, bf16 gradient": Contender(26, lambda: update([hi, lo, *moments], grad16, scalars)),
+        "gemini fp32": Contender(28, lambda: update([master, None, *moments], grad, scalars)),
         "torch AdamW fused fp32": Contender(28, fused(random(0.02), grad)),
     }
 
@@ -173,10 +176,10 @@ def compare_slab(n: int, seed: int, device: str) -> dict[str, int]:
             planes += [found["exp_avg"].clone(), found["exp_avg_sq"].clone()]
             there = [None if plane is None else plane.to(device, copy=True) for plane in planes]
             for step in (1, 2, 1000):
-                hyper = kernels.AdamHyper(step=step, grad_scale=0.37, decoupled=step != 2, **HYPER)
-                kernels.adam_update(*planes, grad, hyper)
+                scalars = ADAM.scalars({**ADAM.defaults, **HYPER, "decoupled": step != 2}, step, 0.37)
+                update(planes, grad, scalars)
                 with other_kernels(device):
-                    kernels.adam_update(*there, grad.to(device), hyper)
+                    update(there, grad.to(device), scalars)
             for here, theirs in zip(planes, there, strict=True):
                 if here is not None:
                     seen["compared"] += n

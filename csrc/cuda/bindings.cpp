@@ -1,4 +1,4 @@
-// The Python face of the CUDA kernels; gemini/kernels_cuda.py is the only module that calls it. Compiled with or without
+// The Python face of the CUDA kernels; gemini/kernels/cuda.py is the only module that calls it. Compiled with or without
 // them: what is missing is missing, and HAS_CUDA says so.
 #include "bindings.h"
 

@@ -1,7 +1,9 @@
-"""What the pages take from the source instead of repeating it: every error message, and the options of the commands.
+"""What the pages take from the source instead of repeating it: error messages, options of the commands, update rules,
+and what each file holds.
 
 `messages()` reads the raise sites with `ast`, nothing is imported or run; what a message fills in is shown as "…".
-The directives `error-messages` and `command-help` put them on a page. The tests of the pages use the same functions.
+`folders()` reads the docstrings that files open with. The directives `error-messages`, `command-help` and `file-tables`
+put them on a page, and `update-rules` the registry of optimizers. The tests of the pages use the same functions.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def messages() -> tuple[Message, ...]:
     """
     found: list[Message] = []
     for path in sorted([*(ROOT / "gemini").rglob("*.py"), *(ROOT / "integrations").glob("*.py")]):
-        if path.name.startswith("kernels"):
+        if path.parent.name == "kernels":
             continue
         tree = ast.parse(path.read_text())
         named: dict[str, ast.AST] = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -62,7 +64,7 @@ def messages() -> tuple[Message, ...]:
                 text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
                 if any(character.isalpha() for character in text):
                     found.append(Message(kind, text, path, call.lineno))
-                elif not isinstance(words, (ast.JoinedStr, ast.Starred)):  # those only pass on what another said
+                elif not _passes_on(words):
                     raise ValueError(f"{path}:{call.lineno}: docs/_ext/from_source.py cannot read this message")
     return tuple(found)
 
@@ -82,6 +84,12 @@ def _kind(call: ast.Call) -> tuple[str, ast.expr]:
     if is_type and not isinstance(call.args[0], ast.GeneratorExp):  # that one copies a sequence
         return "BudgetExceeded", call.args[0]  # `raise type(e)(...) from e` adds words to a refusal of the ledger
     return "", call.args[0]
+
+
+def _passes_on(words: ast.expr) -> bool:
+    """Whether a message is only what another one said: ``f"{e}"``, ``*e.args``, ``str(e)``."""
+    is_str = isinstance(words, ast.Call) and isinstance(words.func, ast.Name) and words.func.id == "str"
+    return is_str or isinstance(words, ast.JoinedStr | ast.Starred)
 
 
 def _texts(node: ast.AST, named: dict[str, ast.AST]) -> list[str]:
@@ -118,6 +126,47 @@ def commands() -> Iterator[tuple[str, Any]]:
     yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
 
 
+class Folder(NamedTuple):
+    """One folder of the package: what it is for, and its files with what they hold."""
+
+    name: str
+    words: str
+    files: list[tuple[str, str]]
+
+
+def folders() -> list[Folder]:
+    """The folders of `gemini/` and the bridges at the root, by name, each with its own files."""
+    paths = [path for top in ("gemini", "integrations") for path in [ROOT / top, *(ROOT / top).rglob("*/")]]
+    found = []
+    for folder in sorted(path for path in paths if any(path.glob("*.py"))):
+        files = [(path.name, first_sentence(path)) for path in sorted(folder.glob("*.py")) if path.stem != "__init__"]
+        door = folder / "__init__.py"
+        found.append(Folder(f"{folder.relative_to(ROOT)}", first_sentence(door) if door.exists() else "", files))
+    return found
+
+
+def first_sentence(path: Path) -> str:
+    """What a Python file says of itself first, with names between single backticks."""
+    words = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
+    words = re.sub(r":\w+:`[~!]?(?:[\w.]+\.)?(\w+)`", r"`\1`", words).replace("``", "`")
+    first = re.match(r".*?[\w`)\"']\.(?= [A-Z`]|$)", words)
+    return (first[0] if first else words).removesuffix(":")
+
+
+class FileTables(SphinxDirective):
+    """A section for each folder, with a table of its files."""
+
+    def run(self) -> list[nodes.Node]:
+        found: list[nodes.Node] = []
+        for folder in folders():
+            section = nodes.section("", nodes.title("", folder.name), ids=[nodes.make_id(folder.name)])
+            section += nodes.paragraph("", "", *_words(folder.words), support_smartquotes=False)
+            rows = [[nodes.literal("", name), *_words(words)] for name, words in folder.files]
+            section += [_table({"file": 20, "what it holds": 80}, rows)] if rows else []
+            found.append(section)
+        return found
+
+
 class ErrorMessages(SphinxDirective):
     """All messages of the classes that are named, as a list."""
 
@@ -147,8 +196,54 @@ class CommandHelp(SphinxDirective):
             groups.setdefault(getattr(option, "rich_help_panel", None) or title, []).append(option)
         hints = get_type_hints(command.callback)
         for title, options in groups.items():
-            found += [nodes.rubric("", title), _table([_row(option, hints[option.name]) for option in options])]
+            rows = [_row(option, hints[option.name]) for option in options]
+            found += [nodes.rubric("", title), _table({"option": 28, "default": 14, "": 58}, rows)]
         return found
+
+
+class UpdateRules(SphinxDirective):
+    """The registry of update rules: as a "table" of optimizers with states, bytes and defaults, or as "reference"."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        if self.arguments[0] == "reference":
+            lines = [f".. autoclass:: gemini.optim.{name}\n   :members: {members}\n" for name, members in _classes()]
+            return self.parse_text_to_nodes("\n".join(("```{eval-rst}", *lines, "```")))  # the pages are Markdown
+        columns = {"optimizer": 12, "GeminiConfig(optimizer=...)": 18, "state": 24, "bytes per param": 10,
+                   "moved per step": 10, "defaults": 34}  # fmt: skip
+        return [_table(columns, list(_rules()))]
+
+
+def _classes() -> Iterator[tuple[str, str]]:
+    """The optimizers and rules of the registry, with what is to be documented of an optimizer beside its arguments."""
+    from gemini import optim
+    from gemini.planning.rules import RULES
+
+    for entry in RULES.values():
+        if entry.optimizer != "AdamW":  # which is HybridAdam
+            yield entry.optimizer, ", ".join(name for name in vars(getattr(optim, entry.optimizer)) if name[0] != "_")
+        yield entry.rule, ""
+
+
+def _rules() -> Iterator[list[nodes.Node]]:
+    """A row for each rule."""
+    from gemini.planning.planes import plane_specs
+    from gemini.planning.rules import RULES, rule_named
+
+    for name, entry in RULES.items():
+        planes = plane_specs("bf16", "transient", entry.spec, trainable=True)
+        states = [spec.kind for spec in entry.spec.planes] + [factor.name for factor in entry.spec.factors]
+        hypers = {hyper: about.default for hyper, about in rule_named(name).hypers.items() if about.words}
+        num_bytes = sum(spec.block_bytes for spec in planes.values())
+        yield [
+            nodes.literal("", entry.optimizer),
+            nodes.literal("", f"{entry.rule}()"),
+            *_words(", ".join(f"`{state}`" for state in states) or "none"),
+            nodes.Text(f"{num_bytes}"),
+            nodes.Text(f"{2 * num_bytes}"),
+            *_words(", ".join(f"{hyper} {default}" for hyper, default in hypers.items())),
+        ]
 
 
 def _row(option: Any, hint: Any) -> list[nodes.Node]:
@@ -171,9 +266,10 @@ def _words(text: str) -> list[nodes.Node]:
     return [nodes.inline("", "", *parts)]
 
 
-def _table(rows: list[list[nodes.Node]]) -> nodes.table:
-    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in (28, 14, 58)), cols=3)
-    head = nodes.thead("", _line([nodes.Text(words) for words in ("option", "default", "")]))
+def _table(columns: dict[str, int], rows: list[list[nodes.Node]]) -> nodes.table:
+    """``columns``: their titles and widths."""
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=width) for width in columns.values()), cols=len(columns))
+    head = nodes.thead("", _line([nodes.Text(words) for words in columns]))
     group += [head, nodes.tbody("", *(_line(row) for row in rows))]
     return nodes.table("", group, classes=["options"], support_smartquotes=False)
 
@@ -197,4 +293,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _without_stars, priority=100)  # before napoleon
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
+    app.add_directive("file-tables", FileTables)
+    app.add_directive("update-rules", UpdateRules)
     return {"version": "1", "parallel_read_safe": True}

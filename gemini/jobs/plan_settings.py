@@ -9,9 +9,9 @@ from typing import Any
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.options import check, one_of, opt, spelled
-from gemini.optim.names import RULES, rule_named
 from gemini.planning.compact import STATES, spec_for
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec
+from gemini.planning.rules import RULES, rule_named
 from gemini.tiers import Tier
 
 MOST_POSITIONS = 4096

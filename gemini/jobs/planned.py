@@ -9,12 +9,12 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.options import spelled
 from gemini.jobs.settings import TrainSettings
 from gemini.planning.plan import Plan
+from gemini.planning.rules import name_of
 from gemini.tiers import Tier
 
 OF_A_STEP = (
     "batch_size", "seq_len", "accumulate", "gradient_checkpointing", "tile_tokens", "precision", "optimizer", "states",
 )  # fmt: skip
-_RULES = {"Adam": "adamw", "Lion": "lion", "SGD": "sgd", "Adan": "adan"}
 
 
 def step_of(plan: Plan) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def step_of(plan: Plan) -> dict[str, Any]:
         "gradient_checkpointing": trace.checkpointing,
         "tile_tokens": trace.tile_tokens,
         "precision": plan.problem.precision,
-        "optimizer": _RULES.get((rule.exact or rule).name, rule.name),
+        "optimizer": name_of(rule),
         "states": "exact" if rule.exact is None else "compact",
     }
 

@@ -10,6 +10,7 @@ from gemini.jobs.options import check, one_of, opt, spelled
 from gemini.jobs.text_files import DEFAULT_GLOBS
 from gemini.planning.compact import STATES
 from gemini.planning.planes import PRECISIONS
+from gemini.planning.rules import RULES
 
 _WHAT, _HOW, _MEMORY = "What is trained, on what", "How", "In how much memory"
 _RANKS = "Among several processes (torchrun)"
@@ -71,7 +72,9 @@ class TrainSettings:
     steps: int = opt(1000, "Optimizer steps, those before a resume included.", _HOW, least=1)
     epochs: float | None = opt(None, "Times over all data, instead of --steps.", _HOW)
     lr: float = opt(3e-4, "Learning rate after the warm-up.", _HOW)
-    optimizer: str = one_of("adamw", "The update rule", _HOW, ("adamw", "lion", "sgd", "adan"))
+    optimizer: str = one_of(
+        "adamw", "The update rule", _HOW, tuple(name for name, rule in RULES.items() if rule.unattended)
+    )
     weight_decay: float = opt(0.1, "Weight decay; biases and norms have none.", _HOW)
     warmup: int = opt(0, "Steps over which the learning rate rises.", _HOW, least=0)
     schedule: str = one_of("cosine", "The learning rate after that", _HOW, ("cosine", "linear", "constant"))

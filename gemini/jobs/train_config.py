@@ -17,8 +17,8 @@ from gemini.jobs.options import spelled
 from gemini.jobs.planned import check_step
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
-from gemini.optim.elementwise import AdanRule, LionRule, SGDRule
 from gemini.planning import document
+from gemini.planning.rules import rule_named
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -68,7 +68,7 @@ def make_config(
             offload_activations=settings.offload_activations,
             trace=trace,
             tile_tokens=settings.tile_tokens,
-            optimizer=rule_called(settings.optimizer),
+            optimizer=rule_named(settings.optimizer),
         )
 
 
@@ -76,11 +76,6 @@ def _gradients(settings: TrainSettings, plan: gemini.Plan | None) -> str:
     if plan is not None:
         return plan.problem.gradients
     return "accumulate" if settings.accumulate > 1 else "retain"
-
-
-def rule_called(name: str) -> Any:
-    """The update rule behind ``--optimizer``; None is Adam's."""
-    return {"adamw": None, "lion": LionRule(), "sgd": SGDRule(), "adan": AdanRule()}[name]
 
 
 def parallelism_of(settings: TrainSettings, num_processes: int) -> ParallelismConfig | None:

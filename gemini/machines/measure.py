@@ -31,7 +31,7 @@ from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE
-from gemini.rules import AdamRule, Arrays, Segment, Where
+from gemini.rules import ADAM, Arrays, Segment, Where
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1
@@ -159,19 +159,20 @@ def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Ca
         make(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
         for (dtype, _), value in zip(_PLANES, (1.0, 0, 0.0, 0.0, 1e-3), strict=True)
     )
-    hyper = kernels.AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=1)
+    scalars = ADAM.scalars(ADAM.defaults, 1, 1.0)
 
     def update() -> None:
         for start, stop in tiles(0, numel, tile):
             part = slice(start, stop)
-            kernels.adam_update(weights[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], hyper)
+            states = {"exp_avg": exp_avg[part], "exp_avg_sq": exp_avg_sq[part]}
+            ADAM.run(Arrays(weights[part], residual[part], states, grad[part]), [Segment(0, stop - start, scalars)])
 
     return update
 
 
 def _compact_adam(sizes: Sizes, num_threads: int) -> Figure:
     """As many params in compact states, in tiles as well."""
-    rule = CompactRule(AdamRule())
+    rule = CompactRule(ADAM)
     numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
     weights, residual, grad = (
         host_bytes(numel * dtype.itemsize).view(dtype).fill_(value)

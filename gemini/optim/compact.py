@@ -2,12 +2,12 @@
 
 The optimizer keeps the rule itself; its hyperparameters, scalars and the form of its states outside are those. What is
 different is where states stand between updates: in 8 bits with scales, beside a master of 24 bits
-(:mod:`gemini.kernels_compact`). An update decodes, does what the rule does, and encodes.
+(:mod:`gemini.kernels.reference`). An update decodes, does what the rule does, and encodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.interrupts import without_grad
-from gemini.kernels_compact import decode, dither_of, encode
+from gemini.kernels.reference import decode, dither_of, encode
 from gemini.planning.compact import compact, scale_of, spec_for
 from gemini.planning.planes import PlaneKind, RuleSpec
-from gemini.rules import Arrays, Segment, UpdateRule, Where, rule_of
+from gemini.rules import ElementwiseRule, UpdateRule, Where, rule_of
 
 
 @dataclass(frozen=True)
-class CompactRule(UpdateRule):
+class CompactRule(ElementwiseRule):
     """``exact`` with compact states.
 
     Raises:
@@ -45,8 +45,8 @@ class CompactRule(UpdateRule):
         return self.exact.defaults
 
     @property
-    def stops_on_device(self) -> bool:  # type: ignore[override]
-        return self.exact.stops_on_device
+    def has_kernel(self) -> bool:  # type: ignore[override]
+        return self.exact.has_kernel
 
     @property
     def face(self) -> UpdateRule:
@@ -68,23 +68,6 @@ class CompactRule(UpdateRule):
         dither = dither_of(where.name, where.offset, getattr(scalars, "step", 0))
         for kind in names:
             encode(values[kind], states[kind], states[scale_of(kind)], dither)
-
-    def run(
-        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
-    ) -> None:
-        weights, residual, states, grad = arrays
-        assert residual is not None, "compact states are for split masters"
-        names = [spec.kind for spec in self.exact.spec.planes]
-        codes = {kind: states[kind] for kind in names}
-        scales = {scale_of(kind): states[scale_of(kind)] for kind in names}
-        own = []
-        for begin, end, scalars, where in segments:
-            assert where is not None
-            dither = dither_of(where.name, where.offset, getattr(scalars, "step", 0))
-            own.append(kernels.CompactSegment(begin, end, scalars, dither))
-        done = kernels.update_compact(weights, residual, codes, scales, grad, own, grad_scale, stop)
-        if not done and (stop is None or int(stop) == 0):
-            super().run(arrays, segments, grad_scale=grad_scale)
 
     # ---- states from outside, and for it -------------------------------------------------------------------------
 

@@ -7,61 +7,15 @@ the same. Scalars are computed in double and rounded to fp32 once; their names a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gemini import kernels
-from gemini.kernels_reference import exact_sqrt, to_fp32
-from gemini.planning.planes import PlaneSpec, RuleSpec
-from gemini.rules import Arrays, Segment, UpdateRule, Where
-
-_LARGEST = torch.finfo(torch.float32).max
-
-
-@dataclass(frozen=True)
-class ElementwiseRule(UpdateRule):
-    """Runs by the native kernel that its scalars name, which csrc/rules.h must have; where native code cannot
-    take the tensors, in its torch lines. A rule that has no kernel is an :class:`~gemini.rules.UpdateRule`.
-    """
-
-    stops_on_device = True
-    positive: ClassVar[tuple[str, ...]] = ()
-    """Hyperparameters that may not be 0. No number among them may be negative."""
-
-    def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        super().check_group(group, what)
-        for name, default in self.defaults.items():
-            value = group[name]
-            if isinstance(default, tuple):
-                if not isinstance(value, (tuple, list)) or len(value) != len(default):
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-                try:
-                    inside = all(0 <= float(beta) < 1 for beta in value)
-                except (TypeError, ValueError) as e:
-                    raise TypeError(f"{name} of {what} must be {len(default)} numbers, got {value!r}") from e
-                if not inside:
-                    raise ValueError(f"{name} of {what} must be {len(default)} numbers in [0, 1), got {value!r}")
-            elif isinstance(default, bool):
-                if not isinstance(value, bool):
-                    raise TypeError(f"{name} of {what} must be True or False, got {value!r}")
-            elif not 0 <= value <= _LARGEST or (value == 0 and name in self.positive):
-                wanted = "positive" if name in self.positive else "0 or more"
-                raise ValueError(f"{name} of {what} must be {wanted}, got {value!r}")
-
-    def run(
-        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
-    ) -> None:
-        weights, residual, states, grad = arrays
-        planes = {spec.kind: states[spec.kind] for spec in self.spec.planes}
-        own = [kernels.Segment(begin, end, scalars) for begin, end, scalars, _ in segments]
-        done = kernels.update_segments(weights, residual, planes, grad, own, grad_scale, stop)
-        if not done and (stop is None or int(stop) == 0):
-            super().run(arrays, segments, grad_scale=grad_scale)
-
+from gemini.planning.rules import RULES
+from gemini.rules import ElementwiseRule, Hyper, Where, exact_sqrt, to_fp32
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
 
@@ -88,10 +42,18 @@ class PlainSGDScalars(NamedTuple):
 class SGDRule(ElementwiseRule):
     """SGD with momentum, as in ``torch.optim.SGD``: the buffer starts as the first gradient, without dampening."""
 
-    spec = RuleSpec("SGD", (PlaneSpec("momentum_buffer", "float32"),))
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False,
-    }  # fmt: skip
+    spec = RULES["sgd"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate."),
+        "momentum": Hyper(0.0, "the momentum factor."),
+        "dampening": Hyper(
+            0.0,
+            "gradients are multiplied by ``1 - dampening`` before they are added to the momentum buffer, except the "
+            "first one.",
+        ),
+        "weight_decay": Hyper(0.0, "the L2 coefficient."),
+        "nesterov": Hyper(False, "use Nesterov momentum."),
+    }
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         super().check_group(group, what)
@@ -120,8 +82,8 @@ class PlainSGDRule(ElementwiseRule):
     ``GeminiConfig(gradients="transient")`` it is LOMO (Lv et al., 2023, arXiv:2306.09782).
     """
 
-    spec = RuleSpec("SGD without momentum")
-    defaults = SGDRule.defaults
+    spec = RULES["plain-sgd"].spec
+    hypers = SGDRule.hypers
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         super().check_group(group, what)
@@ -164,8 +126,12 @@ class LionRule(ElementwiseRule):
     decay as many times larger.
     """
 
-    spec = RuleSpec("Lion", (PlaneSpec("exp_avg", "float32"),))
-    defaults: ClassVar[Mapping[str, Any]] = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0}
+    spec = RULES["lion"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-4, "learning rate. Every element moves by it."),
+        "betas": Hyper((0.9, 0.99), "the weights of the interpolation whose sign is the step, and of the momentum."),
+        "weight_decay": Hyper(0.0, "decoupled weight decay."),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> LionScalars:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
@@ -211,13 +177,16 @@ class AdanRule(ElementwiseRule):
     which is a state, is the clipped one.
     """
 
-    spec = RuleSpec(
-        "Adan",
-        tuple(PlaneSpec(kind, "float32") for kind in ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad")),
-    )
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "betas": (0.98, 0.92, 0.99), "eps": 1e-8, "weight_decay": 0.0, "no_prox": False,
-    }  # fmt: skip
+    spec = RULES["adan"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate."),
+        "betas": Hyper(
+            (0.98, 0.92, 0.99), "decay rates of the averages of gradients, of their differences, and of squares."
+        ),
+        "eps": Hyper(1e-8, "added to the denominator."),
+        "weight_decay": Hyper(0.0, "weight decay, as a proximal step."),
+        "no_prox": Hyper(False, "use decoupled weight decay instead, as in AdamW."),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdanScalars:
         (beta1, beta2, beta3), lr = map(float, group["betas"]), float(group["lr"])
@@ -284,12 +253,21 @@ class SophiaGRule(ElementwiseRule):
     :meth:`gemini.optim.SophiaG.estimating_hessian`.
     """
 
-    spec = RuleSpec("Sophia-G", (PlaneSpec("exp_avg", "float32"), PlaneSpec("hessian", "float32")))
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-4, "betas": (0.965, 0.99), "rho": 0.04, "weight_decay": 0.1, "bs": 5120,
-        "estimates_hessian": False,
-    }  # fmt: skip
-    positive = ("rho", "bs")
+    spec = RULES["sophia"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-4, "learning rate, the most that an element moves in a step."),
+        "betas": Hyper(
+            (0.965, 0.99), "decay rates of the average of gradients, and of the average of Hessian estimates."
+        ),
+        "rho": Hyper(
+            0.04,
+            "the step is divided by ``rho`` times the Hessian. With a smaller ``rho`` more elements are clipped.",
+            "positive",
+        ),
+        "weight_decay": Hyper(0.1, "decoupled weight decay."),
+        "bs": Hyper(5120, "the number of tokens of the batch from which the Hessian is estimated.", "positive"),
+        "estimates_hessian": Hyper(False),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaScalars | SophiaEstimateScalars:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
@@ -331,11 +309,19 @@ class SophiaHRule(ElementwiseRule):
     Your program makes it, about every tenth step, with :meth:`gemini.optim.SophiaH.estimate_hessian`.
     """
 
-    spec = RuleSpec("Sophia-H", SophiaGRule.spec.planes)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-4, "betas": (0.965, 0.99), "rho": 0.01, "eps": 1e-12, "weight_decay": 0.1, "estimates_hessian": False,
-    }  # fmt: skip
-    positive = ("rho", "eps")
+    spec = RULES["sophia-h"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-4, "learning rate: no element moves by more."),
+        "betas": Hyper((0.965, 0.99), "decay rates of the average of gradients, and of that of estimates."),
+        "rho": Hyper(
+            0.01,
+            "how much of the Hessian divides the step (gamma in the paper); smaller clips more elements.",
+            "positive",
+        ),
+        "eps": Hyper(1e-12, "the least divisor, also where the estimate is negative.", "positive"),
+        "weight_decay": Hyper(0.1, "decoupled weight decay."),
+        "estimates_hessian": Hyper(False),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaHScalars | SophiaEstimateScalars:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])

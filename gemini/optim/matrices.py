@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gemini import kernels
-from gemini.planning.planes import FactorSpec, PlaneSpec, RuleSpec
-from gemini.rules import UpdateRule, Where
+from gemini.planning.rules import RULES
+from gemini.rules import ADAM, AdamScalars, Arrays, Hyper, Segment, UpdateRule, Where
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration of Muon's authors: chosen for a steep slope at 0, they take singular values near 1."""
-_ADJUSTMENTS = ("original", "match_rms_adamw")
 
 
 class MuonScalars(NamedTuple):
@@ -42,29 +40,27 @@ class MuonRule(UpdateRule):
     ``exp_avg`` is the momentum of either; ``exp_avg_sq`` is AdamW's, and stays 0 for Muon's matrices.
     """
 
-    spec = RuleSpec("Muon", (PlaneSpec("exp_avg", "float32"), PlaneSpec("exp_avg_sq", "float32")), needs="param")
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_eps": 1e-7,
-        "adjust_lr": "original", "adamw": False, "betas": (0.9, 0.95), "eps": 1e-8,
-    }  # fmt: skip
+    spec = RULES["muon"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate, of AdamW's groups too where they say no other."),
+        "weight_decay": Hyper(0.1, "decoupled decay, of both."),
+        "momentum": Hyper(0.95, "factor of the momentum.", "in [0, 1)"),
+        "nesterov": Hyper(True, "step along the gradient and the momentum together."),
+        "ns_steps": Hyper(5, "Newton-Schulz iterations.", "a whole number from 1 to 99"),
+        "ns_eps": Hyper(1e-7),
+        "adjust_lr": Hyper(
+            "original",
+            'how the step of a matrix is scaled: "original" by the root of its height over its width if it is tall, '
+            '"match_rms_adamw" so that it is as long as AdamW\'s, whose learning rates then serve.',
+            ("original", "match_rms_adamw"),
+        ),
+        "adamw": Hyper(False),
+        "betas": Hyper((0.9, 0.95), "AdamW's averages."),
+        "eps": Hyper(1e-8, "added to AdamW's denominator."),
+    }
 
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         super().check_group(group, what)
-        for name in ("lr", "weight_decay", "ns_eps", "eps"):
-            if group[name] < 0:
-                raise ValueError(f"{name} of {what} must be 0 or more, got {group[name]!r}")
-        betas = group["betas"]
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2 or not all(0 <= float(b) < 1 for b in betas):
-            raise ValueError(f"betas of {what} must be 2 numbers in [0, 1), got {betas!r}")
-        if not 0 <= group["momentum"] < 1:
-            raise ValueError(f"momentum of {what} must be in [0, 1), got {group['momentum']!r}")
-        for name in ("nesterov", "adamw"):
-            if not isinstance(group[name], bool):
-                raise TypeError(f"{name} of {what} must be True or False, got {group[name]!r}")
-        if type(group["ns_steps"]) is not int or not 1 <= group["ns_steps"] < 100:
-            raise ValueError(f"ns_steps of {what} must be a whole number from 1 to 99, got {group['ns_steps']!r}")
-        if group["adjust_lr"] not in _ADJUSTMENTS:
-            raise ValueError(f"adjust_lr of {what} must be one of {_ADJUSTMENTS}, got {group['adjust_lr']!r}")
         params = group.get("params", ())
         for param in params if not group["adamw"] and isinstance(params, (list, tuple)) else ():
             if isinstance(param, Tensor) and param.dim() != 2:
@@ -73,21 +69,34 @@ class MuonRule(UpdateRule):
                     "its own with adamw=True (gemini.optim.muon_groups(model) makes both)"
                 )
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> MuonScalars | kernels.AdamHyper:
-        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    def grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each group in two: hidden matrices, and for AdamW embeddings, the head and what is no matrix."""
+        ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+        ends.add(id(getattr(find_head(), "weight", None)))
+
+        def is_hidden(param: nn.Parameter) -> bool:
+            return param.dim() == 2 and id(param) not in ends
+
+        split = (
+            {**group, "params": [param for param in group["params"] if is_hidden(param) is not adamw], "adamw": adamw}
+            for adamw in (False, True)
+            for group in groups
+        )
+        return [group for group in split if group["params"]]
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> MuonScalars | AdamScalars:
         if group["adamw"]:
-            beta1, beta2 = map(float, group["betas"])
-            return kernels.AdamHyper(
-                lr, beta1, beta2, float(group["eps"]), weight_decay, step, decoupled=True, grad_scale=grad_scale
-            )
+            return ADAM.scalars({**group, "decoupled": True}, step, grad_scale)
+        lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         how = float(group["momentum"]), group["nesterov"], group["ns_steps"], float(group["ns_eps"]), group["adjust_lr"]
         return MuonScalars(lr, weight_decay, *how, grad_scale)
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
     ) -> None:
-        if isinstance(scalars, kernels.AdamHyper):
-            kernels.adam_update(master, None, states["exp_avg"], states["exp_avg_sq"], grad, scalars)
+        if isinstance(scalars, AdamScalars):
+            ADAM.run(Arrays(master, None, states, grad), [Segment(0, master.numel(), scalars)])
             return
         assert where is not None
         s, shape = scalars, where.shape
@@ -132,30 +141,26 @@ class AdaLomoRule(UpdateRule):
     """AdaLomo (Lv et al., 2023, arXiv:2310.10195). The second moment is stored as factors, as in Adafactor (Shazeer and
     Stern, 2018, arXiv:1804.04235), and there is no momentum. The length of a step is at most lr times that of the
     param, and weight decay is scaled in the same way, as in the authors' code. It takes 4 bytes per param, and one
-    value for each row and column of a matrix.
+    value for each row and column of a matrix. With ``step_in_backward=True`` and
+    ``GeminiConfig(gradients="transient")`` no gradients are kept.
     """
 
-    spec = RuleSpec(
-        "AdaLomo",
-        needs="param",
-        factors=(FactorSpec("row_var", "rows"), FactorSpec("col_var", "columns"), FactorSpec("variance", "vector")),
-    )
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "lr": 1e-3, "decay_rate": -0.8, "eps": (1e-30, 1e-3), "clip_threshold": 1.0, "weight_decay": 0.0,
-    }  # fmt: skip
-
-    def check_group(self, group: Mapping[str, Any], what: str) -> None:
-        super().check_group(group, what)
-        for name in ("lr", "weight_decay"):
-            if group[name] < 0:
-                raise ValueError(f"{name} of {what} must be 0 or more, got {group[name]!r}")
-        if not group["decay_rate"] <= 0:
-            raise ValueError(f"decay_rate of {what} must be 0 or less, got {group['decay_rate']!r}")
-        if not group["clip_threshold"] > 0:
-            raise ValueError(f"clip_threshold of {what} must be positive, got {group['clip_threshold']!r}")
-        eps = group["eps"]
-        if not isinstance(eps, (tuple, list)) or len(eps) != 2 or not all(float(e) >= 0 for e in eps):
-            raise ValueError(f"eps of {what} must be 2 numbers of 0 or more, got {eps!r}")
+    spec = RULES["adalomo"].spec
+    hypers: ClassVar[Mapping[str, Hyper]] = {
+        "lr": Hyper(1e-3, "learning rate, relative to the root mean square of the param."),
+        "decay_rate": Hyper(
+            -0.8, "at step t, the average of squared gradients decays by 1 - t**decay_rate.", "0 or less"
+        ),
+        "eps": Hyper(
+            (1e-30, 1e-3),
+            "the first is added to squared gradients; the second is the smallest root mean square of a param.",
+            "0 or more",
+        ),
+        "clip_threshold": Hyper(
+            1.0, "the largest root mean square of a step, before it is multiplied by ``lr``.", "positive"
+        ),
+        "weight_decay": Hyper(0.0, "decoupled weight decay, relative to the root mean square of the param as well."),
+    }
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdaLomoScalars:
         lr, (eps, least) = float(group["lr"]), map(float, group["eps"])

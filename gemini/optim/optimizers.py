@@ -1,82 +1,113 @@
 """The optimizers by name: each is :class:`gemini.HybridOptimizer` with its rule, for managed and plain params.
 
-A model of managed params is wrapped for the rule: ``GeminiConfig(optimizer=gemini.optim.LionRule())``.
+A model of managed params is wrapped for the rule: ``GeminiConfig(optimizer=gemini.optim.LionRule())``. Signature and
+documentation of an optimizer are made of the hyperparameters of its rule; one that can do more has a class here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from gemini.optim.elementwise import AdanRule, LionRule, PlainSGDRule, SGDRule
-from gemini.optim.matrices import AdaLomoRule, MuonRule
+from gemini.errors import GeminiError
+from gemini.optim.elementwise import PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
+from gemini.optim.matrices import MuonRule
+from gemini.planning.rules import RULES, rule_named
+from gemini.rules import Hyper, UpdateRule
+from gemini.train.gradients.hutchinson import HessianProbe
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
+from gemini.train.params.handle import handle_of
 
 AdamW = HybridAdam
 
 
-class SGD(HybridOptimizer):
-    """SGD, as ``torch.optim.SGD``. With ``momentum`` it has :class:`SGDRule` (8 bytes per param), without it
-    :class:`PlainSGDRule` (4 bytes).
+class RuleOptimizer(HybridOptimizer):
+    """An optimizer of one rule, which takes that rule's hyperparameters: what its classes are made of."""
 
-    Args:
-        params: as in :class:`gemini.HybridOptimizer`.
-        lr: learning rate.
-        momentum: the momentum factor.
-        dampening: gradients are multiplied by ``1 - dampening`` before they are added to the momentum buffer, except
-            the first one.
-        weight_decay: the L2 coefficient.
-        nesterov: use Nesterov momentum.
-        step_in_backward: as in :class:`gemini.HybridOptimizer`.
+    _rule: ClassVar[UpdateRule]
+
+    def __init_subclass__(cls, rule: UpdateRule | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if rule is None:
+            return
+        shown = {name: hyper for name, hyper in rule.hypers.items() if hyper.words}
+        of_rule, num_bytes = type(rule), 4 + sum(spec.block_bytes for spec in rule.spec.planes)
+        about = f"Its rule is :class:`~{of_rule.__module__}.{of_rule.__name__}`, of {num_bytes} bytes per param."
+        words = {"params": "as in :class:`gemini.HybridOptimizer`.", **{name: h.words for name, h in shown.items()}}
+        words["step_in_backward"] = "as in :class:`gemini.HybridOptimizer`."
+        summary = cls.__doc__ or f"{inspect.cleandoc(of_rule.__doc__ or '')}\n\n{about}"
+        arguments = "\n".join(
+            textwrap.fill(f"{name}: {text}", 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
+            for name, text in words.items()
+        )
+        cls.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:\n{arguments}\n"
+        cls.__init__, cls._rule = _init_with(shown), rule  # type: ignore[method-assign]
+
+    def _rule_for(self, hypers: Mapping[str, Any]) -> UpdateRule:
+        """The rule for these hyperparameters."""
+        return self._rule
+
+
+def _init_with(hypers: Mapping[str, Hyper]) -> Any:
+    """A constructor whose signature has the hyperparameters."""
+    kinds = inspect.Parameter
+    signature = inspect.Signature(
+        [
+            kinds("self", kinds.POSITIONAL_OR_KEYWORD),
+            kinds("params", kinds.POSITIONAL_OR_KEYWORD, annotation=Any),
+            *(
+                kinds(name, kinds.POSITIONAL_OR_KEYWORD, default=hyper.default, annotation=_type_of(hyper))
+                for name, hyper in hypers.items()
+            ),
+            kinds("step_in_backward", kinds.KEYWORD_ONLY, default=False, annotation=bool),
+        ]
+    )
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        try:
+            bound = signature.bind(self, *args, **kwargs)
+        except TypeError as e:
+            raise TypeError(f"{type(self).__name__}: {e}") from None
+        bound.apply_defaults()
+        given = {name: bound.arguments[name] for name in hypers}
+        used = bound.arguments["step_in_backward"]
+        HybridOptimizer.__init__(self, bound.arguments["params"], self._rule_for(given), step_in_backward=used, **given)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    return __init__
+
+
+def _type_of(hyper: Hyper) -> Any:
+    """The type of a hyperparameter, for signatures."""
+    kind = type(hyper.default)
+    if kind is tuple:
+        return tuple[(float,) * len(hyper.default)]  # type: ignore[misc]
+    return float if kind is int and "whole" not in hyper.within else kind
+
+
+def optimizer_named(name: str) -> type[HybridOptimizer]:
+    """The class of the registry that is called so: one of this module, or made of its rule."""
+    if name not in globals():
+        entry = next(key for key, entry in RULES.items() if entry.optimizer == name)
+        globals()[name] = type(name, (RuleOptimizer,), {"__module__": "gemini.optim"}, rule=rule_named(entry))
+    return globals()[name]  # type: ignore[no-any-return]
+
+
+class SGD(RuleOptimizer, rule=SGDRule()):
+    """SGD, as ``torch.optim.SGD``. With ``momentum`` it has :class:`~gemini.optim.elementwise.SGDRule` (8 bytes per
+    param), without it :class:`~gemini.optim.elementwise.PlainSGDRule` (4 bytes).
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = SGDRule.defaults["lr"],
-        momentum: float = SGDRule.defaults["momentum"],
-        dampening: float = SGDRule.defaults["dampening"],
-        weight_decay: float = SGDRule.defaults["weight_decay"],
-        nesterov: bool = SGDRule.defaults["nesterov"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params,
-            SGDRule() if momentum else PlainSGDRule(),
-            step_in_backward=step_in_backward,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-        )
-
-
-class Lion(HybridOptimizer):
-    """Lion: :class:`LionRule`, 8 bytes per param.
-
-    Args:
-        params: as in :class:`gemini.HybridOptimizer`.
-        lr: learning rate. Every element moves by it.
-        betas: the weights of the interpolation whose sign is the step, and of the momentum.
-        weight_decay: decoupled weight decay.
-        step_in_backward: as in :class:`gemini.HybridOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = LionRule.defaults["lr"],
-        betas: tuple[float, float] = LionRule.defaults["betas"],
-        weight_decay: float = LionRule.defaults["weight_decay"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params, LionRule(), step_in_backward=step_in_backward, lr=lr, betas=betas, weight_decay=weight_decay
-        )
+    def _rule_for(self, hypers: Mapping[str, Any]) -> UpdateRule:
+        return SGDRule() if hypers["momentum"] else PlainSGDRule()
 
 
 class LOMO(HybridOptimizer):
@@ -98,90 +129,6 @@ class LOMO(HybridOptimizer):
         super().__init__(params, PlainSGDRule(), step_in_backward=True, lr=lr, weight_decay=weight_decay)
 
 
-class AdaLomo(HybridOptimizer):
-    """AdaLomo: :class:`AdaLomoRule`, 4 bytes per param. With ``step_in_backward=True`` and
-    ``GeminiConfig(gradients="transient")`` no gradients are kept.
-
-    Args:
-        params: as in :class:`gemini.HybridOptimizer`.
-        lr: learning rate, relative to the root mean square of the param.
-        decay_rate: at step t, the average of squared gradients decays by 1 - t**decay_rate.
-        eps: the first is added to squared gradients; the second is the smallest root mean square of a param.
-        clip_threshold: the largest root mean square of a step, before it is multiplied by ``lr``.
-        weight_decay: decoupled weight decay, relative to the root mean square of the param as well.
-        step_in_backward: as in :class:`gemini.HybridOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = AdaLomoRule.defaults["lr"],
-        decay_rate: float = AdaLomoRule.defaults["decay_rate"],
-        eps: tuple[float, float] = AdaLomoRule.defaults["eps"],
-        clip_threshold: float = AdaLomoRule.defaults["clip_threshold"],
-        weight_decay: float = AdaLomoRule.defaults["weight_decay"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params,
-            AdaLomoRule(),
-            step_in_backward=step_in_backward,
-            lr=lr,
-            decay_rate=decay_rate,
-            eps=eps,
-            clip_threshold=clip_threshold,
-            weight_decay=weight_decay,
-        )
-
-
-class Muon(HybridOptimizer):
-    """:class:`MuonRule`: 12 bytes per param.
-
-    Args:
-        params: as of :class:`gemini.HybridOptimizer`: matrices, and in groups with ``adamw=True`` the rest
-            (:func:`muon_groups`).
-        lr: learning rate, of AdamW's groups too where they say no other.
-        weight_decay: decoupled decay, of both.
-        momentum: factor of the momentum.
-        nesterov: step along the gradient and the momentum together.
-        ns_steps: Newton-Schulz iterations.
-        adjust_lr: how the step of a matrix is scaled: "original" by the root of its height over its width if it is
-            tall, "match_rms_adamw" so that it is as long as AdamW's, whose learning rates then serve.
-        betas: AdamW's averages.
-        eps: added to AdamW's denominator.
-        step_in_backward: as of :class:`gemini.HybridOptimizer`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = MuonRule.defaults["lr"],
-        weight_decay: float = MuonRule.defaults["weight_decay"],
-        momentum: float = MuonRule.defaults["momentum"],
-        nesterov: bool = MuonRule.defaults["nesterov"],
-        ns_steps: int = MuonRule.defaults["ns_steps"],
-        adjust_lr: str = MuonRule.defaults["adjust_lr"],
-        betas: tuple[float, float] = MuonRule.defaults["betas"],
-        eps: float = MuonRule.defaults["eps"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params,
-            MuonRule(),
-            step_in_backward=step_in_backward,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_steps=ns_steps,
-            adjust_lr=adjust_lr,
-            betas=betas,
-            eps=eps,
-        )
-
-
 def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
     """Two param groups for Muon, as its authors advise: the hidden matrices, which Muon updates, and the rest
     (embeddings, the head, vectors), which AdamW updates. Frozen params are in neither.
@@ -190,48 +137,124 @@ def muon_groups(model: nn.Module, **adamw: Any) -> list[dict[str, Any]]:
         model: the model. Its head is what ``get_output_embeddings()`` returns, if it has this method.
         adamw: hyperparameters of the second group, such as ``lr=3e-4``.
     """
-    ends = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
-    head = find_head()
-    ends.add(id(getattr(head, "weight", None)))
     trained = [param for param in model.parameters() if param.requires_grad]
-    hidden = [param for param in trained if param.dim() == 2 and id(param) not in ends]
-    others = [param for param in trained if all(param is not one for one in hidden)]
-    groups = [{"params": hidden}, {"params": others, "adamw": True, **adamw}]
-    return [group for group in groups if group["params"]]
+    groups = MuonRule().grouped(model, [{"params": trained}])
+    return [{**group, **adamw} if group["adamw"] else group for group in groups]
 
 
-class Adan(HybridOptimizer):
-    """Adan: :class:`AdanRule`, 20 bytes per param.
+# ---- Sophia: momentum divided by an estimate of the diagonal of the Hessian, which is made every few steps -----------
 
-    Args:
-        params: as in :class:`gemini.HybridOptimizer`.
-        lr: learning rate.
-        betas: decay rates of the averages of gradients, of their differences, and of squares.
-        eps: added to the denominator.
-        weight_decay: weight decay, as a proximal step.
-        no_prox: use decoupled weight decay instead, as in AdamW.
-        step_in_backward: as in :class:`gemini.HybridOptimizer`.
-    """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = AdanRule.defaults["lr"],
-        betas: tuple[float, float, float] = AdanRule.defaults["betas"],
-        eps: float = AdanRule.defaults["eps"],
-        weight_decay: float = AdanRule.defaults["weight_decay"],
-        no_prox: bool = AdanRule.defaults["no_prox"],
-        *,
-        step_in_backward: bool = False,
-    ):
-        super().__init__(
-            params,
-            AdanRule(),
-            step_in_backward=step_in_backward,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            no_prox=no_prox,
+class _Sophia(RuleOptimizer):
+    @contextmanager
+    def _estimating(self, call: str) -> Iterator[None]:
+        """What is updated in here are estimates; when it ends there are no gradients.
+
+        Raises:
+            GeminiError: where gradients of a training step are still there.
+        """
+        for param in self._params():
+            handle = handle_of(param)
+            if param.grad is not None if handle is None else handle.has_grad:
+                raise GeminiError(
+                    f"{call}() begins while gradients of a training step are there, which would go into the "
+                    "estimate: call step() and zero_grad() before it"
+                )
+        for group in self.param_groups:
+            group["estimates_hessian"] = True
+        try:
+            yield
+            self.step()
+        finally:
+            for group in self.param_groups:
+                group["estimates_hessian"] = False
+            self.zero_grad()
+
+
+class SophiaG(_Sophia, rule=SophiaGRule()):
+    @contextmanager
+    def estimating_hessian(self) -> Iterator[None]:
+        """Gradients of this block go into the estimate of the Hessian, at its end; weights and momentum stay.
+
+        To be used about every tenth step, between steps, with the loss on labels that the model draws itself::
+
+            logits = model(input_ids=ids).logits.float()
+            labels = torch.distributions.Categorical(logits=logits).sample()
+            with optimizer.estimating_hessian():
+                torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+        An estimate counts as an update of its params: "step" in their states is of both. Gradients are gone afterwards.
+
+        Raises:
+            GeminiError: where gradients of a training step are still there; and what :meth:`step` raises.
+        """
+        with self._estimating("estimating_hessian"):
+            yield
+
+
+class SophiaH(_Sophia, rule=SophiaHRule()):
+    def estimate_hessian(self, loss: torch.Tensor) -> None:
+        """Make an estimate of the Hessian of ``loss`` (a scalar) and average it in; weights and momentum stay.
+
+        To be called about every tenth step, between steps, with the loss of a batch, or of a part of one: it is
+        differentiated twice, which needs the room of another graph beside that of a step, and operations that torch
+        can differentiate twice (not its fast attention kernels: ``attn_implementation="eager"``)::
+
+            optimizer.estimate_hessian(model(input_ids=ids, labels=ids).loss)
+
+        An estimate counts as an update of its params: "step" in their states is of both. Params whose gradient depends
+        on no param keep theirs.
+
+        Raises:
+            GeminiError: where gradients of a training step are still there, in fp16, and for a loss that cannot be
+                differentiated twice (with context parallel, attention over gathered keys and values cannot); and what
+                :meth:`step` raises.
+        """
+        params = self._params()
+        owner = self.owner()
+        if owner is not None and owner.config.precision == "fp16":
+            raise GeminiError(
+                "estimate_hessian() differentiates twice, and no scale of fp16 fits both: use bf16 or fp32"
+            )
+        with self._estimating("estimate_hessian"):
+            probe = HessianProbe(self._num_updates(), params)
+            if owner is not None:
+                owner.backward.probe = probe
+            try:
+                self._differentiate_twice(loss, probe, [param for param in params if handle_of(param) is None])
+            finally:
+                if owner is not None:
+                    owner.backward.probe = None
+
+    def _differentiate_twice(self, loss: torch.Tensor, probe: HessianProbe, plain: list[torch.nn.Parameter]) -> None:
+        try:
+            with warnings.catch_warnings():  # of a cycle between params and gradients, which is not kept
+                warnings.filterwarnings("ignore", "Using backward.. with create_graph=True", UserWarning)
+                torch.autograd.backward(loss, create_graph=True)
+            self._probe_plain(probe, plain)
+            probe.product().backward()
+            self._probe_plain(probe, plain)
+        except RuntimeError as e:
+            if isinstance(e, GeminiError) or not re.search("derivative|differentiate twice", str(e)):
+                raise
+            raise GeminiError(
+                "estimate_hessian() differentiates the loss twice, which an operation of the model does not allow: "
+                "load the model with attn_implementation='eager', or write that operation with others. torch says: "
+                f"{e}"
+            ) from e
+
+    @staticmethod
+    def _probe_plain(probe: HessianProbe, plain: list[torch.nn.Parameter]) -> None:
+        for param in plain:
+            if param.grad is not None:
+                param.grad = probe.take(param, param.grad)
+
+    def _num_updates(self) -> int:
+        """The number of updates that params have had: in their states, so that it goes on from a checkpoint."""
+        return max(
+            (
+                int(self.state[param].get("step", 0)) if handle is None else handle.num_steps
+                for param, handle in ((param, handle_of(param)) for param in self._params())
+            ),
+            default=0,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
+from gemini.planning.rules import RULES
 
 BLOCK = 64
 """Elements that share a scale."""
@@ -22,18 +23,10 @@ SMALLEST = 65536
 """Elements of a param from which on its states are compact."""
 
 CODES = 2
-"""How values become codes (:mod:`gemini.kernels_compact`), as a number in checkpoints and plans; 1 had smooth roots."""
+"""How values become codes (``gemini/kernels/reference.py``), as a number in files; 1 had smooth roots."""
 
 STATES = ("exact", "compact")
 """What ``GeminiConfig(states=)`` may be."""
-
-_SQUARES: dict[tuple[str, tuple[PlaneKind, ...]], tuple[PlaneKind, ...]] = {
-    ("Adam", ("exp_avg", "exp_avg_sq")): ("exp_avg_sq",),
-    ("SGD", ("momentum_buffer",)): (),
-    ("SGD without momentum", ()): (),
-    ("Lion", ("exp_avg",)): (),
-}
-"""The rules that have a compact form, by name and states, and which of those are averages of squares."""
 
 
 def scale_of(kind: PlaneKind) -> PlaneKind:
@@ -52,9 +45,9 @@ def compact(rule: RuleSpec) -> RuleSpec:
 
 @lru_cache(maxsize=64)
 def _compact(rule: RuleSpec, smallest: int) -> RuleSpec:
-    squares = _SQUARES.get((rule.name, tuple(spec.kind for spec in rule.planes)))
-    if squares is None or rule.exact is not None or rule.needs != "elements":
-        known = ", ".join(name for name, _ in _SQUARES)
+    squares = next((entry.squares for entry in RULES.values() if entry.spec == rule), None)
+    if squares is None:
+        known = ", ".join(entry.spec.name for entry in RULES.values() if entry.squares is not None)
         raise ValueError(f'states="compact" is for the rules {known}, not for {rule.name!r}: use states="exact"')
     codes = [PlaneSpec(spec.kind, "uint8" if spec.kind in squares else "int8") for spec in rule.planes]
     scales = [PlaneSpec(scale_of(spec.kind), "uint8", BLOCK) for spec in rule.planes]

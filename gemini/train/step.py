@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import Enum
 
 from gemini.errors import GeminiError, IllegalTransition
-from gemini.kernels_sums import ClipFactor
+from gemini.kernels import ClipFactor
 
 
 class StepPhase(Enum):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from benchmarks._progress import finish
 from gemini.jobs import checkpoints
+from gemini.planning.rules import RULES
 
 Gemini = Callable[..., Any]
 
@@ -61,6 +62,21 @@ def test_it_learns_reports_and_saves(train: Gemini, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert model.config.use_cache, "only training goes without the cache"
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-35", "checkpoint-40"}
+
+
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.unattended])
+def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: Gemini, tmp_path: Path) -> None:
+    """And goes on from a checkpoint with the same bits."""
+    out, again, lr = tmp_path / "out", tmp_path / "again", 1e-3 if name in ("lion", "adan") else 1e-2
+    result = train("--out", out, "--optimizer", name, "--lr", lr)
+    assert result.exit_code == 0, (result.output, result.exception)
+    losses = losses_of(result.stdout)
+    assert len(losses) == 10 and losses[-1] < losses[0]
+    shutil.copytree(out, again)
+    shutil.rmtree(again / "checkpoint-10")
+    resumed = train("--out", again, "--optimizer", name, "--lr", lr, "--resume", "auto")
+    assert resumed.exit_code == 0, (resumed.output, resumed.exception)
+    assert losses_of(resumed.stdout) == losses[5:]
 
 
 def test_a_killed_run_goes_on_from_its_store(train: Gemini, tiny_config: Path, text: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import from_source
 import pytest
 import torch
 from doc_blocks import PAGES, ROOT
-from from_source import GAP, WARNING, commands, error_classes, messages
+from from_source import GAP, WARNING, commands, error_classes, first_sentence, folders, messages
 
 import gemini
 import gemini.errors
@@ -57,9 +57,27 @@ def test_every_way_of_writing_a_message_is_read(tmp_path: Path, monkeypatch: pyt
     assert texts("def words():\n return f'no {a}'\nraise StorageError(self.words()) from e") == ["no …"]
     assert texts("W = {f: 'a {name!r}', g: 'b'}\nraise ParamAccessError(W[x].format(name=n))") == ["a …", "b"]
     assert texts("W = {x: f'{x} of {{name}}' for x in y}\nraise ParamAccessError(W[x].format(name=n))") == ["… of …"]
-    assert texts("raise GeminiError(f'{e}') from e") == []
+    assert texts("raise GeminiError(f'{e}') from e") == texts("raise GeminiError(str(e)) from e") == []
     with pytest.raises(ValueError, match="some.py:2"):
         texts("message = 'hidden'\nraise GeminiError(message)")
+
+
+def test_every_file_has_a_row_in_the_table_of_its_folder() -> None:
+    rows = {f"{folder.name}/{name}": words for folder in folders() for name, words in folder.files}
+    there = [path for top in ("gemini", "integrations") for path in (ROOT / top).rglob("*.py")]
+    assert rows.keys() == {str(path.relative_to(ROOT)) for path in there if path.stem != "__init__"}
+    assert not [name for name, words in rows.items() if not 15 < len(words) < 250 or "``" in words]
+
+
+def test_first_sentences_end_where_they_end(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    for text, first in {
+        "One thing, for :class:`~a.b.C` and ``d``. Another one.": "One thing, for `C` and `d`.",
+        "``p.grad`` of a param\nover two lines\n\nand more": "`p.grad` of a param over two lines",
+        "What an example shows:\n\n    x = 1": "What an example shows",
+    }.items():
+        path.write_text(f'"""{text}"""')
+        assert first_sentence(path) == first
 
 
 def test_messages_are_taken_whole_from_the_source() -> None:

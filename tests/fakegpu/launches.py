@@ -12,9 +12,8 @@ from functools import wraps
 from typing import Any
 
 from gemini import kernels
-from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
-from gemini.kernels_cuda import CudaKernels
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE
+from gemini.kernels import COMPACT_BLOCK, NORM_BLOCK, NORM_TILE, Arrays
+from gemini.kernels.cuda import CudaKernels
 from gemini.train import engine
 from tests.fakegpu.computing import Computing, alias, host_uses, launch
 from tests.native.emulated_cuda import DTYPES, EmulatedModule
@@ -23,9 +22,7 @@ _BYTES = {0: 4, 1: 2, 2: 2}
 """Of an element, by the number of its dtype."""
 
 _HOST = {
-    "adam_update": ("weights", "residual", "exp_avg", "exp_avg_sq"),
-    "adam_update_segments": ("weights", "residual", "exp_avg", "exp_avg_sq"),
-    "update_segments": ("weights", "residual", "states"),
+    "update": ("weights", "residual", "states"),
     "copy_grad": ("dst",), "accumulate_grad": ("acc",), "sum_grad24": ("hi", "lo"), "sum_squares": (),
     "split_master": ("hi", "lo"), "join_master": ("out",),
 }  # fmt: skip
@@ -123,7 +120,9 @@ def _watched(name: str, kernel: Callable[..., Any], written: Sequence[str]) -> C
 
     @wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
-        for argument, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arrays: Arrays | None = given.pop("arrays", None)
+        for argument, value in {**given, **({} if arrays is None else arrays._asdict())}.items():
             for tensor in value.values() if isinstance(value, Mapping) else (value,):
                 if hasattr(tensor, "is_cuda"):
                     host_uses(tensor, name, writes=argument in written)

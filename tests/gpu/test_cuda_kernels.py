@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,17 +17,26 @@ from torch import Tensor
 
 import gemini
 from gemini import kernels, rules
-from gemini.kernels import AdamHyper, DeviceSums, Segment
-from gemini.kernels_cuda import CudaKernels
+from gemini.kernels import DeviceSums, Segment
+from gemini.kernels.cuda import CudaKernels
 from gemini.optim.compact import CompactRule
 from tests import models
 from tests.gpu.gpu_cases import takes_time
 from tests.native import rule_cases
 from tests.native import test_compact_kernels as compact_cases
-from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
+from tests.native.native_cases import (
+    GRAD_DTYPES,
+    LENGTHS,
+    adam,
+    adam_update,
+    any_bits,
+    assert_same_bits,
+    same_sums,
+    to_dtype,
+)
 
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
-L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)
+ADAMW = adam(step=3, grad_scale=0.37, weight_decay=0.1)
+L2 = adam(step=7, lr=2e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, decoupled=False)
 BIG = (1 << 21) + 4097
 
 
@@ -79,13 +87,14 @@ def assert_all_same(given: list[Any], expected: list[Any]) -> None:
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
 def test_adam_is_the_cpu_kernel_s(dtype: torch.dtype, is_split: bool, shift: int) -> None:
-    for hyper in (ADAMW, L2):
+    for hyper in ({"grad_scale": 0.37}, {"lr": 2e-3, "betas": (0.8, 0.99), "eps": 1e-6, "decoupled": False}):
         expected: list[Any] = arrays(BIG, is_split, dtype)
         given = on_card(expected, shift)
         for step in range(3):  # what an update made of special values is the next one's input
-            kernels.adam_update(*expected, replace(hyper, step=1 + step))
+            scalars = adam(step=1 + step, weight_decay=0.1, **hyper)
+            adam_update(*expected, scalars)
             with nobody_waits():
-                kernels.adam_update(*given, replace(hyper, step=1 + step))
+                adam_update(*given, scalars)
         assert_all_same(given, expected)
 
 
@@ -121,13 +130,13 @@ def test_segments_go_together_and_leave_what_is_between(is_split: bool) -> None:
     expected: list[Any] = arrays(n, is_split, torch.bfloat16)
     given, scale = on_card(expected), torch.tensor([0.25])
     scale_there = scale.cuda()
-    kernels.adam_update_segments(*expected, segments, grad_scale=scale)
+    adam_update(*expected, segments, grad_scale=scale)
     with nobody_waits():
         stop = kernels.new_flag(given[0])
-        kernels.adam_update_segments(*given, segments, grad_scale=scale_there, stop=stop)
+        adam_update(*given, segments, grad_scale=scale_there, stop=stop)
     assert_all_same(given, expected)
     with nobody_waits():
-        kernels.adam_update_segments(*given, segments, stop=stop.fill_(1))
+        adam_update(*given, segments, stop=stop.fill_(1))
     assert_all_same(given, expected)
 
 
@@ -199,11 +208,11 @@ def test_a_flag_stops_the_update_without_the_host(bad: float) -> None:
         flag = kernels.new_flag(given[4])
         sums = [kernels.sum_squares(given[4], flag), kernels.sum_squares(given[4][:100], flag)]
         of_sums = kernels.nonfinite_flag(sums)
-        kernels.adam_update_segments(*given, whole, stop=flag)
-        kernels.adam_update_segments(*given, whole, stop=of_sums)
+        adam_update(*given, whole, stop=flag)
+        adam_update(*given, whole, stop=of_sums)
     if math.isfinite(bad):
         for _ in range(2):
-            kernels.adam_update_segments(*expected, whole)
+            adam_update(*expected, whole)
     assert_all_same(given, expected)
     assert of_sums is not None and int(flag) == int(of_sums) == (not math.isfinite(bad))
     assert math.isfinite(kernels.totals(sums)[0]) == math.isfinite(bad)

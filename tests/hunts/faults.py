@@ -81,7 +81,7 @@ class Faults:
         """Patch what fails."""
         with contextlib.ExitStack() as undo:
             if self.kind == "adam: raises":
-                self._patch(undo, kernels, "adam_update")
+                self._patch(undo, kernels, "update")
             elif self.kind == BESIDE:
                 for name in ("reserve", "release", "pass_on"):
                     self._patch_after(undo, Ledger, name)

@@ -1,13 +1,19 @@
-"""Kills ranks of a training job and compares what comes out, bit for bit, with a run that nobody disturbed.
+"""Kills training runs with SIGKILL and compares what comes out, bit for bit, with a run that nobody disturbed.
 
     python tests/hunts/kill_and_resume.py --out benchmarks/reports/kill_and_resume_<hardware>_<date>.md
+    python tests/hunts/kill_and_resume.py --trainer --repetitions 20 --steps 24 --save-every 4
 
-The job is the command line's own: ``torchrun --max-restarts 3 -m gemini train ... --resume auto`` on a small GPT-2 with
+The run is the command line's own: ``torchrun --max-restarts 3 -m gemini train ... --resume auto`` on a small GPT-2 with
 dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL at a random step,
 or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the newest checkpoint by
-themselves. Then the model's file and every file of the last checkpoint (masters, states, RNG states) must be
-the same bytes as those of the undisturbed run, and no unfinished checkpoint may be left. Measured besides: how long
-the other ranks live after the kill, and when the first step is done again. The exit code is 1 unless all are the same.
+themselves. Measured besides: how long the other ranks live after the kill, and when the first step is done again.
+
+With ``--trainer`` it is a script as users write it, in one process: transformers' Trainer with one line changed, bf16,
+dropout, accumulation, clipping, a schedule, shuffled rows, evaluation and ``save_total_limit``. After the kill the same
+script is started again, with ``resume_from_checkpoint=True`` if there is a checkpoint.
+
+The model's file and every file of the last checkpoint (masters, states, step counts, RNG states) must be the same bytes
+as those of the undisturbed run, and no unfinished checkpoint may be left. The exit code is 1 unless all are the same.
 """
 
 from __future__ import annotations
@@ -19,46 +25,119 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
-from tests.hunts.kills import PATIENCE_S, ROOT, Files, differing, hunt, make_parser, wait_for  # noqa: E402
+from benchmarks._report import add_out, head, publish, table  # noqa: E402
+
+PATIENCE_S = 240
+"""How long anything may take before it counts as hanging."""
+Files = dict[str, bytes]
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Who is killed when: a moment after rank 0 has said step ``step``, or after its save has begun."""
+class Kill(NamedTuple):
+    """Who is killed when: a moment after ``step`` steps, or after the save of that step has begun."""
 
     rank: int
     step: int
     in_save: bool
     delay_s: float
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one disturbed run came to."""
-
-    differing: tuple[str, ...]
-    was_saving: bool
+    def __str__(self) -> str:
+        return f"{'save of step' if self.in_save else 'after step'} {self.step} + {1000 * self.delay_s:.0f} ms"
 
 
-class Job:
-    """One ``torchrun`` of the training command, its files in ``folder``."""
+class Run:
+    """A training run in a folder of its own, which is killed once."""
+
+    title: ClassVar[str]
+    about: ClassVar[str]
+    most_delay_s: ClassVar[tuple[float, float]]
+    """After a step, and after a save has begun; a save of the default model takes about as long."""
+    columns: ClassVar[list[str]]
 
     def __init__(self, args: argparse.Namespace, folder: Path) -> None:
-        self.folder, self.out, self.logs = folder, folder / "out", folder / "logs"
-        self.num_ranks, self.num_steps = args.ranks, args.steps
+        folder.mkdir()
+        self.args, self.folder, self.out = args, folder, folder / "out"
+        self.began = time.perf_counter()
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[Any]:
+        raise NotImplementedError
+
+    def spawn(self, words: list[str], log: Path) -> subprocess.Popen[Any]:
+        path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+        with open(log, "a") as file:
+            return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=file, stderr=file)
+
+    def did(self, step: int) -> bool:
+        """Whether that step is done."""
+        raise NotImplementedError
+
+    def saving(self, step: int | str) -> bool:
+        """Whether the checkpoint of ``step`` is being written now; of ``*`` any."""
+        return any(self.out.glob(f".saving/checkpoint-{step}"))
+
+    def kill(self, kill: Kill) -> list[str]:
+        """Kill a rank, see the run to its end; cells of the row."""
+        raise NotImplementedError
+
+    def results(self) -> Files:
+        """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
+        raise NotImplementedError
+
+    def last_words(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.rglob("*log")))
+
+    def wait_for(self, what: str, there: Callable[[], bool], *, pause_s: float = 0.0005) -> None:
+        """Look again and again, in bounded time."""
+        deadline = time.perf_counter() + PATIENCE_S
+        while not there():
+            if time.perf_counter() > deadline or self.process.poll() is not None:
+                raise RuntimeError(f"{what}: it did not come. The last words:\n{self.last_words()}")
+            time.sleep(pause_s)
+
+    def finish(self) -> str:
+        """Wait for the end, which must be a good one; the seconds from the start, told."""
+        if code := self.process.wait(PATIENCE_S):
+            raise RuntimeError(f"the run ended with {code}:\n{self.last_words()}")
+        return f"{time.perf_counter() - self.began:.1f}"
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children():
+                child.kill()
+            self.process.kill()
+        self.process.wait()
+
+
+class Job(Run):
+    """One ``torchrun`` of the training command."""
+
+    title = "Kill and resume"
+    about = (
+        "bf16, dropout 0.1; {args.ranks} ranks on one machine, {args.steps} steps, a checkpoint every "
+        "{args.save_every}. One rank gets SIGKILL, torchrun starts all again. The others end: from the kill until no "
+        "other rank runs. First step: from the kill to the first step after the restart."
+    )
+    most_delay_s = 0.1, 0.02
+    columns: ClassVar[list[str]] = ["went on after step", "the others end, s", "first step, s"]
+
+    def start(self) -> subprocess.Popen[Any]:
+        args, folder, self.logs = self.args, self.folder, self.folder / "logs"
         model = {"model_type": "gpt2", "vocab_size": 257, "n_positions": 64, "n_layer": args.layers, "n_head": 4}
         model |= {"n_embd": args.width, "bos_token_id": 256, "eos_token_id": 256}
-        folder.mkdir()
         (folder / "config.json").write_text(json.dumps(model))
         (folder / "text.txt").write_text("".join(f"{n} times three is {3 * n}, they say.\n" for n in range(2000)))
         train = f"--model {folder}/config.json --data {folder}/text.txt --out {self.out} --resume auto --device cpu"
@@ -66,15 +145,15 @@ class Job:
         train += f" --save-every {args.save_every}"
         torchrun = f"--standalone --nproc-per-node {args.ranks} --max-restarts 3 --redirects 3 --log-dir {self.logs}"
         words = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "gemini", "train"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        self.began = time.perf_counter()
-        with open(folder / "torchrun.log", "w") as log:
-            self.process = subprocess.Popen([*words, *train.split()], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        return self.spawn([*words, *train.split()], folder / "torchrun.log")
 
-    def said(self, attempt: int, rank: int = 0, stream: str = "stdout") -> str:
-        """What a rank has printed so far in one attempt of torchrun's."""
-        found = list(self.logs.glob(f"*/attempt_{attempt}/{rank}/{stream}.log"))
+    def said(self, attempt: int) -> str:
+        """What rank 0 has printed so far in one attempt of torchrun's."""
+        found = list(self.logs.glob(f"*/attempt_{attempt}/0/stdout.log"))
         return found[0].read_text() if found else ""
+
+    def did(self, step: int) -> bool:
+        return f"step {step}/" in self.said(0)
 
     def pids(self) -> dict[int, int]:
         """The processes of the ranks that run now."""
@@ -86,77 +165,108 @@ class Job:
                 continue
         return found
 
-    def saving(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` is being written now."""
-        return (self.out / ".saving" / f"checkpoint-{step}").is_dir()
-
-    def wait_for(self, what: str, there: Callable[[], bool], *, pause_s: float = 0.0005) -> None:
-        wait_for(what, there, self.process, self.last_words, pause_s)
-
-    def finish(self) -> float:
-        """Wait for torchrun; the seconds from its start."""
-        code = self.process.wait(PATIENCE_S)
-        if code:
-            raise RuntimeError(f"torchrun ended with {code}:\n{self.last_words()}")
-        return time.perf_counter() - self.began
-
-    def last_words(self) -> str:
-        """The ends of all logs."""
-        logs = [self.folder / "torchrun.log", *sorted(self.logs.rglob("*.log"))]
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in logs if log.exists())
-
-    def end(self) -> None:
-        """Leave no process behind."""
-        for pid in [*self.pids().values(), self.process.pid] if self.process.poll() is None else []:
-            os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def results_in(out: Path) -> Files:
-    """The model and the last checkpoint, file by file; what is left of unfinished ones counts as well."""
-    last = max(out.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
-    found = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
-    found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.rglob("*.safetensors")}
-    return found | {f"left over: {path.name}": b"" for path in out.glob(".*")}
-
-
-def undisturbed(args: argparse.Namespace, folder: Path) -> tuple[Files, list[str]]:
-    """What every other run has to come to, and its row."""
-    job = Job(args, folder)
-    try:
-        seconds = job.finish()
-    finally:
-        job.end()
-    return results_in(job.out), ["none", "", "", "", "", "", f"{seconds:.1f}"]
-
-
-def disturbed(args: argparse.Namespace, folder: Path, kill: Kill, wanted: Files) -> tuple[Outcome, list[str]]:
-    """Run the job, kill a rank, let torchrun do its part, and compare."""
-    job = Job(args, folder)
-    try:
-        if kill.in_save:
-            job.wait_for(f"the save of step {kill.step}", lambda: job.saving(kill.step), pause_s=0.0002)
-        else:
-            job.wait_for(f"step {kill.step}", lambda: f"step {kill.step}/" in job.said(0))
-        ranks = job.pids()
-        time.sleep(kill.delay_s)
-        was_saving = job.saving(kill.step)
-        killed = time.perf_counter()
+    def kill(self, kill: Kill) -> list[str]:
+        ranks, killed = self.pids(), time.perf_counter()
         os.kill(ranks[kill.rank], signal.SIGKILL)
         others = [pid for rank, pid in ranks.items() if rank != kill.rank]
-        job.wait_for("the end of the other ranks", lambda: not any(map(runs, others)))
+        self.wait_for("the end of the other ranks", lambda: not any(map(runs, others)))
         others_end_s = time.perf_counter() - killed
-        job.wait_for("a step after the restart", lambda: "\nstep " in job.said(1), pause_s=0.01)
+        self.wait_for("a step after the restart", lambda: "\nstep " in self.said(1), pause_s=0.01)
         first_step_s = time.perf_counter() - killed
-        run_s = job.finish()
-        resumed = [line for line in job.said(1).splitlines() if line.startswith("resumed from ")]
-    finally:
-        job.end()
-    resumed_after = int(resumed[0].rpartition(" ")[2]) if resumed else 0
-    when = f"{'save of step' if kill.in_save else 'after step'} {kill.step} + {1000 * kill.delay_s:.0f} ms"
-    row = [f"rank {kill.rank}", when, "yes" if was_saving else "no", str(resumed_after), f"{others_end_s:.2f}"]
-    outcome = Outcome(differing(results_in(job.out), wanted), was_saving)
-    return outcome, [*row, f"{first_step_s:.1f}", f"{run_s:.1f}"]
+        self.finish()
+        resumed = [line for line in self.said(1).splitlines() if line.startswith("resumed from ")]
+        return [resumed[0].rpartition(" ")[2] if resumed else "0", f"{others_end_s:.2f}", f"{first_step_s:.1f}"]
+
+    def results(self) -> Files:
+        last = max(self.out.glob("checkpoint-*"), key=lambda path: int(path.name.removeprefix("checkpoint-")))
+        found = {path.name: path.read_bytes() for path in self.out.glob("*.safetensors")}
+        found |= {f"{last.name}/{path.name}": path.read_bytes() for path in last.rglob("*.safetensors")}
+        return found | {f"left over: {path.name}": b"" for path in self.out.glob(".*")}
+
+
+class Script(Run):
+    """One process of :func:`train`, started again after the kill."""
+
+    title = "GeminiTrainer: kill and resume"
+    about = (
+        "bf16, dropout 0.1, two micro-batches per step, {args.steps} steps, a checkpoint every {args.save_every}, two "
+        "kept. The process gets SIGKILL and is started again."
+    )
+    most_delay_s = 0.15, 0.15
+    columns: ClassVar[list[str]] = ["went on after step"]
+
+    def start(self) -> subprocess.Popen[Any]:
+        words = [sys.executable, __file__, "--worker", str(self.folder)]
+        for name in ("steps", "save_every", "layers", "width"):
+            words += [f"--{name.replace('_', '-')}", str(getattr(self.args, name))]
+        return self.spawn(words, self.folder / "log")
+
+    def said(self) -> list[str]:
+        """The progress so far, of all processes of this run."""
+        path = self.folder / "progress"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def did(self, step: int) -> bool:
+        return f"step {step}" in self.said()
+
+    def kill(self, kill: Kill) -> list[str]:
+        self.end()
+        self.process = self.start()
+        self.finish()
+        return [[line.split()[1] for line in self.said() if line.startswith("begin")][-1]]
+
+    def results(self) -> Files:
+        last = self.out / f"checkpoint-{self.args.steps}"
+        paths = [*(self.folder / "model").glob("*.safetensors"), *last.glob("*.safetensors")]
+        paths += (last / "gemini").iterdir()
+        found = {str(path.relative_to(self.folder)): path.read_bytes() for path in paths}
+        return found | {f"in the folder: {path.name}": b"" for path in self.out.iterdir()}
+
+
+def train(args: argparse.Namespace) -> None:
+    """What a user would write; run in a process of its own."""
+    import torch
+    from gemini.integrations.huggingface import GeminiTrainer as Trainer
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+
+    folder = args.worker
+
+    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, 256, (48,), generator=torch.Generator().manual_seed(index))
+            return {"input_ids": ids, "labels": ids}
+
+    class Tell(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            tell(f"begin {state.global_step}")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            tell(f"step {state.global_step}")
+
+    def tell(line: str) -> None:
+        with open(folder / "progress", "a") as file:
+            file.write(line + "\n")
+
+    torch.manual_seed(0)
+    shape = {"n_layer": args.layers, "n_embd": args.width, "n_head": 4}
+    trainer = Trainer(
+        model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, use_cache=False, **shape)),
+        args=TrainingArguments(
+            output_dir=str(folder / "out"), max_steps=args.steps, save_steps=args.save_every, save_total_limit=2,
+            per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-3, warmup_steps=4, bf16=True,
+            eval_strategy="steps", eval_steps=2 * args.save_every, use_cpu=True, report_to=[], disable_tqdm=True,
+        ),
+        train_dataset=Rows(),
+        eval_dataset=torch.utils.data.Subset(Rows(), range(4)),
+        callbacks=[Tell()],
+    )  # fmt: skip
+    there = (folder / "out").is_dir() and any((folder / "out").glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=True if there else None)
+    trainer.save_model(str(folder / "model"))
+    tell("end")
 
 
 def runs(pid: int) -> bool:
@@ -166,30 +276,73 @@ def runs(pid: int) -> bool:
         return False
 
 
-def kills(args: argparse.Namespace) -> Iterator[Kill]:
+def kills(args: argparse.Namespace, kind: type[Run]) -> Iterator[Kill]:
     """Ranks take turns; after a round of kills at steps comes a round of kills in saves."""
     rng = random.Random(args.seed)
     saves = range(args.save_every, args.steps, args.save_every)
     for number in range(args.repetitions):
         in_save = number // args.ranks % 2 == 1
         step = rng.choice(saves) if in_save else rng.randrange(1, args.steps - 1)
-        yield Kill(number % args.ranks, step, in_save, rng.uniform(0, 0.02 if in_save else 0.1))
+        yield Kill(number % args.ranks, step, in_save, rng.uniform(0, kind.most_delay_s[in_save]))
+
+
+def disturbed(run: Run, kill: Kill) -> tuple[bool, list[str]]:
+    """Kill a rank at its moment; whether a save was under way, and the row but for its last two cells."""
+    if kill.in_save:
+        run.wait_for(f"the save of step {kill.step}", lambda: run.saving(kill.step), pause_s=0.0002)
+    else:
+        run.wait_for(f"step {kill.step}", lambda: run.did(kill.step))
+    time.sleep(kill.delay_s)
+    was_saving = run.saving("*")
+    return was_saving, [f"rank {kill.rank}", str(kill), "yes" if was_saving else "no", *run.kill(kill)]
 
 
 def main() -> int:
-    parser = make_parser(__doc__, steps=40, save_every=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trainer", action="store_true", help="a script on GeminiTrainer, not the command line")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of the command line; the script has one")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--save-every", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--seed", type=int, default=0, help="draws the steps and moments of the kills")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    add_out(parser)
     args = parser.parse_args()
-    about = [
-        "Kill and resume",
-        f"GPT-2 shape, {args.layers} layers of {args.width}, bf16, dropout 0.1; {args.ranks} ranks on one machine, "
-        f"{args.steps} steps, a checkpoint every {args.save_every}. One rank gets SIGKILL, torchrun starts all again.",
-        "Bits: the model's file and every file of the last checkpoint against those of the undisturbed run. The others "
-        "end: from the kill until no other rank runs. First step: from the kill to the first step after the restart.",
-    ]
-    columns = ["killed", "when", "was saving", "went on after step", "the others end, s", "first step, s", "run, s"]
-    return hunt(about, columns, args.out, kills(args), partial(undisturbed, args), partial(disturbed, args))
+    if args.worker:
+        train(args)
+        return 0
+    kind = Script if args.trainer else Job
+    args.ranks = 1 if args.trainer else args.ranks
+    rows, num_same, num_saving = [], 0, 0
+    with tempfile.TemporaryDirectory(prefix="gemini-kill-") as scratch:
+        wanted: Files = {}
+        for number, kill in enumerate([None, *kills(args, kind)]):
+            run = kind(args, Path(scratch, str(number)))
+            try:
+                was_saving, row = (
+                    disturbed(run, kill) if kill else (False, ["none", "", "", *("" for _ in kind.columns)])
+                )
+                seconds = run.finish()
+            finally:
+                run.end()
+            found = run.results()
+            wanted = wanted or found
+            differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+            num_same += bool(kill) and not differing
+            num_saving += was_saving
+            rows.append([*row, seconds, "DIFFERENT: " + ", ".join(differing) if differing else "the same"])
+            print(" | ".join(rows[-1]), flush=True)
+    rows[0][-1] = f"the measure, {len(wanted)} names"
+    about = (
+        f"GPT-2 shape, {args.layers} layers of {args.width}, {kind.about.format(args=args)} Bits: the model's file and "
+    )
+    about += "every file of the last checkpoint against those of the undisturbed run."
+    columns = ["killed", "when", "was saving", *kind.columns, "run, s", "bits"]
+    verdict = f"**{num_same} of {args.repetitions}** came to the same bits; {num_saving} kills fell into a save."
+    publish([*head(kind.title, [about], 1, "accelerate"), *table(columns, rows), verdict], args.out)
+    return 0 if num_same == args.repetitions else 1
 
 
 if __name__ == "__main__":

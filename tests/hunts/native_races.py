@@ -1,6 +1,6 @@
 """Hunts data races in the native code: builds tests/native/stress.cpp with ThreadSanitizer and runs it.
 
-    python tests/hunts/native_races.py --rounds 100 --report benchmarks/reports/native_races_<hardware>_<date>.md
+    python tests/hunts/native_races.py --rounds 100 --out benchmarks/reports/native_races_<hardware>_<date>.md
 
 The program (its head says what it does) links the sources of the library as they are, without Python. Before it counts,
 the detector has to find a race that is there on purpose. Where the compiler has no ThreadSanitizer, valgrind's helgrind
@@ -23,6 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks._report import add_out, head, publish  # noqa: E402
+
 SOURCES = ["tests/native/stress.cpp", *(f"csrc/{n}.cpp" for n in ("thread_pool", "nvme_io", "cpu_update", "cpu_grad"))]
 FLAGS = ["-std=c++17", "-O1", "-g", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Icsrc"]
 FOUND = 66  # the exit status a detector gives when it has reported something
@@ -75,27 +79,20 @@ def usable(detector: Detector, compiler: str, folder: Path) -> tuple[Path | None
     return program, ""
 
 
-def report(detector: Detector, compiler: str, rounds: int, seconds: float, done: list[str], warnings: int) -> str:
+def report(detector: Detector, compiler: str, rounds: int, seconds: float, done: list[str], warnings: int) -> list[str]:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    result = f"**{warnings} warnings.**" if warnings else "**Nothing found.**"
-    lines = [
-        f"# Races in the native code, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"{detector.name}, {version}, Linux {platform.release()}, {os.cpu_count()} CPUs.",
-        f"{rounds} rounds, {seconds:.0f} s on a machine with other work (what was found is the result, not the time).",
-        f"Command: `python tests/hunts/native_races.py {' '.join(sys.argv[1:])}`",
-        "",
+    about = f"{detector.name}, {version}. {rounds} rounds, {seconds:.0f} s on a machine with other work."
+    return [
+        *head("Races in the native code", [about]),
         "Control: a race that is there on purpose was reported. The program itself checked that every element was",
         "touched once, that threads changed no bit, and that every byte came back. What ran:",
         "",
         *(f"- {line}" for line in done),
         "",
-        result,
+        f"**{warnings} warnings.**" if warnings else "**Nothing found.**",
         "",
         "Not covered: a fork (tests/native/test_native_process.py does), and the bindings to Python.",
-        "",
     ]
-    return "\n".join(lines)
 
 
 def main() -> int:
@@ -104,7 +101,7 @@ def main() -> int:
     parser.add_argument("--compiler", default=os.environ.get("CXX", "g++"))
     parser.add_argument("--tool", choices=["tsan", "helgrind"], help="default: tsan, or else helgrind")
     parser.add_argument("--folder", type=Path, help="where the program and its file go (default: a temporary folder)")
-    parser.add_argument("--report", type=Path)
+    add_out(parser)
     args = parser.parse_args()
     tools = {"tsan": thread_sanitizer(), "helgrind": helgrind()}
     with tempfile.TemporaryDirectory(dir=args.folder) as made:
@@ -131,10 +128,7 @@ def main() -> int:
         )
     )
     warnings = max(warnings, int(result.returncode == FOUND))
-    text = report(detector, args.compiler, args.rounds, seconds, result.stdout.splitlines(), warnings)
-    print(text)
-    if args.report:
-        args.report.write_text(text)
+    publish(report(detector, args.compiler, args.rounds, seconds, result.stdout.splitlines(), warnings), args.out)
     return int(warnings > 0)
 
 

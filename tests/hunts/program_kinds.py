@@ -6,16 +6,15 @@ A program takes most of its blocks from the ordinary kinds, so that what is odd 
 from __future__ import annotations
 
 from tests.hunts.program_modules import MODULES
-from tests.hunts.program_parts import Kind
+from tests.hunts.program_parts import OWN, Kind
+from tests.hunts.program_parts import linear_kind as _linear
 from tests.hunts.program_parts import make_kind as _kind
-
-OWN = "self.w = nn.Parameter(torch.randn(D, D) / D)"
-
-LINEAR = _kind("self.fc = nn.Linear(D, D)", "y = torch.tanh(self.fc(x))", "self.fc.weight")
+from tests.hunts.program_parts import tanh_kind as _tanh
+from tests.hunts.program_parts import weight_kind as _weight
 
 ORDINARY: dict[str, Kind] = {
-    "linear": LINEAR,
-    "own": _kind(OWN + "\nself.b = nn.Parameter(torch.zeros(D))", "y = torch.tanh(x @ self.w + self.b)", "self.w"),
+    "linear": _linear(),
+    "own": _weight("y = torch.tanh(x @ self.w + self.b)", init="self.b = nn.Parameter(torch.zeros(D))"),
     "norm": _kind(
         "self.norm = nn.LayerNorm(D)\nself.fc = nn.Linear(D, D)", "y = self.fc(self.norm(x))", "self.fc.weight"
     ),
@@ -67,11 +66,9 @@ ODD: dict[str, Kind] = {
         """,
         "self.cell.weight_hh",
     ),
-    "function_saves": _kind(
-        OWN,
+    "function_saves": _weight(
         "y = torch.tanh(Saves.apply(x, self.w))",
-        "self.w",
-        """
+        extra="""
         class Saves(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, w):
@@ -84,11 +81,9 @@ ODD: dict[str, Kind] = {
                 return grad @ w.t(), x.flatten(0, -2).t() @ grad.flatten(0, -2)
         """,
     ),
-    "function_keeps": _kind(
-        OWN,
+    "function_keeps": _weight(
         "y = torch.tanh(Keeps.apply(x, self.w))",
-        "self.w",
-        """
+        extra="""
         class Keeps(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, w):
@@ -116,23 +111,16 @@ ODD: dict[str, Kind] = {
                 return grad @ ctx.wt, None
         """,
     ),
-    "weight_norm": _kind(
-        "self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))", "y = torch.tanh(self.fc(x))", ""
-    ),
-    "old_weight_norm": _kind(
-        "self.fc = torch.nn.utils.weight_norm(nn.Linear(D, D))", "y = torch.tanh(self.fc(x))", "self.fc.weight"
-    ),
-    "spectral_norm": _kind(
-        "self.fc = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))", "y = torch.tanh(self.fc(x))", ""
-    ),
-    "parametrized": _kind(
+    "weight_norm": _tanh("self.fc = nn.utils.parametrizations.weight_norm(nn.Linear(D, D))", own=""),
+    "old_weight_norm": _tanh("self.fc = torch.nn.utils.weight_norm(nn.Linear(D, D))"),
+    "spectral_norm": _tanh("self.fc = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))", own=""),
+    "parametrized": _tanh(
         """
         self.fc = nn.Linear(D, D)
         nn.utils.parametrize.register_parametrization(self.fc, "weight", Symmetric())
         """,
-        "y = torch.tanh(self.fc(x))",
-        "",
-        """
+        own="",
+        extra="""
         class Symmetric(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -187,12 +175,7 @@ ODD: dict[str, Kind] = {
         "y = self.base(x) + x @ self.a @ self.b",
         "self.base.weight",
     ),
-    "counting": _kind(
-        """
-        self.fc = nn.Linear(D, D)
-        self.register_buffer("mean", torch.zeros(D))
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-        """,
+    "counting": _linear(
         """
         if self.training:
             with torch.no_grad():
@@ -200,16 +183,17 @@ ODD: dict[str, Kind] = {
                 self.mean.lerp_(x.float().mean((0, 1)), 0.1)
         y = torch.tanh(self.fc(x - self.mean.to(x.dtype)))
         """,
-        "self.fc.weight",
+        init="""
+        self.register_buffer("mean", torch.zeros(D))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        """,
     ),
     "positions": _kind("self.pos = nn.Embedding(T, D)", "y = x * self.pos(torch.arange(x.shape[1]))", ""),
     "own_table": _kind(
         "self.table = nn.Parameter(torch.randn(16, D))", "y = x * self.table[torch.arange(x.shape[1]) % 16]", ""
     ),
-    "dropout": _kind(
-        "self.fc = nn.Linear(D, D)\nself.drop = nn.Dropout(0.2)", "y = self.drop(self.fc(x))", "self.fc.weight"
-    ),
-    "drop_weight": _kind(OWN, "y = x @ F.dropout(self.w, 0.2, self.training)", "self.w"),
+    "dropout": _linear("y = self.drop(self.fc(x))", init="self.drop = nn.Dropout(0.2)"),
+    "drop_weight": _weight("y = x @ F.dropout(self.w, 0.2, self.training)"),
     "in_place": _kind(
         "self.fc = nn.Linear(D, D)\n" + OWN, "y = self.fc(x).mul_(0.5)\ny += x @ self.w\ny.relu_()", "self.w"
     ),
@@ -218,14 +202,10 @@ ODD: dict[str, Kind] = {
         "a, b = self.w.t().chunk(2, dim=1)\ny = torch.cat([x @ a, x @ b], dim=-1) + self.w.view(-1)[:D]",
         "self.w.t()",
     ),
-    "raw_ops": _kind(
-        "self.fc = nn.Linear(D, D)",
-        """
+    "raw_ops": _linear("""
         flat = torch.ops.aten.view(x, [-1, D])
         y = torch.ops.aten.addmm(self.fc.bias, flat, torch.ops.aten.t(self.fc.weight)).view(x.shape)
-        """,
-        "self.fc.weight",
-    ),
+        """),
     "child_weight": _kind(
         "self.a = nn.Linear(D, D)\nself.b = nn.Linear(D, D)",
         "y = F.linear(torch.tanh(self.a(x)), self.a.weight.t()) + F.linear(x, self.b.weight, self.b.bias)",
@@ -236,78 +216,57 @@ ODD: dict[str, Kind] = {
         "y = self.b(torch.tanh(self.a(x)))",
         "self.a.weight",
     ),
-    "twice": _kind("self.fc = nn.Linear(D, D)", "y = self.fc(torch.tanh(self.fc(x)))", "self.fc.weight"),
-    "functional_call": _kind(
-        "self.fc = nn.Linear(D, D)",
-        'y = torch.func.functional_call(self.fc, {"weight": self.fc.weight * 2}, (x,))',
-        "self.fc.weight",
-    ),
+    "twice": _linear("y = self.fc(torch.tanh(self.fc(x)))"),
+    "functional_call": _linear('y = torch.func.functional_call(self.fc, {"weight": self.fc.weight * 2}, (x,))'),
     "vmap": _kind("self.fc = nn.Linear(D, D)", "y = torch.func.vmap(lambda row: torch.tanh(self.fc(row)))(x)", ""),
-    "vmap_own": _kind(OWN, "y = torch.func.vmap(lambda row: torch.tanh(row @ self.w))(x)", "self.w"),
+    "vmap_own": _weight("y = torch.func.vmap(lambda row: torch.tanh(row @ self.w))(x)"),
     "func_grad": _kind(
         "self.energy = nn.Linear(D, 1)", "y = torch.func.grad(lambda z: torch.tanh(self.energy(z)).sum())(x)", ""
     ),
-    "jacrev": _kind(OWN, "j = torch.func.jacrev(lambda z: torch.tanh(z @ self.w))(x[0, 0])\ny = x @ j", "self.w"),
-    "jvp": _kind(OWN, "y, t = torch.func.jvp(lambda z: torch.tanh(z @ self.w), (x,), (x,))\ny = y + t", "self.w"),
-    "forces": _kind(
-        "self.fc = nn.Linear(D, D)\nself.energy = nn.Linear(D, 1)",
+    "jacrev": _weight("j = torch.func.jacrev(lambda z: torch.tanh(z @ self.w))(x[0, 0])\ny = x @ j"),
+    "jvp": _weight("y, t = torch.func.jvp(lambda z: torch.tanh(z @ self.w), (x,), (x,))\ny = y + t"),
+    "forces": _linear(
         """
         with torch.enable_grad():
             z = x if x.requires_grad else x.detach().requires_grad_()
             e = self.energy(torch.tanh(self.fc(z))).sum()
             y = -torch.autograd.grad(e, z, create_graph=self.training)[0]
         """,
-        "self.fc.weight",
+        init="self.energy = nn.Linear(D, 1)",
     ),
-    "inner_loop": _kind(
-        OWN,
-        """
+    "inner_loop": _weight("""
         with torch.enable_grad():
             loss = torch.tanh(x.detach() @ self.w).square().mean()
             y = x @ (self.w - 0.1 * torch.autograd.grad(loss, self.w, create_graph=True)[0])
-        """,
-        "self.w",
-    ),
+        """),
     "saves_on_cpu": _kind(
         "self.fc = nn.Linear(D, D)\n" + OWN,
         "with torch.autograd.graph.save_on_cpu():\n    y = torch.tanh(self.fc(x)) @ self.w",
         "self.w",
     ),
-    "saved_hooks": _kind(
-        OWN,
-        """
+    "saved_hooks": _weight("""
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
             y = torch.tanh(x @ self.w)
-        """,
-        "self.w",
-    ),
-    "no_grad_part": _kind(
-        "self.fc = nn.Linear(D, D)\nself.teacher = nn.Linear(D, D)",
+        """),
+    "no_grad_part": _linear(
         "with torch.no_grad():\n    t = self.teacher(x)\ny = torch.tanh(self.fc(x)) + t",
-        "self.fc.weight",
+        init="self.teacher = nn.Linear(D, D)",
     ),
-    "inference_part": _kind(
-        "self.fc = nn.Linear(D, D)\nself.teacher = nn.Linear(D, D)",
+    "inference_part": _linear(
         "with torch.inference_mode():\n    t = self.teacher(x)\ny = torch.tanh(self.fc(x)) + t.clone()",
-        "self.fc.weight",
+        init="self.teacher = nn.Linear(D, D)",
     ),
     "detached": _kind(
         "self.fc = nn.Linear(D, D)\n" + OWN,
         "y = x + (torch.tanh(self.fc(x)) - x).detach() + x @ self.w.detach()",
         "self.w",
     ),
-    "gradient_hook": _kind(
-        OWN, "y = torch.tanh(x @ self.w)\nif y.requires_grad:\n    y.register_hook(lambda g: g * 0.5)", "self.w"
-    ),
-    "hook_reads": _kind(
-        OWN,
-        """
+    "gradient_hook": _weight("y = torch.tanh(x @ self.w)\nif y.requires_grad:\n    y.register_hook(lambda g: g * 0.5)"),
+    "hook_reads": _weight("""
         y = torch.tanh(x @ self.w)
         if y.requires_grad:
             y.register_hook(lambda g: g + 0.01 * self.w.detach().sum())
-        """,
-        "self.w",
-    ),
+        """),
     "inner_checkpoint": _kind(
         "self.fc = nn.Linear(D, D)\n" + OWN,
         "y = checkpoint(lambda z: torch.tanh(self.fc(z) @ self.w), x, use_reentrant=False)",
@@ -350,10 +309,8 @@ ODD: dict[str, Kind] = {
         """,
         "self.a.weight",
     ),
-    "kept_copy": _kind(
-        OWN,
-        'if not hasattr(self, "cache"):\n    self.cache = self.w.detach().clone()\ny = x @ self.w + x @ self.cache',
-        "self.w",
+    "kept_copy": _weight(
+        'if not hasattr(self, "cache"):\n    self.cache = self.w.detach().clone()\ny = x @ self.w + x @ self.cache'
     ),
     "kept_view": _kind(
         OWN, 'if not hasattr(self, "wt"):\n    self.wt = self.w.detach().t()\ny = torch.tanh(x @ self.wt @ self.w)', ""
@@ -373,8 +330,7 @@ ODD: dict[str, Kind] = {
         """,
     ),
     "bilinear": _kind("self.bi = nn.Bilinear(D, D, D)", "y = self.bi(x.contiguous(), x.contiguous())", ""),
-    "scan": _kind(
-        OWN + "\nself.decay = nn.Parameter(torch.rand(D))",
+    "scan": _weight(
         """
         state = torch.zeros(x.shape[0], D, dtype=x.dtype)
         y = torch.empty_like(x)
@@ -382,23 +338,17 @@ ODD: dict[str, Kind] = {
             state = state * self.decay + x[:, t] @ self.w
             y[:, t] = state
         """,
-        "self.w",
+        init="self.decay = nn.Parameter(torch.rand(D))",
     ),
     "sometimes": _kind(
         "self.a = nn.Linear(D, D)\nself.b = nn.Linear(D, D)",
         "y = torch.tanh(self.a(x)) if float(torch.rand(())) < 0.5 else torch.tanh(self.b(x))",
         "self.a.weight",
     ),
-    "unused": _kind("self.fc = nn.Linear(D, D)\nself.idle = nn.Linear(D, D)", "y = self.fc(x)", "self.fc.weight"),
-    "half_frozen": _kind(
-        "self.fc = nn.Linear(D, D)\nself.fc.weight.requires_grad_(False)",
-        "y = torch.tanh(self.fc(x))",
-        "self.fc.weight",
-    ),
-    "exotic_write": _kind(
-        OWN,
-        "if self.training:\n    with torch.no_grad():\n        self.w.clamp_(-1, 1)\ny = torch.tanh(x @ self.w)",
-        "self.w",
+    "unused": _linear("y = self.fc(x)", init="self.idle = nn.Linear(D, D)"),
+    "half_frozen": _linear(init="self.fc.weight.requires_grad_(False)"),
+    "exotic_write": _weight(
+        "if self.training:\n    with torch.no_grad():\n        self.w.clamp_(-1, 1)\ny = torch.tanh(x @ self.w)"
     ),
     "max_norm": _kind("self.pos = nn.Embedding(T, D, max_norm=1.0)", "y = x * self.pos(torch.arange(T))", ""),
     "sparse": _kind("self.pos = nn.Embedding(T, D, sparse=True)", "y = x * self.pos(torch.arange(T))", ""),

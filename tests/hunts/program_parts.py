@@ -19,8 +19,28 @@ class Kind:
     """Other methods; in them and in ``init`` ``{Block}`` is the class."""
 
 
+LINEAR = "self.fc = nn.Linear(D, D)"
+OWN = "self.w = nn.Parameter(torch.randn(D, D) / D)"
+TANH = "y = torch.tanh(self.fc(x))"
+
+
 def make_kind(init: str, forward: str, own: str = "", extra: str = "", methods: str = "") -> Kind:
     return Kind(*(dedent(text).strip() for text in (init, forward, own, extra, methods)))
+
+
+def linear_kind(forward: str = TANH, *, init: str = "", extra: str = "", methods: str = "") -> Kind:
+    """A block with a linear layer ``fc``; ``init``: what it has beside that."""
+    return make_kind(f"{LINEAR}\n{dedent(init).strip()}", forward, "self.fc.weight", extra, methods)
+
+
+def weight_kind(forward: str, *, init: str = "", extra: str = "") -> Kind:
+    """A block with a weight ``w`` of its own; ``init``: what it has beside that."""
+    return make_kind(f"{OWN}\n{dedent(init).strip()}", forward, "self.w", extra)
+
+
+def tanh_kind(init: str, *, own: str = "self.fc.weight", extra: str = "") -> Kind:
+    """A block that computes the ``tanh`` of a layer ``fc``, which ``init`` makes."""
+    return make_kind(init, TANH, own, extra)
 
 
 @dataclass(frozen=True)

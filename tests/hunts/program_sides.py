@@ -28,7 +28,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 import gemini
 import gemini.testing  # noqa: F401 - "standin" is a device then
-from gemini import kernels_reference as reference
+from gemini.kernels import reference
 from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
@@ -154,6 +154,10 @@ class Side:
         _cast_where_they_meet(model, DTYPES[self.precision])
         return model
 
+    def to_own_dtype(self) -> None:
+        """``model.to(dtype)``, of the compute dtype."""
+        self.model.to(self.dtype)
+
     def saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
         """The state of a run, for :meth:`restore`."""
         own = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
@@ -228,6 +232,14 @@ class PlainSide(Side):
             if getattr(module, "max_norm", None) is not None or hasattr(module, "_project_batch") and module.coft:
                 self._follow_max_norm(module)
         return model
+
+    def to_own_dtype(self) -> None:
+        params = list(self.model.parameters())
+        # In fp32, as Gemini has them: torch would cast them too.
+        sums = [None if param.grad is None else param.grad.clone() for param in params]
+        super().to_own_dtype()
+        for param, total in zip(params, sums, strict=True):
+            param.grad = total
 
     def lay_out(self) -> None:
         """PEFT has left merged weights transposed: torch would choose other kernels for them."""

@@ -209,7 +209,7 @@ WRITES: dict[str, Habit] = {
     "deepcopied": _habit("stepped", "frozen = copy.deepcopy(model)\nside.see('copy', list(frozen.parameters()))"),
     # What a module offers.
     "to_cpu": _habit("before", 'model.to("cpu")\nmodel.cpu()'),
-    "to_own_dtype": _habit("before", "model.to(side.dtype)"),
+    "to_own_dtype": _habit("before", "side.to_own_dtype()"),
     "to_double": _habit("before", "if step == 1:\n    model.double()"),
     "type_of": _habit("before", "if step == 1:\n    model.type(torch.float64)"),
     "shared": _habit("before", "if step == 0:\n    model.share_memory()"),

@@ -229,7 +229,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
     with undo:
         for name in ("read", "write", "submit_read", "submit_write", "wait"):
             pausing(kernels.IoQueue, name)
-        for owner, name in ((SpillFile, "read"), (SpillFile, "write"), (kernels, "adam_update")):
+        for owner, name in ((SpillFile, "read"), (SpillFile, "write"), (kernels, "update")):
             pausing(owner, name)
         # Not on a GPU: whoever fills a window there is one more who uses it, on a stream that nobody waits for.
         for kind in (PageWindow, StorageWindow) if schedule.device != "cuda" else (PageWindow,):

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import re
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -26,6 +24,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks._report import add_out, head, publish  # noqa: E402
 
 
 def check(entry: Any, folder: Path) -> None:
@@ -55,8 +55,7 @@ def check(entry: Any, folder: Path) -> None:
         again, _ = seeded(lambda: model_class._from_config(config))
     except Exception as e:
         raise Untried(f"{type(e).__name__}: {str(e)[:100]}") from e
-    undefined = {n for n, p in plain.named_parameters() if not same(p, again.get_parameter(n))}
-    undefined |= {n for n, b in plain.named_buffers() if not same(b, again.get_buffer(n))}
+    undefined = differing(plain, again)
     del again
     managed, mine = seeded(lambda: gemini.from_config(config, managed_config(), model_class=model_class))
     compare("from_config", plain, managed, undefined)
@@ -78,8 +77,7 @@ def check(entry: Any, folder: Path) -> None:
         (again, _), _ = seeded(lambda: model_class.from_pretrained(folder, output_loading_info=True))
     except Exception as e:
         raise Untried(f"{type(e).__name__}: {str(e)[:100]}") from e
-    undefined = {n for n, p in loaded.named_parameters() if not same(p, again.get_parameter(n))}
-    undefined |= {n for n, b in loaded.named_buffers() if not same(b, again.get_buffer(n))}
+    undefined = differing(loaded, again)
     # Memory that was never written to may hold the same by chance; what transformers says it drew is left.
     undefined |= {n for n in info["missing_keys"] if not _drawn(loaded, n)}
     (managed, found), mine = seeded(
@@ -113,6 +111,12 @@ def same(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
+def differing(one: Any, other: Any) -> set[str]:
+    """Names of params and buffers that two plain models do not have alike."""
+    found = {n for n, p in one.named_parameters() if not same(p, other.get_parameter(n))}
+    return found | {n for n, b in one.named_buffers() if not same(b, other.get_buffer(n))}
+
+
 def compare(what: str, plain: Any, managed: Any, undefined: set[str]) -> None:
     """Params, buffers and ties of ``managed`` against those of ``plain``."""
     import torch
@@ -134,7 +138,7 @@ def compare(what: str, plain: Any, managed: Any, undefined: set[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="classes whose name matches this regular expression")
-    parser.add_argument("--out", type=Path, help="write a report")
+    add_out(parser)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
 
@@ -149,7 +153,6 @@ def main() -> None:
     paging.ROOM = 20_000
     counts: Counter[str] = Counter()
     wrong: list[str] = []
-    began = time.time()
     entries = {entry.name: entry for _, entry in all_entries() if re.search(args.only, entry.name)}
     for entry in entries.values():
         with tempfile.TemporaryDirectory() as folder:
@@ -169,14 +172,7 @@ def main() -> None:
         "transformers does not build, save or load them here).",
         *([""] + [f"- {line}" for line in wrong] if wrong else []),
     ]
-    print("\n".join(lines))
-    if args.out is not None:
-        head = [
-            f"# Drawing and loading the zoo, {time.strftime('%Y-%m-%d')}", "",
-            f"{platform.system()} {platform.release()}, Python {platform.python_version()}, "
-            f"{time.time() - began:.0f} s. Command: `python tests/hunts/zoo_loading.py {' '.join(sys.argv[1:])}`", "",
-        ]  # fmt: skip
-        args.out.write_text("\n".join(head + lines) + "\n")
+    publish([*head("Drawing and loading the zoo", []), *lines], args.out)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ import pytest
 import torch
 from memory_cases import PAGE, ROOT, run_python
 
-from gemini import kernels, kernels_io
+from gemini import kernels
 from gemini.errors import StorageError
+from gemini.kernels import io as kernels_io
 from gemini.memory import nvme
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.nvme import SpillFile, probe
@@ -339,7 +340,6 @@ def test_a_file_that_was_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize("piece", [1, 100, PAGE - 1, PAGE, 3 * PAGE + 5])
 def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """The system may move less than was asked for. (With the queue in Python, whose calls can be cut short.)"""
-    reference = kernels.reference
     read, write, calls = os.preadv, os.pwritev, []
 
     def short_read(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -354,8 +354,8 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(nvme.os, "O_DIRECT", 0)  # with it the kernel itself refuses odd pieces
     with pytest.warns(UserWarning, match="no O_DIRECT"):
         spill = SpillFile(tmp_path, 8 * PAGE)
-    monkeypatch.setattr(reference.os, "preadv", short_read)
-    monkeypatch.setattr(reference.os, "pwritev", short_write)
+    monkeypatch.setattr(kernels_io.os, "preadv", short_read)
+    monkeypatch.setattr(kernels_io.os, "pwritev", short_write)
     data, back = noise(8 * PAGE), host_bytes(8 * PAGE)
     spill.write(data, 0)
     spill.read(back, 0)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels_cuda import CudaKernels, NormWorkspace
-from gemini.kernels_reference import NORM_BLOCK
+from gemini.kernels import NORM_BLOCK
+from gemini.kernels.cuda import CudaKernels, NormWorkspace
 from gemini.testing import StandinDevice
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -55,10 +55,8 @@ class EmulatedModule:
     def Scalars(self, kernel: str, values: Sequence[float]) -> tuple[str, Sequence[float]]:  # noqa: N802 - a class
         return kernel, values
 
-    def CudaSegment(  # noqa: N802
-        self, begin: int, end: int, scalars: tuple[Any, ...], dither: int | None = None
-    ) -> tuple[Any, ...]:
-        return (begin, end, scalars) if dither is None else (begin, end, scalars, dither)
+    def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...], dither: int) -> tuple[Any, ...]:  # noqa: N802
+        return begin, end, scalars, dither
 
     def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
         assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
@@ -71,10 +69,10 @@ class EmulatedModule:
         self.launches["update"] += 1
         self.segments.append(len(segments))
         count = len(segments)
-        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, _ in segments for bound in (begin, end)))
-        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _) in segments))
-        every = [value for _, _, (_, values) in segments for value in values]
-        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values) in segments))
+        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, *_ in segments for bound in (begin, end)))
+        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _), _ in segments))
+        every = [value for _, _, (_, values), _ in segments for value in values]
+        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values), _ in segments))
         self._library.update(
             _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states), len(states),
             _pointer(grad), dtype, bounds, rules, (ctypes.c_float * len(every))(*every), lengths, count,

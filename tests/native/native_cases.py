@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from benchmarks._progress import run
 from gemini import kernels
+from gemini.rules import ADAM, AdamScalars, Arrays, Segment
 
 LENGTHS = (0, 1, 7, 63, 64, 65, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,21 +76,38 @@ def same_sums(given: list[float], expected: list[float]) -> bool:
     return np.array_equal(np.array(given), np.array(expected), equal_nan=True)
 
 
-def numpy_adam(p, m, v, g, hyper: kernels.AdamHyper):
+def adam(step: int = 1, grad_scale: float = 1.0, **group: Any) -> AdamScalars:
+    """The scalars of an update by Adam; the defaults are those of the rule."""
+    return ADAM.scalars({**ADAM.defaults, **group}, step, grad_scale)
+
+
+def adam_update(
+    weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
+    how: AdamScalars | Sequence[Segment], **on_device: Tensor | None,
+) -> None:  # fmt: skip
+    """One update by Adam in place, of all elements or of segments."""
+    segments = [Segment(0, weights.numel(), how)] if isinstance(how, AdamScalars) else how
+    arrays = Arrays(weights, residual, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad)
+    ADAM.run(arrays, segments, **on_device)
+
+
+def numpy_adam(
+    p, m, v, g, *, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, step=1, decoupled=True, grad_scale=1.0
+):  # fmt: skip
     """The written order in numpy fp32, whose operations are single IEEE operations."""
-    f = np.float32
-    c1, c2 = f(1.0 - hyper.beta1), f(1.0 - hyper.beta2)
-    decay, wd = f(1.0 - hyper.lr * hyper.weight_decay), f(hyper.weight_decay)
-    neg_step = f(-(hyper.lr / (1.0 - hyper.beta1**hyper.step)))
-    inv_sqrt_bc2 = f(1.0 / np.sqrt(1.0 - hyper.beta2**hyper.step))
+    f, (beta1, beta2) = np.float32, betas
+    c1, c2 = f(1.0 - beta1), f(1.0 - beta2)
+    decay, wd = f(1.0 - lr * weight_decay), f(weight_decay)
+    neg_step = f(-(lr / (1.0 - beta1**step)))
+    inv_sqrt_bc2 = f(1.0 / np.sqrt(1.0 - beta2**step))
     with np.errstate(all="ignore"):
-        g = g * f(hyper.grad_scale)
-        if not hyper.decoupled:
+        g = g * f(grad_scale)
+        if not decoupled:
             g = g + wd * p
         m = m + (g - m) * c1
-        v = v * f(hyper.beta2) + (c2 * g) * g
-        d = np.sqrt(v) * inv_sqrt_bc2 + f(hyper.eps)
-        if hyper.decoupled:
+        v = v * f(beta2) + (c2 * g) * g
+        d = np.sqrt(v) * inv_sqrt_bc2 + f(eps)
+        if decoupled:
             p = p * decay
         p = p + (neg_step * m) / d
     return p, m, v

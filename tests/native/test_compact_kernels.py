@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels_compact import decode, encode
+from gemini.kernels.reference import decode, encode
 from gemini.optim import AdamRule, LionRule, PlainSGDRule, SGDRule
 from gemini.optim.compact import CompactRule
 from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests.native.emulated_cuda import emulate
-from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, any_bits, as_bits, to_dtype
+from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, adam_update, any_bits, as_bits, to_dtype
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
 CASES: dict[str, tuple[UpdateRule, dict[str, Any], int]] = {
@@ -133,7 +133,7 @@ def test_parts_of_a_param_have_the_bits_of_the_whole(which: str) -> None:
 def test_what_is_no_compact_update_is_refused() -> None:
     hi, lo, states, grad = arrays("adamw", 256, torch.float32)
     rule, scalars = CompactRule(AdamRule()), scalars_of("adamw")
-    with pytest.raises(ValueError, match="segments begin at multiples of 64"):
+    with pytest.raises(ValueError, match="begin at multiples of 64"):
         rule.run(Arrays(hi, lo, states, grad), [Segment(32, 256, scalars, Where("w", 0))])
     with pytest.raises(ValueError, match=r"residual: int16 of shape .*accepted: int8"):
         rule.run(Arrays(hi, lo.short(), states, grad), [Segment(0, 256, scalars, Where("w", 0))])
@@ -141,11 +141,9 @@ def test_what_is_no_compact_update_is_refused() -> None:
     with pytest.raises(ValueError, match="exp_avg_scale is 4 contiguous uint8"):
         rule.run(Arrays(hi, lo, short, grad), [Segment(0, 256, scalars, Where("w", 0))])
     if NATIVE_ISAS:
-        other = [kernels.CompactSegment(0, 256, (0.0,) * 7 + ("sophia",), 0)]
-        codes = {"exp_avg": states["exp_avg"], "exp_avg_sq": states["exp_avg_sq"]}
-        scales = {f"{kind}_scale": states[f"{kind}_scale"] for kind in codes}
+        other = [Segment(0, 256, (0.0,) * 7 + ("sophia",), Where("w", 0))]
         with pytest.raises(ValueError, match="a rule without a compact form"):
-            kernels.update_compact(hi, lo, codes, scales, grad, other)
+            kernels.update(Arrays(hi, lo, states, grad), rule.spec, other)
 
 
 @needs_native
@@ -250,7 +248,7 @@ def lengths_of_updates(steps: int, shrinks_at: int) -> tuple[Tensor, Tensor, Ten
         grad = torch.randn(n, generator=generator) * spread
         scalars = exact.scalars({**exact.defaults, "weight_decay": 0.0}, step, 1.0)
         rule.run(Arrays(hi, lo, states, grad), [Segment(0, n, scalars, Where("w", 0))])
-        kernels.adam_update(master, None, m, v, grad, scalars)
+        adam_update(master, None, m, v, grad, scalars)
     ours = decode(states["exp_avg"], states["exp_avg_scale"]), decode(states["exp_avg_sq"], states["exp_avg_sq_scale"])
     coarse, fine = (a / (b.sqrt() + 1e-12) for a, b in (ours, (m, v)))
     return fine[~shrinking], coarse[~shrinking], fine[shrinking], coarse[shrinking]

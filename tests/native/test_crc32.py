@@ -8,7 +8,8 @@ import zlib
 import pytest
 import torch
 
-from gemini import kernels, kernels_io
+from gemini import kernels
+from gemini.kernels import io as kernels_io
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -13,15 +13,25 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels import AdamHyper
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, kernel_and_scalars
+from gemini.kernels import NORM_BLOCK, NORM_TILE
+from gemini.kernels.arrays import kernel_and_scalars
+from gemini.rules import AdamScalars
 from tests.native.emulated_cuda import EmulatedModule, library
-from tests.native.native_cases import GRAD_DTYPES, LENGTHS, any_bits, assert_same_bits, same_sums, to_dtype
+from tests.native.native_cases import (
+    GRAD_DTYPES,
+    LENGTHS,
+    adam,
+    adam_update,
+    any_bits,
+    assert_same_bits,
+    same_sums,
+    to_dtype,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
-L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)
+ADAMW = adam(step=3, grad_scale=0.37, weight_decay=0.1)
+L2 = adam(step=7, lr=2e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, decoupled=False)
 NUMBER = {dtype: number for number, dtype in enumerate(GRAD_DTYPES)}
 
 
@@ -54,7 +64,7 @@ def shifted(tensor: Tensor, by: int) -> Tensor:
 
 
 def run_adam(
-    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamHyper],
+    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamScalars],
     scale: float | None = None, stop: int | None = None,
 ) -> None:  # fmt: skip
     weights, residual, *states, grad = tensors
@@ -70,19 +80,19 @@ def run_update(
     EmulatedModule().cuda_update(
         0, 0, weights.data_ptr(), 0 if residual is None else residual.data_ptr(),
         [state.data_ptr() for state in states if state is not None], grad.data_ptr(), NUMBER[grad.dtype],
-        [(*ends, kernel_and_scalars(one)) for ends, one in zip(bounds, scalars, strict=True)],
+        [(*ends, kernel_and_scalars(one), 0) for ends, one in zip(bounds, scalars, strict=True)],
         0 if scale is None else scale_there.ctypes.data, 0 if stop is None else stop_there.ctypes.data,
     )  # fmt: skip
 
 
 def expected_adam(
-    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamHyper]
+    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamScalars]
 ) -> list[Tensor | None]:
     result = [None if tensor is None else tensor.clone() for tensor in tensors]
     for (begin, end), hyper in zip(bounds, hypers, strict=True):
         part: list[Any] = [None if tensor is None else tensor[begin:end] for tensor in result]
         with kernels.use_isa("reference"):
-            kernels.adam_update(*part, hyper)
+            adam_update(*part, hyper)
     return result
 
 
@@ -117,7 +127,7 @@ def test_the_scale_and_the_stop_are_read_where_they_lie() -> None:
     run_adam(tensors, bounds, hypers, scale=0.25, stop=1)
     assert_all_same(tensors, before)
     run_adam(tensors, bounds, hypers, scale=0.25, stop=0)
-    quarter = [AdamHyper(**{name: getattr(h, name) for name in h.__slots__} | {"grad_scale": 0.25}) for h in hypers]
+    quarter = [hyper._replace(grad_scale=0.25) for hyper in hypers]
     assert_all_same(tensors, expected_adam(before, bounds, quarter))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,12 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels import AdamHyper, DeviceSums, Segment
+from gemini.kernels import DeviceSums, Segment
 from tests.native.emulated_cuda import EmulatedKernels, EmulatedModule, emulate
-from tests.native.native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
+from tests.native.native_cases import GRAD_DTYPES, adam, adam_update, any_bits, assert_same_bits, same_sums, to_dtype
 
-ADAMW = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=3, grad_scale=0.37)
-L2 = AdamHyper(lr=2e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.1, step=7, decoupled=False)
+ADAMW = adam(step=3, grad_scale=0.37, weight_decay=0.1)
+L2 = adam(step=7, lr=2e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, decoupled=False)
 BIG = (1 << 20) + 4097  # two tiles, the second of a whole block and one element
 
 
@@ -142,16 +141,16 @@ def test_segments_are_updated_each_in_its_way(where: str, is_split: bool, monkey
         pytest.skip("there is no C++ compiler")
     given = arrays(9100, is_split, torch.bfloat16)
     expected = [None if array is None else array.clone() for array in given]
-    for begin, end, hyper in SEGMENTS:
+    for begin, end, hyper, _ in SEGMENTS:
         part = [None if array is None else array[begin:end] for array in expected]
-        kernels.adam_update(*part, replace(hyper, grad_scale=0.25))  # type: ignore[arg-type]
+        adam_update(*part, hyper._replace(grad_scale=0.25))  # type: ignore[arg-type]
     emulated = emulate(monkeypatch) if where == "emulated" else None
     scale, stop = torch.tensor([0.25]), kernels.new_flag(torch.ones(1))
     with kernels.use_isa("reference" if where == "reference" else None):
         before = [None if array is None else array.clone() for array in given]
-        kernels.adam_update_segments(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(1))  # type: ignore[arg-type]
+        adam_update(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(1))  # type: ignore[arg-type]
         same(given, before)
-        kernels.adam_update_segments(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(0))  # type: ignore[arg-type]
+        adam_update(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(0))  # type: ignore[arg-type]
     same(given, expected)
     if emulated is not None:
         assert emulated.module.segments == [4, 4] and emulated.num_fetched == []
@@ -193,13 +192,13 @@ def test_scales_and_flags_are_refused() -> None:
         call([], stop=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="nonfinite is one element of int32 on cpu, .* on meta"):
         kernels.sum_squares(torch.ones(4), torch.zeros(1, dtype=torch.int32, device="meta"))
-    with pytest.raises(ValueError, match=r"adam_update_segments: grad and weights overlap"):
+    with pytest.raises(ValueError, match=r"update: grad and weights overlap"):
         memory = torch.ones(8)
-        kernels.adam_update_segments(memory, None, torch.ones(8), torch.ones(8), memory, [])
+        adam_update(memory, None, torch.ones(8), torch.ones(8), memory, [])
 
 
 def call(segments: list[Segment], **how: Tensor) -> None:
-    kernels.adam_update_segments(*(None if i == 1 else torch.ones(8) for i in range(5)), segments, **how)  # type: ignore
+    adam_update(*(None if i == 1 else torch.ones(8) for i in range(5)), segments, **how)  # type: ignore
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])
@@ -225,7 +224,7 @@ def test_the_clip_factor_is_the_host_s(several: list[list[float]], max_norm: flo
 def test_python_calls_the_names_that_the_library_has() -> None:
     """No GPU, no library with CUDA in it: a name that is not there would be found on the first of them."""
     root = Path(__file__).resolve().parents[2]
-    called = set(re.findall(r"module\.(\w+)", (root / "gemini/kernels_cuda.py").read_text())) - {"Scalars"}
+    called = set(re.findall(r"module\.(\w+)", (root / "gemini/kernels/cuda.py").read_text())) - {"Scalars"}
     bound = set(re.findall(r'(?:m\.def\(|\(m, )"(\w+)"', (root / "csrc/cuda/bindings.cpp").read_text()))
     emulated = {name for name in vars(EmulatedModule) if not name.startswith("_")} - {"Scalars"}
     assert called == bound == emulated

@@ -135,7 +135,7 @@ def test_reference_slabs_do_not_change_sums(monkeypatch: pytest.MonkeyPatch) -> 
     src = gradient(5 * NORM_TILE + 77, torch.bfloat16)
     with kernels.use_isa("reference"):
         expected = kernels.sum_squares(src)
-        monkeypatch.setattr("gemini.kernels_reference._SLAB", NORM_TILE)
+        monkeypatch.setattr("gemini.kernels.reference._SLAB", NORM_TILE)
         assert kernels.sum_squares(src) == expected
     assert kernels.sum_squares(src) == expected
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks._progress import PATIENCE, join
-from gemini import kernels_io, kernels_reference
 from gemini.kernels import IoQueue
+from gemini.kernels import io as kernels_io
 from tests.native.native_cases import NATIVE_ISAS
 
 BLOCK = 4 << 20
@@ -144,7 +144,7 @@ def test_python_queue_waits_for_every_block_before_it_raises(monkeypatch: pytest
         ended.append(offset)  # until here a thread may touch the memory
 
     monkeypatch.setattr(kernels_io, "native", None)
-    monkeypatch.setattr(kernels_reference, "_transfer", transfer)
+    monkeypatch.setattr(kernels_io, "_transfer", transfer)
     with IoQueue(num_threads=2) as queue:
         with pytest.raises(OSError, match="told to fail"):
             queue.read(0, 0, 5 * BLOCK, 0)

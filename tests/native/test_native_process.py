@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from gemini import kernels, kernels_native
+from gemini import kernels
+from gemini.kernels import native as kernels_native
 from tests.native.native_cases import NATIVE_ISAS, in_subprocess
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
@@ -21,11 +22,12 @@ def test_without_the_native_library() -> None:
     code = """
 import os, tempfile, torch
 from gemini import kernels
+from tests.native.native_cases import adam, adam_update
 report = kernels.capabilities()
 assert (report.native, report.isa, report.isas, report.cuda) == (False, "reference", ("reference",), False)
 weights, residual = torch.ones(100).bfloat16(), torch.zeros(100, dtype=torch.int16)
 m, v = torch.zeros(100), torch.zeros(100)
-kernels.adam_update(weights, residual, m, v, torch.ones(100).half(), kernels.AdamHyper(0.1, 0.9, 0.999, 1e-8, 0, 1))
+adam_update(weights, residual, m, v, torch.ones(100).half(), adam(lr=0.1, weight_decay=0.0))
 assert torch.allclose(weights.float(), torch.tensor(0.9), rtol=1e-2)
 assert kernels.sum_squares(torch.ones(100)) == [100.0]
 kernels.set_num_threads(2)
@@ -58,13 +60,14 @@ def test_workers_follow_the_callers_flush_to_zero_mode() -> None:
     code = """
 import torch
 from gemini import kernels
-n, hyper = 1_500_000, kernels.AdamHyper(1e-3, 0.9, 0.999, 1e-8, 0.0, 1)
+from tests.native.native_cases import adam, adam_update
+n, scalars = 1_500_000, adam(weight_decay=0.0)
 kernels.set_num_threads(4)
 grad = torch.full((n,), 1e-38)
 
 def moment():
     m = torch.zeros(n)
-    kernels.adam_update(torch.zeros(n), None, m, torch.zeros(n), grad, hyper)
+    adam_update(torch.zeros(n), None, m, torch.zeros(n), grad, scalars)
     return m.view(torch.int32).min().item(), m.view(torch.int32).max().item()
 
 def sums():

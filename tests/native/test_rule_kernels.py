@@ -98,7 +98,7 @@ def test_segments_go_each_their_own_way_and_leave_what_is_between(which: str) ->
 def test_arrays_and_scalars_of_another_rule_are_refused() -> None:
     rule, scalars = CASES["lion"][0], scalars_of(CASES["lion"])
     weights, moment, grad = (any_bits(64, seed).clone() for seed in range(3))
-    with pytest.raises(ValueError, match="update_segments: exp_avg and grad overlap"):
+    with pytest.raises(ValueError, match="update: exp_avg and grad overlap"):
         rule.run(Arrays(weights, None, {"exp_avg": grad}, grad), [Segment(0, 64, scalars)])
     with pytest.raises(ValueError, match="exp_avg: bfloat16 .*accepted: float32"):
         rule.run(Arrays(weights, None, {"exp_avg": moment.bfloat16()}, grad), [Segment(0, 64, scalars)])
@@ -112,5 +112,5 @@ def test_arrays_and_scalars_of_another_rule_are_refused() -> None:
             ({"exp_avg": moment}, (1.0, "tiger"), "no rule is called tiger"),
         ):
             with pytest.raises(ValueError, match=words):
-                kernels.update_segments(weights, None, states, grad, [kernels.Segment(0, 64, others)])
+                kernels.update(Arrays(weights, None, states, grad), rule.spec, [Segment(0, 64, others)])
         assert_same_bits(weights, before)

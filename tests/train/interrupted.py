@@ -40,18 +40,18 @@ def same(a: Snapshot, b: Snapshot) -> bool:
 @contextlib.contextmanager
 def slow_updates(seconds: float = 0.002) -> Iterator[None]:
     """Those of the worker: the training thread overtakes them, and waits."""
-    real = kernels.adam_update
+    real = kernels.update
 
     def update(*args: Any, **kwargs: Any) -> Any:
         if on_worker():
             time.sleep(seconds)
         return real(*args, **kwargs)
 
-    kernels.adam_update = update
+    kernels.update = update
     try:
         yield
     finally:
-        kernels.adam_update = real
+        kernels.update = real
 
 
 class Checkpointed(Blocks):

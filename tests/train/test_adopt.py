@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gemini
-from gemini import kernels_reference as reference
 from gemini import optim
 from gemini.errors import GeminiError, PlanMismatch, StorageError
+from gemini.kernels import reference
 from gemini.optim import adopted
 from gemini.train.checkpoint.format import write_manifest
 from gemini.train.checkpoint.torch_file import Promises, write

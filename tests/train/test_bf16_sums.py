@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gemini
 from gemini import kernels
-from gemini import kernels_reference as reference
+from gemini.kernels import reference
 from gemini.optim.compact import CompactRule
 from gemini.planning import compact
 from gemini.rules import Where

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import gemini
 from gemini import kernels
-from gemini import kernels_reference as reference
 from gemini.errors import GeminiError, PlanMismatch
-from gemini.kernels_compact import decode
+from gemini.kernels import reference
+from gemini.kernels.reference import decode
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule
 from gemini.optim.compact import CompactRule
 from gemini.planning import compact

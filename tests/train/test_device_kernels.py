@@ -151,7 +151,7 @@ def test_the_bits_of_the_cpu_kernels_and_the_promised_waits(
 
 @pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("gradients", ["retain", "transient"])
-@pytest.mark.parametrize("which", [name for name, rule in update_rules.NAMED.items() if rule.stops_on_device])
+@pytest.mark.parametrize("which", [name for name, rule in update_rules.NAMED.items() if rule.has_kernel])
 def test_every_rule_runs_by_the_device_s_kernels(
     which: str, gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

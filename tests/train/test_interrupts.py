@@ -88,7 +88,7 @@ def wrap(where: str, path: Path, *, overlap: bool = False, **how: Any) -> Any:
 # ---- updates ---------------------------------------------------------------------------------------------------------
 
 MOMENTS: dict[str, tuple[Any, str]] = {
-    "kernel": (kernels, "adam_update"), "store": (Mover, "begin_store"), "load": (Mover, "begin_load"),
+    "kernel": (kernels, "update"), "store": (Mover, "begin_store"), "load": (Mover, "begin_load"),
 }  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_a_backward_that_updates_is_whole_before_it_is_interrupted(
     for number in (1, 2):
         loss = squares(model, number)
         with monkeypatch.context() as patch:
-            calls = at_call(patch, kernels, "adam_update", number)
+            calls = at_call(patch, kernels, "update", number)
             with pytest.raises(KeyboardInterrupt):
                 loss.backward()
             assert len(calls) > number, "the rest of the backward has been made"
@@ -190,7 +190,7 @@ def test_plain_params_too(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks()
     optimizer = adam(model)
     model(torch.ones(2, 32)).sum().backward()
-    at_call(monkeypatch, kernels, "adam_update", 2)
+    at_call(monkeypatch, kernels, "update", 2)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert all(optimizer.state[param]["step"] == 1 for param in model.parameters())

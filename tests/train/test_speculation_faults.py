@@ -163,16 +163,17 @@ def test_a_guess_whose_kernel_fails_costs_nothing(
 ) -> None:
     """When it has written all of its tile."""
     (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
-    real, calls = kernels.adam_update, list[int]()
+    real, calls = kernels.update, list[int]()
 
-    def fail(*args: Any) -> None:
-        real(*args)
+    def fail(*args: Any) -> bool:
+        done = real(*args)
         calls.append(1)
         if len(calls) == number:
             raise MemoryError("no memory for a thread")
+        return done
 
     with monkeypatch.context() as patch:
-        patch.setattr(kernels, "adam_update", fail)
+        patch.setattr(kernels, "update", fail)
         squares(model, 0).backward()
         let_guesses_end(model)
     assert len(calls) >= number
@@ -261,7 +262,7 @@ def test_an_interrupted_backward_leaves_nothing_behind(
     world = world_of(model)
     owner, name = {
         "take_grad": (world.backward, "take_grad"),
-        "kernel": (kernels, "adam_update"),
+        "kernel": (kernels, "update"),
         "put": (world.update_worker, "put"),
     }[moment]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -306,7 +306,7 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
     step(model, optimizer, 0)
     world_of(model).settle()
     trainer, early, beside = threading.get_ident(), list[bool](), list[str]()
-    device, real, check = world_of(model).device, kernels.adam_update, update_worker.check_finite
+    device, real, check = world_of(model).device, kernels.update, update_worker.check_finite
     worker = world_of(model).update_worker
     run, under_way = worker._update, list[Any]()
 
@@ -326,15 +326,15 @@ def test_no_kernel_before_what_was_computed_when_it_was_handed_over(
         under_way[:] = [job]
         run(job, tile)
 
-    def update(*args: Any) -> None:
+    def update(*args: Any) -> bool:
         early.append(not under_way[0].ready.is_complete())
-        real(*args)
+        return real(*args)
 
     monkeypatch.setattr(worker, "_update", updating)
 
     monkeypatch.setattr(device, "mark", mark)
     monkeypatch.setattr(device, "beside", lambda name: (beside.append(name), type(device).beside(device, name))[1])
-    monkeypatch.setattr(kernels, "adam_update", update)
+    monkeypatch.setattr(kernels, "update", update)
     monkeypatch.setattr(update_worker, "check_finite", looked)
     step(model, optimizer, 1)
     world_of(model).settle()

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import gemini
-from gemini import kernels_reference as reference
 from gemini import rules
 from gemini.errors import GeminiError, PlanMismatch
+from gemini.kernels import reference
 from gemini.optim import (
     AdaLomoRule,
     AdanRule,

@@ -15,6 +15,7 @@ import torch
 import gemini
 from gemini import interrupts, kernels
 from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_grad
+from gemini.rules import ADAM, Arrays, Segment
 from tests.train.helpers import adam, llama, make_config, on_batch, squares, train
 from tests.train.test_interrupts import ctrl_c, nothing_is_left, wrap  # noqa: F401
 
@@ -198,8 +199,8 @@ def test_nothing_in_a_step_can_leave_autograd_off(where: str, tmp_path: Path, mo
 
 
 def test_references_of_kernels_too() -> None:
-    reference = kernels.reference
     weights, moments = torch.ones(8, requires_grad=True), torch.zeros(8)
-    hyper = kernels.AdamHyper(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.0, step=1)
-    reference.adam_update(weights, None, moments, moments.clone(), torch.ones(8), hyper)
+    arrays = Arrays(weights, None, {"exp_avg": moments, "exp_avg_sq": moments.clone()}, torch.ones(8))
+    with kernels.use_isa("reference"):
+        ADAM.run(arrays, [Segment(0, 8, ADAM.scalars(ADAM.defaults, 1, 1.0))])
     assert torch.is_grad_enabled() and weights[0] < 1

@@ -24,7 +24,7 @@ from torch import nn
 from gemini import kernels
 from gemini.errors import PlanMismatch, warn
 from gemini.interrupts import WHOLE
-from gemini.kernels_compact import decode, encode
+from gemini.kernels.reference import decode, encode
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec

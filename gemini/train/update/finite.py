@@ -70,7 +70,7 @@ class DeferredFiniteChecks:
             NonFiniteGradient: for an update on the host, which looks at once; nothing of this chunk was touched.
         """
         grads = [grad for _, grad in update.grads()]
-        stops = update.path is Path.ON_DEVICE and update.rule.stops_on_device
+        stops = update.path is Path.ON_DEVICE and update.rule.has_kernel
         if not (grads and stops and kernels.leaves_sums_there(grads[0])):
             check_finite(update)
             return None
@@ -84,9 +84,7 @@ class DeferredFiniteChecks:
     ) -> torch.Tensor | None:
         """The same for gradients in the chunk's plane, from the sums they came with; None if it is for the host."""
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
-        flag = (
-            kernels.nonfinite_flag(sums) if rule.stops_on_device and path_of(mover, chunk) is Path.ON_DEVICE else None
-        )
+        flag = kernels.nonfinite_flag(sums) if rule.has_kernel and path_of(mover, chunk) is Path.ON_DEVICE else None
         if flag is not None:
             self._updates.append(_Update(handles, sums))
         return flag
@@ -100,7 +98,7 @@ class DeferredFiniteChecks:
         Args:
             clip: of the gradients that were clipped, whose norm tells the same.
         """
-        if mover.device.tier is not Tier.GPU or not rule.stops_on_device:
+        if mover.device.tier is not Tier.GPU or not rule.has_kernel:
             return None
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
         if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in sums for part in own):

@@ -1,7 +1,7 @@
 """The numeric kernels and raw I/O under the memory manager and the optimizer: native where it can be, torch elsewhere.
 
 Every function checks its tensors, then runs C++ (CPU tensors, native library
-present) or the same function of gemini.kernels_reference, with the same bits either way: neither instruction set, nor
+present) or the same function of gemini.kernels.reference, with the same bits either way: neither instruction set, nor
 threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd and
 leave version counters alone. Set GEMINI_NATIVE=0 to run without the native library.
 """
@@ -10,45 +10,39 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemini import kernels_reference as reference
-from gemini.kernels_checks import (
+from gemini.kernels import reference
+from gemini.kernels.arrays import (
     BFLOAT16,
-    CODES,
     FLOAT32,
     GRAD,
     INT8,
     RESIDUAL,
+    Arrays,
+    Segment,
+    Where,
     check,
     check_one,
-    check_scales,
-    check_segments,
-    update_args,
-)  # fmt: skip
-from gemini.kernels_compact import BLOCK as COMPACT_BLOCK
-from gemini.kernels_cuda import CudaKernels
-from gemini.kernels_io import IoQueue, crc32
-from gemini.kernels_native import native as _native
-from gemini.kernels_native import why_not as _why_not
-from gemini.kernels_reference import (
-    IO_THREADS,
-    NORM_BLOCK,
-    NORM_LANES,
-    NORM_TILE,
-    AdamHyper,
-    CompactSegment,
-    Segment,
-    total,
-)  # fmt: skip
-from gemini.kernels_sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
+    check_update,
+    kernel_and_scalars,
+    with_scale,
+)
+from gemini.kernels.cuda import CudaKernels
+from gemini.kernels.io import IO_THREADS, IoQueue, crc32
+from gemini.kernels.native import native as _native
+from gemini.kernels.native import why_not as _why_not
+from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total
+from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
+from gemini.planning.compact import BLOCK as COMPACT_BLOCK
+from gemini.planning.planes import RuleSpec
 
 __all__ = [
     "COMPACT_BLOCK",
@@ -56,17 +50,15 @@ __all__ = [
     "NORM_BLOCK",
     "NORM_LANES",
     "NORM_TILE",
-    "AdamHyper",
+    "Arrays",
     "ClipFactor",
-    "CompactSegment",
     "DeviceSums",
     "IoQueue",
     "KernelReport",
     "Segment",
     "Sums",
+    "Where",
     "accumulate_grad",
-    "adam_update",
-    "adam_update_segments",
     "capabilities",
     "clip_coefficient",
     "clip_factor",
@@ -87,8 +79,7 @@ __all__ = [
     "sum_squares",
     "total",
     "totals",
-    "update_compact",
-    "update_segments",
+    "update",
     "use_isa",
 ]
 
@@ -216,128 +207,63 @@ def _cuda_for(tensor: Tensor) -> CudaKernels | None:
 
 
 @lru_cache(maxsize=256)
-def _native_scalars(kernel: str, scalars: tuple[float, ...]) -> Any:
-    return _native.Scalars(kernel, scalars)
+def _native_scalars(scalars: tuple[Any, ...]) -> Any:
+    return _native.Scalars(*kernel_and_scalars(scalars))
 
 
-def adam_update(
-    weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, hyper: AdamHyper
-) -> None:
-    """One Adam or AdamW update, in place; the formula stands in csrc/rules.h and gemini/kernels_reference.py.
+def update(
+    arrays: Arrays,
+    spec: RuleSpec,
+    segments: Sequence[Segment],
+    grad_scale: Tensor | None = None,
+    stop: Tensor | None = None,
+) -> bool:
+    """Updates parts of the arrays in place, each by the kernel of csrc/rules.h that its scalars name; on CUDA in one
+    launch.
 
-    `weights` is fp32 with `residual` None, or bf16 with an int16 `residual`: the split master, whose two halves are
-    together exactly the fp32 weight. `exp_avg` and `exp_avg_sq` are fp32; `grad` is fp32, bf16 or fp16 with either
-    kind of weights, and is only read. All are 1-D, contiguous, of n elements, on one device. A weight of the split
-    master that becomes NaN is stored canonically (0x7FC0, 0). Raises ValueError for anything else.
+    `spec` says which planes the rule has: fp32 states beside weights in fp32 (`residual` is None) or in bf16 with an
+    int16 `residual`, the split master, whose two halves are together exactly the fp32 weight; or compact ones, which
+    are codes and scales beside bf16 weights and an int8 `residual`. `grad` is fp32, bf16 or fp16 and only read. All are
+    1-D, contiguous, of n elements, on one device. A weight of the split master that becomes NaN is stored canonically
+    (0x7FC0, 0).
+
+    `segments` ascend and do not overlap, and with compact states they begin at multiples of COMPACT_BLOCK; what lies
+    between them is not touched. `grad_scale` (fp32, one element on the device of the arrays) takes the place of the one
+    of every segment; with `stop` (int32, one element there, as of `new_flag`) nothing is updated if it is not 0. Both
+    are read when their turn comes: on CUDA by the kernel, behind what was enqueued before it.
+
+    Returns False where there is no native code for these tensors: then nothing was done, and the torch lines of the
+    rule say what is to be done. Raises ValueError for what makes no sense.
     """
-    states = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    w, m, v, g, *r = check("adam_update", update_args(weights, residual, states, grad))
+    at = check_update(arrays, spec, segments, grad_scale, stop)
+    weights, grad, is_compact = arrays.weights, arrays.grad, spec.exact is not None
     if cuda := _cuda_for(weights):
-        cuda.update(weights, residual, [exp_avg, exp_avg_sq], grad, [Segment(0, weights.numel(), hyper)])
-    elif _isa is not None and weights.is_cpu:
-        scalars = _native_scalars(*reference.kernel_and_scalars(hyper))
-        n = weights.numel()
-        _native.update(_isa, w, r[0] if r else 0, [m, v], g, _dtypes[grad.dtype], n, scalars)
-    else:
-        reference.adam_update(weights, residual, exp_avg, exp_avg_sq, grad, hyper)
-
-
-def adam_update_segments(
-    weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
-    segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
-) -> None:  # fmt: skip
-    """`adam_update` of parts of the arrays, each in its own way: one launch on CUDA, where nothing waits.
-
-    `segments` ascend and do not overlap; what lies between them is not touched. `grad_scale` (fp32, one element on the
-    device of the arrays) takes the place of the one of every segment; with `stop` (int32, one element there, as of
-    `new_flag`) nothing is updated if it is not 0. Both are read when their turn comes: on CUDA by the kernel, behind
-    what was enqueued before it (by the host where torch stands in for it). Raises ValueError for anything else.
-    """
-    op = "adam_update_segments"
-    check(op, update_args(weights, residual, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad))
-    check_segments(op, segments, weights.numel())
-    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
-    check_one(op, "stop", stop, torch.int32, weights)
-    if cuda := _cuda_for(weights):
-        cuda.update(weights, residual, [exp_avg, exp_avg_sq], grad, segments, grad_scale, stop)
-        return
-    if stop is not None and int(stop) != 0:
-        return
-    scale = None if grad_scale is None else float(grad_scale)
-    for begin, end, hyper in segments:
-        part = slice(begin, end)
-        lower = None if residual is None else residual[part]
-        own = hyper if scale is None else replace(hyper, grad_scale=scale)
-        adam_update(weights[part], lower, exp_avg[part], exp_avg_sq[part], grad[part], own)
-
-
-def update_segments(
-    weights: Tensor, residual: Tensor | None, states: Mapping[str, Tensor], grad: Tensor,
-    segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
-) -> bool:  # fmt: skip
-    """The same by the native kernel of another rule, which the scalars of the segments name; `states` are fp32, in the
-    order of the rule. False where there is no native code for these tensors (on the CPU: none takes `grad_scale`): then
-    nothing was done.
-    """
-    op = "update_segments"
-    w, *others = check(op, update_args(weights, residual, states, grad))
-    check_segments(op, segments, weights.numel())
-    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
-    check_one(op, "stop", stop, torch.int32, weights)
-    if cuda := _cuda_for(weights):
-        cuda.update(weights, residual, [*states.values()], grad, segments, grad_scale, stop)
+        cuda.update(arrays, at, is_compact, segments, grad_scale, stop)
         return True
-    if _isa is None or not weights.is_cpu or grad_scale is not None:
+    if _isa is None or not weights.is_cpu:
         return False
     if stop is not None and int(stop) != 0:
         return True
-    of_states, g, r = others[: len(states)], others[len(states)], 0 if residual is None else others[-1]
-    for begin, end, scalars in segments:
-        lower = r and r + 2 * begin
-        own = [address + 4 * begin for address in of_states]
-        native = _native_scalars(*reference.kernel_and_scalars(scalars))
-        _native.update(
-            _isa, w + begin * weights.itemsize, lower, own, g + begin * grad.itemsize, _dtypes[grad.dtype], end - begin,
-            native,
-        )  # fmt: skip
-    return True
-
-
-def update_compact(
-    weights: Tensor, residual: Tensor, codes: Mapping[str, Tensor], scales: Mapping[str, Tensor], grad: Tensor,
-    segments: Sequence[CompactSegment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
-) -> bool:  # fmt: skip
-    """The same of compact states: `residual` is int8, each state codes (int8, or uint8 of averages of squares) and its
-    scales, in the order of the rule. Segments begin at multiples of COMPACT_BLOCK. False where there is no native code.
-    """
-    op = "update_compact"
-    args = [("weights", weights, BFLOAT16), *((name, state, CODES) for name, state in codes.items())]
-    w, *of_states, g, r = check(op, (*args, ("grad", grad, GRAD), ("residual", residual, INT8)))
-    of_scales = check_scales(op, scales, weights, COMPACT_BLOCK)
-    check_segments(op, segments, weights.numel())
-    check_one(op, "grad_scale", grad_scale, torch.float32, weights)
-    check_one(op, "stop", stop, torch.int32, weights)
-    if any(begin % COMPACT_BLOCK for begin, *_ in segments):
-        raise ValueError(f"{op}: segments begin at multiples of {COMPACT_BLOCK} elements")
-    if cuda := _cuda_for(weights):
-        cuda.update_compact(weights, residual, [*codes.values()], [*scales.values()], grad, segments, grad_scale, stop)
-        return True
-    if _isa is None or not weights.is_cpu or grad_scale is not None:
-        return False
-    if stop is not None and int(stop) != 0:
-        return True
-    for begin, end, hyper, dither in segments:
-        native = _native_scalars(*reference.kernel_and_scalars(hyper))
-        _native.update_compact(
-            _isa, w + 2 * begin, r + begin, [address + begin for address in of_states],
-            [address + begin // COMPACT_BLOCK for address in of_scales], g + begin * grad.itemsize, _dtypes[grad.dtype],
-            end - begin, native, dither,
-        )  # fmt: skip
+    if grad_scale is not None:
+        segments = with_scale(segments, grad_scale)
+    dtype, state_bytes, residual_bytes = _dtypes[grad.dtype], 1 if is_compact else 4, 1 if is_compact else 2
+    for segment in segments:
+        begin = segment.begin
+        into = at.weights + begin * weights.itemsize
+        residual = at.residual and at.residual + begin * residual_bytes
+        states = [address + begin * state_bytes for address in at.states]
+        size, scalars = segment.end - begin, _native_scalars(segment.scalars)
+        given = at.grad + begin * grad.itemsize
+        if is_compact:
+            scales = [address + begin // COMPACT_BLOCK for address in at.scales]
+            _native.update_compact(_isa, into, residual, states, scales, given, dtype, size, scalars, segment.dither)
+        else:
+            _native.update(_isa, into, residual, states, given, dtype, size, scalars)
     return True
 
 
 def new_flag(beside: Tensor) -> Tensor:
-    """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `adam_update_segments`."""
+    """An int32 that is 0, on the device of `beside`: for `sum_squares` to set, and to stop `update`."""
     cuda = _cuda_for(beside)
     return torch.zeros(1, dtype=torch.int32, device=beside.device) if cuda is None else cuda.new_flag(beside.device)
 
@@ -460,7 +386,7 @@ def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
 def split_master(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Splits fp32 `master` into bf16 `hi` (rounded half away from zero) and int16 `lo`, exactly.
 
-    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in adam_update. With an
+    bits(master) = (bits(hi) << 16) + lo, modulo 2^32; a NaN becomes (0x7FC0, 0). ValueError as in update. With an
     int8 `lo`, its upper byte, what is split is the master rounded to 24 bits (half to even).
     """
     m, h, w = check("split_master", (("master", master, FLOAT32), ("hi", hi, BFLOAT16), ("lo", lo, RESIDUAL)))

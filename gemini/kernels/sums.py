@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import total
+from gemini.kernels.reference import total
 
 
 class DeviceSums:

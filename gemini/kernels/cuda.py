@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemini.kernels_reference import NORM_BLOCK, NORM_TILE, CompactSegment, Segment, kernel_and_scalars
-from gemini.kernels_sums import DeviceSums, Sums
+from gemini.kernels.arrays import Addresses, Arrays, Segment, kernel_and_scalars
+from gemini.kernels.reference import NORM_BLOCK, NORM_TILE
+from gemini.kernels.sums import DeviceSums, Sums
 
 
 class NormWorkspace:
@@ -87,35 +88,28 @@ class CudaKernels:
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     def update(
-        self, weights: Tensor, residual: Tensor | None, states: Sequence[Tensor], grad: Tensor,
-        segments: Sequence[Segment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
+        self, arrays: Arrays, at: Addresses, is_compact: bool, segments: Sequence[Segment],
+        grad_scale: Tensor | None, stop: Tensor | None,
     ) -> None:  # fmt: skip
         """One update of all segments in one launch (of 44 each, and one for each rule in turn).
 
-        ``grad_scale``: fp32, one element on the device, instead of the one of the hyperparameters; ``stop``: int32, one
-        element there: nothing is updated if it is not 0 by then.
+        ``grad_scale``: fp32, one element on the device, instead of the one of the scalars; ``stop``: int32, one element
+        there: nothing is updated if it is not 0 by then.
         """
         native = [
-            self._module.CudaSegment(begin, end, self._scalars(*kernel_and_scalars(scalars)))
-            for begin, end, scalars in segments
+            self._module.CudaSegment(
+                segment.begin,
+                segment.end,
+                self._scalars(*kernel_and_scalars(segment.scalars)),
+                segment.dither if is_compact else 0,
+            )
+            for segment in segments
         ]
-        arrays = _address(weights), _address(residual), [*map(_address, states)], _address(grad)
-        dtype = self._dtypes[grad.dtype]
-        self._module.cuda_update(*self._where(weights), *arrays, dtype, native, _address(grad_scale), _address(stop))
-
-    def update_compact(
-        self, weights: Tensor, residual: Tensor, codes: Sequence[Tensor], scales: Sequence[Tensor], grad: Tensor,
-        segments: Sequence[CompactSegment], grad_scale: Tensor | None = None, stop: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """The same of compact states."""
-        native = [
-            self._module.CudaSegment(begin, end, self._scalars(*kernel_and_scalars(scalars)), dither)
-            for begin, end, scalars, dither in segments
-        ]
-        arrays = _address(weights), _address(residual), [*map(_address, codes)], [*map(_address, scales)]
-        dtype = self._dtypes[grad.dtype]
-        self._module.cuda_update_compact(
-            *self._where(weights), *arrays, _address(grad), dtype, native, _address(grad_scale), _address(stop)
+        update = self._module.cuda_update_compact if is_compact else self._module.cuda_update
+        planes = (at.states, at.scales) if is_compact else (at.states,)
+        update(
+            *self._where(arrays.weights), at.weights, at.residual, *planes, at.grad,
+            self._dtypes[arrays.grad.dtype], native, _address(grad_scale), _address(stop),
         )  # fmt: skip
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:

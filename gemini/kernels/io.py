@@ -1,0 +1,225 @@
+"""Reads and writes between memory and files, on threads, native where it can be: part of the face of gemini.kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import threading
+import zlib
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from torch import Tensor
+
+from gemini.interrupts import WHOLE
+from gemini.kernels.native import native
+from gemini.waiting import Latch
+
+IO_THREADS = 4  # blocks under way at once; nvme_stream.py --sweep: 1 is slower, neither 2 nor 8 is better at all of it
+_BLOCK = 4 << 20
+
+_native_crc32 = getattr(native, "crc32", None)  # where the CPU can do it faster than zlib
+
+
+def crc32(tensor: Tensor, crc: int = 0) -> int:
+    """The CRC-32 of zlib over the bytes of a contiguous host tensor, going on from ``crc``. The GIL is released."""
+    address, num_bytes = tensor.data_ptr(), tensor.nbytes
+    fast = num_bytes // 16 * 16
+    if _native_crc32 is not None and fast >= 64:
+        crc = _native_crc32(address, fast, crc)
+        address, num_bytes = address + fast, num_bytes - fast
+    return zlib.crc32((ctypes.c_char * num_bytes).from_address(address), crc) if num_bytes else crc
+
+
+class IoQueue:
+    """Reads and writes between memory and file descriptors, on `num_threads` blocking threads.
+
+    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
+    blocks are cut at multiples of 4 MiB from the start of a request. File and memory must live until `wait` has
+    returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
+    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
+    not yet being transferred, in the order of submission among themselves. A queue belongs to the process that made
+    it: in a forked child every call raises RuntimeError. Calls may come from several threads.
+    """
+
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
+        self._queue = ThreadedIoQueue(num_threads) if native is None else native.IoQueue(num_threads)
+
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        """Starts reading `nbytes` at `offset` of the file into memory at `address`; returns the ticket to wait for."""
+        _check_range(nbytes, offset)
+        return self._queue.submit_read(fd, address, nbytes, offset, urgent)
+
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        """Starts writing `nbytes` from memory at `address` to `offset` of the file; returns the ticket to wait for."""
+        _check_range(nbytes, offset)
+        return self._queue.submit_write(fd, address, nbytes, offset, urgent)
+
+    def done(self, ticket: int) -> bool:
+        """Whether `wait` would return or raise at once. The ticket stays good for its one wait (else ValueError)."""
+        return self._queue.done(ticket)
+
+    def wait(self, ticket: int) -> None:
+        """Waits for a request to end, with the GIL released. A ticket is good for one wait (else ValueError).
+
+        Raises OSError with the errno of the first block that failed; a read beyond the end of the file is EIO with a
+        text that says so.
+        """
+        self._queue.wait(ticket)
+
+    def read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
+        """submit_read and wait."""
+        self.wait(self.submit_read(fd, address, nbytes, offset, urgent))
+
+    def write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
+        """submit_write and wait."""
+        self.wait(self.submit_write(fd, address, nbytes, offset, urgent))
+
+    def close(self) -> None:
+        """Completes what was submitted and ends the threads. Idempotent; tickets may still be waited for."""
+        self._queue.close()
+
+    def __enter__(self) -> IoQueue:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _check_range(nbytes: int, offset: int) -> None:
+    if nbytes < 0 or offset < 0:
+        raise ValueError(f"nbytes and offset must be 0 or more, not {nbytes} and {offset}")
+
+
+# ---- without native code ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    write: bool
+    fd: int
+    address: int
+    nbytes: int
+    offset: int
+    taken: int = 0  # bytes handed to threads so far
+    inside: int = 0  # blocks being transferred now
+    error: BaseException | None = None  # the first
+    over: Latch = field(default_factory=Latch)
+
+    def note_end(self) -> None:
+        if not self.inside and self.taken == self.nbytes:
+            self.over.set()
+
+
+class ThreadedIoQueue:
+    """The native IoQueue in Python: positioned reads and writes of 4 MiB blocks on a few threads."""
+
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
+        if num_threads < 1:
+            raise ValueError("IoQueue needs at least 1 thread")
+        self._owner = os.getpid()
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
+        self._tickets: dict[int, _Request] = {}
+        self._urgent: deque[_Request] = deque()  # requests with blocks not yet taken
+        self._others: deque[_Request] = deque()
+        self._lock = threading.Lock()
+        self._next_ticket = itertools.count(1)
+        self._closed = False
+
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        return self._submit(_Request(False, fd, address, nbytes, offset), urgent)
+
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+        return self._submit(_Request(True, fd, address, nbytes, offset), urgent)
+
+    def _submit(self, request: _Request, urgent: bool) -> int:
+        self._require_owner()
+        with WHOLE, self._lock:
+            if self._closed:
+                raise ValueError("this IoQueue is closed")
+            ticket = next(self._next_ticket)
+            self._tickets[ticket] = request
+            if request.nbytes:
+                (self._urgent if urgent else self._others).append(request)
+            # A thread gets one turn per block, and decides when its turn comes which block that is.
+            for _ in range(0, request.nbytes, _BLOCK):
+                self._pool.submit(self._transfer_next)
+            request.note_end()
+        return ticket
+
+    def _transfer_next(self) -> None:
+        with self._lock:
+            line = self._urgent or self._others
+            if not line:
+                return  # a request failed, and its other blocks were dropped
+            request = line[0]
+            begin = request.taken
+            nbytes = min(_BLOCK, request.nbytes - begin)
+            request.taken += nbytes
+            request.inside += 1
+            if request.taken == request.nbytes:
+                line.popleft()
+        error = None
+        try:
+            _transfer(request.write, request.fd, request.address + begin, nbytes, request.offset + begin)
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            request.inside -= 1
+            if error is not None:
+                request.error = request.error or error
+                request.taken = request.nbytes
+                if request in line:
+                    line.remove(request)
+            request.note_end()
+
+    def wait(self, ticket: int) -> None:
+        self._require_owner()
+        request = self._find(ticket)
+        # All of its blocks: after an error too, no thread may touch the memory any more.
+        request.over.wait()
+        self._tickets.pop(ticket, None)  # not before: an interrupt leaves a ticket that can be waited for
+        if request.error is not None:
+            raise request.error
+
+    def done(self, ticket: int) -> bool:
+        self._require_owner()
+        return self._find(ticket).over.is_set()
+
+    def _find(self, ticket: int) -> _Request:
+        if ticket not in self._tickets:
+            raise ValueError(f"ticket {ticket} is unknown or was already waited for")
+        return self._tickets[ticket]
+
+    def close(self) -> None:
+        self._require_owner()
+        with self._lock:
+            self._closed = True
+        self._pool.shutdown(wait=True)
+
+    def _require_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError(
+                f"this IoQueue belongs to process {self._owner}; its threads did not follow the fork: "
+                "make a new one in the child"
+            )
+
+
+def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> None:
+    what = f"{'write' if write else 'read'} of {nbytes} bytes at offset {offset} of file descriptor {fd}"
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    done = 0
+    while done < nbytes:
+        at = offset + done
+        try:
+            moved = (os.pwritev if write else os.preadv)(fd, [memory[done:]], at)
+        except OSError as error:
+            raise OSError(error.errno, f"{what}: {error.strerror}") from error
+        if moved == 0:
+            ended = f"the file ends at byte {min(at, os.fstat(fd).st_size)}, before the end of the request"
+            raise OSError(errno.EIO, f"{what}: {'the device accepted no more bytes' if write else ended}")
+        done += moved
