@@ -200,7 +200,7 @@ class Engine:
         )
         if store.durable is not None:
             self.write_observers.append(ChangedChunks(store.chunks))
-        state.mark_made()
+        state.is_made = True
         if fill is not None:
             fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)

@@ -1,4 +1,4 @@
-"""Where in a training step a model is: one value, handed to all who must know, and changed by its methods only.
+"""Where in a training step a model is: one value, handed to all who must know.
 
 The phase says what computes. An event that the table does not have is an error, as in the table of a chunk's states
 (:mod:`gemini.memory.chunks.states`). Beside it stand the facts of a step that outlive a phase: what clipping asks for,
@@ -140,10 +140,6 @@ class StepState:
         self.backward_number += 1
         self.num_open = max(self.num_open, 1)  # one, with the forward that it belongs to
 
-    def take_gradients(self) -> None:
-        """The first gradient of a param has arrived in the backward that runs."""
-        self.takes_gradients = True
-
     def end_backward(self) -> None:
         """The whole graph is done, or was abandoned."""
         self.change(PhaseChange.END_BACKWARD)
@@ -152,10 +148,6 @@ class StepState:
     def close(self) -> None:
         """Something that had begun has ended in order."""
         self.num_open = max(self.num_open - 1, 0)
-
-    def close_all(self) -> None:
-        """What was left behind by what did not end in order has been put away."""
-        self.num_open = 0
 
     def open(self) -> None:
         """Something begins to compute: until it ends in order, it counts as open."""
@@ -168,10 +160,6 @@ class StepState:
     def unsettle(self) -> None:
         """It has again: its outermost call is over, or something else has come up."""
         self.settled_in = self.settled_for = 0
-
-    def note_look(self, num_registered: int) -> None:
-        """The whole model was looked at, and all of its params are managed."""
-        self.num_looked_at = num_registered
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -204,14 +192,6 @@ class StepState:
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
-    def note_update_in_backward(self) -> None:
-        """Weights change before ``optimizer.step()``: another backward would not be of those that this one was of."""
-        self.updated_in_backward = True
-
-    def forget_update_in_backward(self) -> None:
-        """The step is over, or what was updated is going to be overwritten."""
-        self.updated_in_backward = False
-
     def fetch_clipping(self) -> None:
         """The host learns the coefficient that the device has found, and waits for it if need be."""
         if self.clip_there is not None:
@@ -227,10 +207,6 @@ class StepState:
         """They are multiplied by what a device has found and nobody has asked it for; nothing was clipped before."""
         assert not self.has_clipped
         self.clip_there, self.has_clipped = clip, True
-
-    def note_clipping(self) -> None:
-        """The gradients of some params were clipped, each has its factor."""
-        self.has_clipped = True
 
     def take_clipping(self) -> float | None:
         """The coefficient of clipping, which from now on is 1; None if nothing was clipped."""
@@ -248,25 +224,9 @@ class StepState:
         finally:
             self.measuring = False
 
-    def clip_updates(self, coefficient: float) -> None:
-        """The backward that comes multiplies its gradients by ``coefficient``."""
-        self.clip_in_backward = coefficient
-
     def forget_clipping(self) -> None:
         """Every gradient that was clipped is used, or gone."""
         self.clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
-
-    def note_unreduced(self, change: int) -> None:
-        """Whole gradients came, or went."""
-        self.num_unreduced += change
-
-    def mark_made(self) -> None:
-        """The model is wrapped."""
-        self.is_made = True
-
-    def note_flip(self) -> None:
-        """``requires_grad`` of a param was flipped."""
-        self.requires_grad_changed = True
 
     def take_flips(self) -> bool:
         """Whether ``requires_grad`` of a param changed since the last call; the caller deals with it."""

@@ -104,4 +104,4 @@ def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> No
                 "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
             )
     if is_root:
-        state.note_look(num_registered)
+        state.num_looked_at = num_registered

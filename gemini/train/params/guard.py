@@ -121,7 +121,7 @@ def _set_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _flip(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    owner_of(args[0]._gemini).state.note_flip()
+    owner_of(args[0]._gemini).state.requires_grad_changed = True
     return _answer(func, args, kwargs)
 
 

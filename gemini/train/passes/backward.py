@@ -207,7 +207,7 @@ class BackwardPass:
             self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             self.sink.begin_adding()
-        self._state.take_gradients()
+        self._state.takes_gradients = True
 
     @property
     def is_reduced(self) -> bool:
@@ -278,7 +278,7 @@ class BackwardPass:
         self._calls.abandon(backward=True)
         self.end()
         if self._state.updated_in_backward and has_begun:
-            self._state.forget_update_in_backward()
+            self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
 
 
@@ -340,6 +340,6 @@ class Recovery:
         if not state.computing:
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
-            state.close_all()
+            state.num_open = 0
         if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
             self._manager.start_over()

@@ -181,7 +181,7 @@ class Stepping:
                 self.state.clip(coefficient)
             else:
                 self._gradients.clip(handles, coefficient)
-                self.state.note_clipping()
+                self.state.has_clipped = True
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
 
     def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
@@ -235,7 +235,7 @@ class Stepping:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
             self._gradients.norms.check_finite(handles)
             measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
-            self.state.clip_updates(kernels.clip_coefficient(measured.norm, max_norm))
+            self.state.clip_in_backward = kernels.clip_coefficient(measured.norm, max_norm)
         finally:
             self._backward.discard()
 
@@ -374,9 +374,9 @@ class Stepping:
         if self.state.has_clipped:
             self._backward.fold_clipping()
         if self.state.clip_in_backward != 1.0:
-            self.state.clip_updates(1.0)
+            self.state.clip_in_backward = 1.0
         if self.state.updated_in_backward:
-            self.state.forget_update_in_backward()
+            self.state.updated_in_backward = False
         self._store.mover.watch.end_step()
         self.company.end_step(has_gradients=self._backward.has_gradients)
         if self._backward.observers.recording is not None:

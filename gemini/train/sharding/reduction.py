@@ -409,7 +409,7 @@ class Reduction(GradientSink):
             raise self.without_room(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
-        self._state.note_unreduced(+1)
+        self._state.num_unreduced += 1
         return whole
 
     def _reduce_early(self, want: Want) -> bool:
@@ -435,7 +435,7 @@ class Reduction(GradientSink):
 
     def _close(self, index: int) -> None:
         window = self._whole.pop(index).window
-        self._state.note_unreduced(-1)
+        self._state.num_unreduced -= 1
         self._manager.room.depopulate(window, _HOLDER)
         self._spare.setdefault(window.num_bytes, []).append(window)
 

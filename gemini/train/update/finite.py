@@ -141,7 +141,7 @@ class DeferredFiniteChecks:
             return
         problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
         if num_stopped == num_chunks and self._alone:
-            self._state.forget_update_in_backward()
+            self._state.updated_in_backward = False
             raise NonFiniteGradient(
                 f"{problem} No weight was changed: call optimizer.zero_grad() to drop this step and go on, or look for "
                 "the cause (learning rate, data)"

@@ -240,7 +240,7 @@ class Updates:
         update = self._chunk_update(chunk, params)
         self._guards.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
-        self._state.note_update_in_backward()
+        self._state.updated_in_backward = True
         self.unseen.num_chunks += 1
         note_writes(param.handle for param in params)
         for param in params:
