@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from gemini.errors import parse_bytes
@@ -126,13 +128,8 @@ class GeminiConfig:
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
             raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
-        if self.gradients == "transient" and self.precision == "fp16":
-            raise ValueError(
-                'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only '
-                'when every gradient is there. Use precision="bf16" or gradients="retain"'
-            )
-        if self.offload_activations == "nvme" and self.memory.nvme_path is None:
-            raise ValueError('offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file')
+        for pair in contradictions(self, _APART):
+            raise ValueError(_APART[pair].format())
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
             raise ValueError(f"update_threads= is a positive number of threads, got {self.update_threads!r}")
         if spec_of(self.optimizer) is self.optimizer:
@@ -156,6 +153,43 @@ class GeminiConfig:
             ValueError: if the rest of it cannot be had in that precision.
         """
         return self if self.precision is not None else replace(self, precision=precision)
+
+
+_APART = {
+    ("gradients=transient", "precision=fp16"): (
+        'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only when '
+        'every gradient is there. Use precision="bf16" or gradients="retain"'
+    ),
+    ("offload_activations=nvme", "!memory.nvme_path"): (
+        'offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file'
+    ),
+}
+"""What does not go together in a config, and why."""
+
+
+def contradictions(settings: Any, table: Mapping[tuple[str, str], str]) -> Iterator[tuple[str, str]]:
+    """The keys of a table of what does not go together that are true of ``settings``, in its order.
+
+    A key is two conditions on attributes: ``lora`` (it was asked for: no None, False, 0 or empty), ``!lora`` (it was
+    not), ``states=compact``, ``precision!=bf16`` (another one was asked for), ``tp>1``, or several with ``|`` between
+    them, of which one has to be true. None is true of an attribute that ``settings`` do not have.
+    """
+    return (pair for pair in table if all(any(_holds(one, settings) for one in either.split("|")) for either in pair))
+
+
+def _holds(condition: str, settings: Any) -> bool:
+    read = re.fullmatch(r"(!?)([\w.]+)(?:(!=|=|>)(\w+))?", condition)
+    assert read is not None, condition
+    absent, name, operator, than = read.groups()
+    try:
+        value = attrgetter(name)(settings)
+    except AttributeError:
+        return False
+    if operator == ">":
+        return bool(value > int(than))
+    if operator is not None:
+        return value is not None and (str(value) == than) == (operator == "=")
+    return bool(value) != bool(absent)
 
 
 def _as_kept(wanted: Any) -> str | tuple[Any, ...] | None:

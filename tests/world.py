@@ -1,20 +1,88 @@
 """What a test may ask of a managed model: what it holds and moves, what is in flight, and whether all of it is sound.
 
 Tests look behind a model through :func:`world_of` and nowhere else, so that a part which is moved, renamed or merged
-with another is found again here alone. First comes what is true of every managed model, in the words of the design
-(chunks, planes, tiers, what is held, moved, in flight); then the parts in which a test puts a fault or counts calls,
-which may change with how things are done inside.
+with another is found again here alone: :data:`WHERE` says where each is now. Its first lines are true of every managed
+model, in the words of the design (chunks, planes, tiers); in the parts after them a test puts a fault or counts calls.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
-from gemini.tiers import Tier
+WHERE = {
+    # what was asked for and decided
+    "config": "config",
+    "rule": "stepping.rule.spec",  # what an update computes
+    "decision": "decision",
+    "trace": "decision.trace",
+    "plan": "decision.plan",
+    "placement": "decision.placement",
+    "problem": "decision.problem",
+    "layout": "decision.problem.layout",
+    # chunks, and what is known of every param: in the order of the model, by its chunk's index, by each of its names
+    "chunks": "store.chunks",
+    "handles": "params.handles",
+    "by_chunk": "params.by_chunk",
+    "by_names": "by_names",
+    "read": "by_names.read",
+    "read_plane": "by_names.read_plane",
+    # memory: of a tier, and what one holder has of it
+    "tiers": "store.ledger.tiers",
+    "budget": "store.ledger.budget",
+    "used": "store.ledger.used",
+    "peak": "store.ledger.peak",
+    "free": "store.ledger.free",
+    "held": "store.ledger.held",
+    "holders": "store.ledger.holders",
+    # movement: bytes over every boundary, and how often weights were brought into a window or taken out of it
+    "moved": "store.mover.watch.moved.counts",
+    "moved_last_step": "store.mover.watch.moved_last_step.counts",
+    "num_gathers": "store.manager.num_gathers",
+    "num_evictions": "store.manager.num_evictions",
+    "tile": "store.mover.tile",  # elements that are moved and updated at a time
+    # a step
+    "has_gradients": "backward.has_gradients",
+    "loss_scale": "backward.scaling.loss_scale",  # None but in fp16
+    "corrupted_by": "state.corrupted_by",  # the failure after which values are no longer those of any step
+    # ranks
+    "ranks": "ranks",
+    "shards": "shards",
+    "replicas": "backward.sink._replicas",
+    # parts
+    "state": "state",
+    "device": "store.device",
+    "ledger": "store.ledger",
+    "spill": "store.spill",
+    "durable": "store.durable",
+    "manager": "store.manager",
+    "fetches": "store.manager.fetches",
+    "foresight": "store.manager.foresight",
+    "schedule": "store.manager.foresight.schedule",
+    "give_back": "store.manager.room.give_back",  # what windows have borrowed of activations
+    "mover": "store.mover",
+    "staging": "store.mover.staging",
+    "recorder": "store.mover.watch.recorder",
+    "recording": "forward.observers.recording",
+    "write_observers": "write_observers",
+    "forward": "forward",
+    "calls": "forward.calls",
+    "backward": "backward",
+    "gradients": "backward.gradients",
+    "updates": "updates",
+    "guesses": "updates.guesses",
+    "first_use": "updates._first_use",  # by the index of a chunk, when the next step needs it
+    "update_worker": "updates._worker",
+    "activations": "activations",
+    "activation_workers": "activations.workers",
+    "discard": "stepping.discard",
+    "forget_updates": "updates.forget",
+    "forget_interrupted": "recovery.forget_interrupted",
+}
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -31,6 +99,11 @@ class World:
     def __init__(self, model: Any):
         self._engine = model._gemini_engine
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in WHERE:
+            raise AttributeError(f"a test asks for {name}: say in tests.world.WHERE where that is")
+        return attrgetter(WHERE[name])(self._engine)
+
     def reference(self) -> weakref.ref[Any]:
         """Refer to what manages the model, without keeping it alive."""
         return weakref.ref(self._engine)
@@ -39,8 +112,6 @@ class World:
     def root(self) -> object:
         """From what everything else is reached, for who walks through all of it."""
         return self._engine
-
-    # ---- in order, at rest, over ----
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
@@ -66,141 +137,6 @@ class World:
         self._engine.close()
 
     @property
-    def corrupted_by(self) -> BaseException | None:
-        """After which failure the values are no longer those of any step."""
-        return self.state.corrupted_by
-
-    # ---- what was asked for and decided ----
-
-    @property
-    def config(self) -> Any:
-        return self._engine.config
-
-    @property
-    def rule(self) -> Any:
-        """What an update computes."""
-        return self._engine.stepping.rule.spec
-
-    @property
-    def decision(self) -> Any:
-        return self._engine.decision
-
-    @property
-    def problem(self) -> Any:
-        return self.decision.problem
-
-    @property
-    def layout(self) -> Any:
-        return self.problem.layout
-
-    @property
-    def placement(self) -> Any:
-        return self.decision.placement
-
-    @property
-    def plan(self) -> Any:
-        return self.decision.plan
-
-    @property
-    def trace(self) -> Any:
-        return self.decision.trace
-
-    # ---- chunks and params ----
-
-    @property
-    def chunks(self) -> Any:
-        return self._engine.store.chunks
-
-    @property
-    def handles(self) -> Any:
-        """What is known of every param, in the order of the model."""
-        return self._engine.params.handles
-
-    @property
-    def by_chunk(self) -> Any:
-        """The same by the index of its chunk."""
-        return self._engine.params.by_chunk
-
-    @property
-    def by_names(self) -> Any:
-        """The same by every name of a param."""
-        return self._engine.by_names
-
-    def read(self, handle: Any, dtype: Any = None) -> Any:
-        """Read the weights of a param, in fp32 the master."""
-        return self.by_names.read(handle, dtype)
-
-    def read_plane(self, handle: Any, kind: str) -> Any:
-        return self.by_names.read_plane(handle, kind)
-
-    # ---- memory ----
-
-    @property
-    def tiers(self) -> Any:
-        return self.ledger.tiers
-
-    def budget(self, tier: Tier) -> int:
-        return self.ledger.budget(tier)
-
-    def used(self, tier: Tier) -> int:
-        return self.ledger.used(tier)
-
-    def peak(self, tier: Tier) -> int:
-        return self.ledger.peak(tier)
-
-    def free(self, tier: Tier) -> int:
-        return self.ledger.free(tier)
-
-    def held(self, tier: Tier, holder: str) -> int:
-        """Count the bytes that one holder has of a tier."""
-        return self.ledger.held(tier, holder)
-
-    def holders(self, tier: Tier) -> dict[str, int]:
-        return self.ledger.holders(tier)
-
-    @property
-    def tile(self) -> int:
-        """Elements of one piece of a chunk, in which it is moved and updated."""
-        return self.mover.tile
-
-    # ---- movement ----
-
-    def moved(self) -> Any:
-        """Bytes over every boundary since the last step ended."""
-        return self.mover.watch.moved.counts()
-
-    def moved_last_step(self) -> Any:
-        return self.mover.watch.moved_last_step.counts()
-
-    @property
-    def num_gathers(self) -> int:
-        """How often weights were brought into a window."""
-        return self.manager.num_gathers
-
-    @property
-    def num_evictions(self) -> int:
-        return self.manager.num_evictions
-
-    def make_room(self, num_bytes: int) -> bool:
-        """Let whoever can give memory of the computing tier back do so; whether there is that much now."""
-        return bool(self.ledger.make_room(self.device.tier, num_bytes))
-
-    def give_back(self) -> None:
-        """Give activations what windows have borrowed of their room."""
-        self.manager.room.give_back()
-
-    # ---- gradients and updates ----
-
-    @property
-    def has_gradients(self) -> bool:
-        return self.backward.has_gradients
-
-    @property
-    def loss_scale(self) -> Any:
-        """In fp16 the scale of the loss, else None."""
-        return self.backward.scaling.loss_scale
-
-    @property
     def updates_in_flight(self) -> list[Any]:
         """What ``step()`` left to be done while training goes on."""
         return list(self.updates.pending.values())
@@ -208,133 +144,10 @@ class World:
     def wait_for_update(self, chunk: Any) -> None:
         chunk.settle()
 
-    def forget_updates(self) -> None:
-        self.updates.forget()
-
-    @property
-    def guesses(self) -> Any:
-        """What decides whether an update begins before its gradients are known to be finite and unclipped."""
-        return self.updates.guesses
-
-    @guesses.setter
-    def guesses(self, guesses: Any) -> None:
+    def guess_by(self, guesses: Any) -> None:
+        """Let it decide whether an update begins before its step is known to be finite and unclipped."""
         self.updates.guesses = guesses
 
-    def discard(self, handles: list[Any]) -> None:
-        """Drop the gradients of these params."""
-        self._engine.stepping.discard(handles)
-
-    def forget_interrupted(self) -> None:
-        """Do what comes first after an interrupt."""
-        self._engine.recovery.forget_interrupted()
-
-    # ---- parts, for faults and counts ----
-
-    @property
-    def state(self) -> Any:
-        return self._engine.state
-
-    @property
-    def device(self) -> Any:
-        return self._engine.store.device
-
-    @property
-    def ledger(self) -> Any:
-        return self._engine.store.ledger
-
-    @property
-    def spill(self) -> Any:
-        return self._engine.store.spill
-
-    @property
-    def durable(self) -> Any:
-        return self._engine.store.durable
-
-    @property
-    def manager(self) -> Any:
-        return self._engine.store.manager
-
-    @property
-    def fetches(self) -> Any:
-        return self.manager.fetches
-
-    @property
-    def foresight(self) -> Any:
-        return self.manager.foresight
-
-    @property
-    def schedule(self) -> Any:
-        return self.foresight.schedule
-
-    @property
-    def mover(self) -> Any:
-        return self._engine.store.mover
-
-    @property
-    def staging(self) -> Any:
-        return self.mover.staging
-
-    @property
-    def recorder(self) -> Any:
-        return self.mover.watch.recorder
-
-    @property
-    def recording(self) -> Any:
-        return self.forward.observers.recording
-
-    @property
-    def write_observers(self) -> Any:
-        return self._engine.write_observers
-
-    @property
-    def forward(self) -> Any:
-        return self._engine.forward
-
-    @property
-    def calls(self) -> Any:
-        return self.forward.calls
-
-    @property
-    def backward(self) -> Any:
-        return self._engine.backward
-
-    @property
-    def gradients(self) -> Any:
-        return self.backward.gradients
-
-    @property
-    def updates(self) -> Any:
-        return self._engine.updates
-
-    @property
-    def update_worker(self) -> Any:
-        return self.updates._worker
-
-    @property
-    def first_use(self) -> Any:
-        """By the index of a chunk, when the next step needs it."""
-        return self.updates._first_use
-
-    @property
-    def activations(self) -> Any:
-        return self._engine.activations
-
-    @property
-    def activation_workers(self) -> Any:
-        return self.activations.workers
-
-    # ---- ranks ----
-
-    @property
-    def ranks(self) -> Any:
-        """Who trains the model: a group of one, or of many."""
-        return self._engine.ranks
-
-    @property
-    def shards(self) -> Any:
-        """How chunks are divided among ranks, and what is asked of them together."""
-        return self._engine.shards
-
-    @property
-    def replicas(self) -> Any:
-        return self.backward.sink._replicas
+    def make_room(self, num_bytes: int) -> bool:
+        """Let whoever can give memory of the computing tier back do so; whether there is that much now."""
+        return bool(self.ledger.make_room(self.device.tier, num_bytes))

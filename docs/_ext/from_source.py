@@ -61,7 +61,7 @@ def messages() -> tuple[Message, ...]:
         for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args):
             kind, words = _kind(call)
             for text in _texts(words, named) if kind else ():
-                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{\w+(?:!r)?\}", GAP, text))
+                text = re.sub(f"{GAP}(?: ?{GAP})+", GAP, re.sub(r"\{[\w.]+(?:!r)?\}", GAP, text))
                 if any(character.isalpha() for character in text):
                     found.append(Message(kind, text, path, call.lineno))
                 elif not _passes_on(words):
@@ -208,7 +208,10 @@ class UpdateRules(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         if self.arguments[0] == "reference":
-            lines = [f".. autoclass:: gemini.optim.{name}\n   :members: {members}\n" for name, members in _classes()]
+            lines = [
+                f".. autoclass:: gemini.optim.{name}\n" + (f"   :members: {members}\n" if members else "")
+                for name, members in _classes()
+            ]
             return self.parse_text_to_nodes("\n".join(("```{eval-rst}", *lines, "```")))  # the pages are Markdown
         columns = {"optimizer": 12, "GeminiConfig(optimizer=...)": 18, "state": 24, "bytes per param": 10,
                    "moved per step": 10, "defaults": 34}  # fmt: skip

@@ -1,14 +1,12 @@
 """The command line ``gemini``: options in, jobs out. Nothing heavy is imported before a command needs it.
 
-``app`` holds what all commands share; each other module holds some commands and adds them to it.
+``app`` is all of it: what the commands are, and how they end.
 """
 
 from __future__ import annotations
 
 import os
 
-from gemini.cli import planning as planning
-from gemini.cli import training as training
 from gemini.cli.app import app as app
 
 _SPINS = "1000"

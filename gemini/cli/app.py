@@ -1,14 +1,17 @@
-"""What all commands share: the app they belong to, and how a refused request ends.
+"""The commands: options in, jobs out, and how a refused request ends.
 
-A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own failed or another
-process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several processes (torchrun)
-one says what all of them have to say.
+A command is a function of a record of ``gemini.jobs.settings``; its options are the fields of that record, its help is
+its docstring. A refused request is one paragraph on stderr and exit code 2; 1 means that a check of the job's own
+failed or another process of it was lost, 130 that it was stopped by Ctrl-C. A traceback is always a bug. Of several
+processes (torchrun) one says what all of them have to say.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, ParamSpec
@@ -20,7 +23,15 @@ from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
-from gemini.jobs.options import ELSEWHERE, TILES, options, spelled
+from gemini.jobs.options import ELSEWHERE, TILES, from_yaml, options, record_of, spelled
+from gemini.jobs.settings import (
+    DemoSettings,
+    DoctorSettings,
+    PlanSettings,
+    SimulateSettings,
+    TraceSettings,
+    TrainSettings,
+)
 from gemini.ranks import launch
 from gemini.version import __version__
 
@@ -34,6 +45,7 @@ app = typer.Typer(
 )
 
 P = ParamSpec("P")
+Given = dict[str, Any]
 
 
 def _version(asked: bool) -> None:
@@ -49,6 +61,9 @@ def main_options(
     ] = False,
 ) -> None:
     """Train models that do not fit: params and optimizer states in chunks on GPU, CPU and NVMe."""
+
+
+# ---- how a command is made, and how it ends --------------------------------------------------------------------------
 
 
 def refusals(command: Callable[P, int]) -> Callable[P, None]:
@@ -98,35 +113,144 @@ class OnceForAll(TyperCommand):
             raise typer.Exit(REFUSED) from e
 
 
-def with_options(record: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command that takes ``**given`` the options of a record, after its own."""
+def command(
+    record: type, *, complete: Callable[[Given], Given] = lambda said: said
+) -> Callable[[Callable[[Any], int]], Any]:
+    """Make a command of a function of a ``record``: the options of the command line are the fields of it.
 
-    def decorate(command: Callable[..., int]) -> Callable[..., int]:
-        own = inspect.signature(command, eval_str=True).parameters.values()
-        params = [p for p in own if p.kind is not p.VAR_KEYWORD]
-        hints: dict[str, Any] = {p.name: p.annotation for p in params}
-        for name, (declared, kind) in options(record).items():
-            several, default = "tuple" in str(kind), declared.default
-            if several:
-                kind, default = list[Path] if "Path" in str(kind) else list[str], None
-            kind = str | None if kind == TILES else kind if default is not None else kind | None
-            about = typer.Option(
-                *([spelled(name)] if kind is bool else []),  # or there would be a --no-... too
-                help=escape(declared.metadata["words"]),
-                metavar="" if kind is bool else None,  # typer would say <bool>, as if a value had to follow
-                rich_help_panel=declared.metadata["group"],
-            )
-            hints[name] = Annotated[kind, about]
-            params.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-            )
-        command.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
-        command.__annotations__ = {**hints, "return": int}
-        return command
+    ``complete`` adds what other places say to what the command line says.
+    """
+
+    def decorate(job: Callable[[Any], int]) -> Any:
+        def run(ctx: typer.Context, **given: Any) -> int:
+            # By its name: newer versions of typer have a click of their own.
+            said = {k: v for k, v in given.items() if getattr(ctx.get_parameter_source(k), "name", "") != "DEFAULT"}
+            settings = record_of(record, complete(said))
+            settings.check()
+            return job(settings)
+
+        params = [inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+        params += [_param(name, declared, kind) for name, (declared, kind) in options(record).items()]
+        run.__signature__ = inspect.Signature(params)  # type: ignore[attr-defined]
+        run.__annotations__ = {param.name: param.annotation for param in params} | {"return": int}
+        return app.command(job.__name__, cls=OnceForAll, help=inspect.getdoc(job))(refusals(run))
 
     return decorate
+
+
+def _param(name: str, declared: Any, kind: Any) -> inspect.Parameter:
+    """A field of a record as typer knows a parameter."""
+    about, default, several = declared.metadata, declared.default, "tuple" in str(kind)
+    if several:
+        kind, default = list[Path] if "Path" in str(kind) else list[str], None
+    kind = str | None if kind == TILES else kind if default is not None else kind | None
+    if "argument" in about:
+        default = inspect.Parameter.empty if about["required"] else default
+        made: Any = typer.Argument(help=about["words"], show_default=False)
+    else:
+        made = typer.Option(
+            *([spelled(name)] if kind is bool else []),  # or there would be a --no-... too
+            help=escape(about["words"]),
+            metavar="" if kind is bool else None,  # typer would say <bool>, as if a value had to follow
+            rich_help_panel=about["group"],
+        )
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, made])
 
 
 def console() -> Console:
     """What jobs print on: text as it is, colours on a terminal alone."""
     return Console(markup=False, highlight=False, soft_wrap=True)
+
+
+# ---- the commands: what each does is imported when it is asked for, since torch takes seconds ------------------------
+
+
+@command(TraceSettings)
+def trace(settings: TraceSettings) -> int:
+    """Trace a step of a model ahead of time: its memory beside params and its work. Needs no weights and no GPU."""
+    from gemini.jobs.trace import trace as job
+
+    return job(settings, console())
+
+
+@command(PlanSettings)
+def plan(settings: PlanSettings) -> int:
+    """Does it fit, how fast will it be, what should be changed? From a config alone.
+
+    Exit code 2 if it does not fit, 3 if it fits in more memory than the machine has that was named.
+
+    For example: gemini plan config.json --gpu 24GiB --cpu 64GiB --nvme 1TB --machine rtx4090
+    """
+    from gemini.jobs.plan import plan as job
+
+    return job(settings, console())
+
+
+@app.command()
+@refusals
+def machines() -> int:
+    """List the machines that --machine knows by name; their figures are data sheets' peaks, each with its source."""
+    from gemini.errors import human_bytes
+    from gemini.planning.hardware import machine, machine_names
+    from gemini.tiers import Tier
+
+    for name in machine_names():
+        known = machine(name)
+        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
+        typer.echo(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+    return 0
+
+
+@command(SimulateSettings)
+def simulate(settings: SimulateSettings) -> int:
+    """Play a plan on a machine: how long a step takes, what waits for what, what moves and what every tier holds."""
+    from gemini.jobs.trace import simulate as job
+
+    return job(settings, console())
+
+
+@command(DoctorSettings)
+def doctor(settings: DoctorSettings) -> int:
+    """Say what this machine offers: versions, processors, native kernels, memory, disks; --measure how fast it is.
+
+    Or what is in a durable STORE, and whether it is whole.
+    """
+    if not launch.speaks():
+        return 0
+    from gemini.jobs.doctor import doctor as job
+
+    return job(console(), **vars(settings))
+
+
+def _of_files(said: Given) -> Given:
+    """What ``gemini train`` is told: by its command line, else by its --config, else by its --plan."""
+    said = ({} if said.get("config") is None else from_yaml(said.pop("config"), TrainSettings)) | said
+    if said.get("plan") is None:
+        return said
+    from gemini.jobs.train_config import step_of
+    from gemini.planning import document
+    from gemini.planning.plan import Plan
+
+    return step_of(document.load(said["plan"], "--plan", Plan.from_json)) | said
+
+
+@command(TrainSettings, complete=_of_files)
+def train(settings: TrainSettings) -> int:
+    """Train a causal language model on text, prompts or chats, in the memory given. Ctrl-C saves a checkpoint.
+
+    Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
+    """
+    from gemini.jobs.train import train as job
+
+    words = sys.argv[1:]
+    last = ["--resume", "auto"]  # of an option that is given twice, the last one counts
+    again = launch.again(shlex.join(words if words[-2:] == last else [*words, *last]))
+    return job(settings, console(), command=again)
+
+
+@command(DemoSettings)
+def demo(settings: DemoSettings) -> int:
+    """Train a GPT-2-shaped model on Python's own library in less memory than it needs, and check the result."""
+    from gemini.jobs.demo import demo as job
+
+    return job(settings, console())

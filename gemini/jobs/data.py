@@ -1,6 +1,6 @@
 """What a job trains on: rows of JSON lines, Parquet or datasets, or plain text, and what of it is kept to evaluate on.
 
-Plain text is cut into sequences here (:mod:`gemini.jobs.sequences`). Rows stay rows: TRL makes tokens of them, with the
+Plain text is cut into sequences here (:mod:`gemini.jobs.text`). Rows stay rows: TRL makes tokens of them, with the
 chat template, the loss on completions, packing.
 """
 
@@ -15,10 +15,8 @@ from torch.utils.data import Subset
 
 from gemini.errors import counted, human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.file_kinds import only_text
-from gemini.jobs.sequences import TextSequences
 from gemini.jobs.settings import TrainSettings
-from gemini.jobs.text_files import TextFile, find_text_files, fingerprint
+from gemini.jobs.text import TextFile, TextSequences, find_text_files, fingerprint, only_text
 
 _KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow"}
 _NAMES = {"json": "JSON lines", "parquet": "Parquet", "arrow": "Arrow"}
@@ -61,8 +59,13 @@ def open_data(settings: TrainSettings, tokenizer: Any) -> JobData:
     elif settings.validation:
         train, evaluation = _split(train, settings)
         words.append(f"{len(evaluation):,} of them are kept to evaluate on")
-    identity = {"files": files, "rows": list(rows), "count": len(train), "seed": settings.seed,
-                "seq_len": settings.seq_len}  # fmt: skip
+    identity = {
+        "files": files,
+        "rows": list(rows),
+        "count": len(train),
+        "seed": settings.seed,
+        "seq_len": settings.seq_len,
+    }
     return JobData(train, evaluation, rows, identity, words)
 
 

@@ -10,23 +10,25 @@ from __future__ import annotations
 import gc
 import sysconfig
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import transformers
 from rich.console import Console
 
 from gemini.errors import human_bytes, parse_bytes
-from gemini.jobs.budgets import budget_lines
 from gemini.jobs.checkpoints import prepare_out
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError
 from gemini.jobs.models import find_model, hush, name_the_loss
-from gemini.jobs.resident import ResidentPeak, resident_bytes
-from gemini.jobs.settings import TrainSettings
+from gemini.jobs.screen import budget_lines
+from gemini.jobs.settings import DemoSettings, TrainSettings
 from gemini.jobs.train import TrainRun
 from gemini.ranks import launch
+from gemini.waiting import Latch
 
 _PRESET = "gpt2-small"
 # What the state of a param takes in bf16: weight 2, residual 2, two states of 4 each.
@@ -51,36 +53,26 @@ _SHORT = Size(seq_len=128, batch_size=2, steps=40)
 _FULL = Size(seq_len=512, batch_size=2, steps=200)
 
 
-def demo(
-    console: Console,
-    *,
-    full: bool = False,
-    steps: int | None = None,
-    cpu_memory: str | None = None,
-    nvme_path: Path | None = None,
-    out: Path = Path("runs/demo"),
-    seed: int = 0,
-) -> int:
+def demo(asked: DemoSettings, console: Console) -> int:
     """Train, check, and say what came out; returns 0 if every check passed, else 1."""
     if launch.num_processes() > 1:
         raise JobError(
             f"`gemini demo` runs in one process, and {launch.num_processes()} were started. Start it without torchrun; "
             "`gemini train` runs in several."
         )
-    size = _FULL if full else _SHORT
+    size = _FULL if asked.full else _SHORT
     hush()
     num_params = _count_params()
     state_bytes = _STATE_BYTES_PER_PARAM * num_params
-    with as_job_error(asked=f"--cpu-memory {cpu_memory}"):
-        cpu_bytes = int(_CPU_PART * state_bytes) if cpu_memory is None else parse_bytes(cpu_memory)
+    cpu_bytes = int(_CPU_PART * state_bytes) if asked.cpu_memory is None else parse_bytes(asked.cpu_memory)
 
     console.print(
         f"GPT-2 small has {num_params / 1e6:.1f}M params; their weights and optimizer state take "
         f"{human_bytes(state_bytes)}. The host may hold {human_bytes(cpu_bytes)} of that, the rest lives in a file."
     )
-    prepare_out(out)
+    prepare_out(asked.out)
     # Beside the model by default, and not where temporary files go: that may be memory.
-    with tempfile.TemporaryDirectory(dir=out, prefix="nvme-") as own_folder, ResidentPeak() as resident:
+    with tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder, ResidentPeak() as resident:
         settings = TrainSettings(
             preset=_PRESET,
             data=(Path(sysconfig.get_path("stdlib")),),
@@ -89,17 +81,17 @@ def demo(
             validation=_HELD_OUT,
             seq_len=size.seq_len,
             batch_size=size.batch_size,
-            steps=size.steps if steps is None else steps,
+            steps=asked.steps or size.steps,
             lr=6e-4,
             warmup=10,
             cpu_memory=str(cpu_bytes),
             nvme_memory=str(_NVME_BYTES_PER_PARAM * num_params),
-            nvme_path=Path(own_folder) if nvme_path is None else nvme_path,
-            out=out,
+            nvme_path=asked.nvme_path or Path(own_folder),
+            out=asked.out,
             overwrite=True,
             save_every=0,
             log_every=10,
-            seed=seed,
+            seed=asked.seed,
         )
         before_model = resident_bytes()
         run = TrainRun(settings, console)
@@ -118,7 +110,7 @@ def demo(
         run.save()
         del run
         gc.collect()
-        reloaded_loss = _plain_loss(out, held_out, size.batch_size)
+        reloaded_loss = _plain_loss(asked.out, held_out, size.batch_size)
 
     console.print(f"\n{settings.steps} steps took {seconds:.0f} s ({seconds / settings.steps:.2f} s each).")
     if peak is not None and before_model is not None:
@@ -135,8 +127,8 @@ def demo(
     )
     console.print(*lines, sep="\n")
     console.print(
-        f"saved to {out}, reloaded with plain transformers: held-out loss {reloaded_loss!r} there, {last_loss!r} here: "
-        + ("the same bits" if same else "NOT THE SAME")
+        f"saved to {asked.out}, reloaded with plain transformers: held-out loss {reloaded_loss!r} there, "
+        f"{last_loss!r} here: " + ("the same bits" if same else "NOT THE SAME")
     )
     return 0 if fell and within and same else 1
 
@@ -160,3 +152,44 @@ def _count_params() -> int:
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET).config)
     return sum(p.numel() for p in model.parameters())
+
+
+# ---- what the process takes ------------------------------------------------------------------------------------------
+
+
+def resident_bytes() -> int | None:
+    """Anonymous bytes in memory now; None where the kernel does not say (not Linux)."""
+    now = psutil.Process().memory_info()
+    return now.rss - now.shared if hasattr(now, "shared") else None
+
+
+class ResidentPeak:
+    """The most that ``resident_bytes()`` was within a ``with`` block: a second opinion on the memory report.
+
+    The report counts what Gemini holds; this counts everything the process has, the interpreter, activations and
+    temporaries too. Pages of files (libraries, mapped weights) are not counted: the kernel may drop them at will.
+    """
+
+    def __init__(self, interval_s: float = 0.02) -> None:
+        self.peak: int | None = resident_bytes()
+        self._interval_s = interval_s
+        self._done = Latch()
+        self._thread = threading.Thread(target=self._watch, name="resident-peak", daemon=True)
+
+    def __enter__(self) -> ResidentPeak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def restart(self) -> None:
+        """Forget the peak so far: what comes from now on is what is asked about."""
+        self.peak = resident_bytes()
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._interval_s):
+            now = resident_bytes()
+            if now is not None:
+                self.peak = max(self.peak or 0, now)

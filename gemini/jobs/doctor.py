@@ -1,87 +1,92 @@
-"""What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier; or what is
-in a durable store.
+"""What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier, speeds; or
+what is in a durable store: who uses it, which steps its commits are of, how large it is, and what is broken.
 
 Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
+Nothing is written to a store, and no lock is kept: a run may use it meanwhile. What it overwrites while it is read here
+is no damage, since its records then name a newer commit.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
+import textwrap
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 from rich.console import Console
 
-from gemini.errors import GeminiError, human_bytes
-from gemini.jobs.errors import JobError
-from gemini.jobs.measure import measured
-from gemini.jobs.step_files import check_file
-from gemini.jobs.store_report import PROBLEMS, store_report
-from gemini.memory.durable.folder import is_store
+from gemini import kernels
+from gemini.errors import GeminiError, StorageError, counted, human_bytes
+from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
+from gemini.machines.measure import measure
+from gemini.memory.durable import records
+from gemini.memory.durable.folder import holder, is_store, last_commit, stores
+from gemini.memory.durable.records import Record
 from gemini.memory.system import memory_limit
+from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
+from gemini.train.checkpoint.format import as_damage
+from gemini.train.checkpoint.plain_data import Decoder
+from gemini.train.checkpoint.stored import Stored, open_store
 
-_PACKAGES = (
-    "torch", "transformers", "safetensors", "accelerate", "datasets", "trl", "peft", "bitsandbytes", "lightning",
-    "flash-attn",
-)  # fmt: skip
+_PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
 
 def doctor(
-    console: Console, *, store: Path | None = None, nvme_path: Path | None = None, measure: bool = False,
+    console: Console,
+    *,
+    store: Path | None = None,
+    nvme_path: Path | None = None,
+    measure: bool = False,
     json: Path | None = None,
-) -> int:  # fmt: skip
-    """Print the findings; returns the exit code, 1 if the NVMe folder or the store that was asked about cannot be used.
+) -> int:
+    """Print the findings as they are made; returns the exit code, 1 if the NVMe folder or the store cannot be used.
 
-    With ``store`` they are of that alone.
-
-    With ``measure`` the machine's figures follow, and go to the file ``json`` as well.
+    With ``store`` they are of that alone. With ``measure`` the machine's figures follow, and go to the file ``json``.
     """
-    if json is not None and not measure:
-        raise JobError(f"--json {json} is for the figures that --measure finds: add --measure")
     check_file("--json", json)
+    exit_code = 0
+    for section in _sections(console, store, nvme_path, measure, json):
+        console.print(section.title, style="bold")
+        for line in section.lines:
+            console.print(f"  {line}")
+        if section.is_refusal:
+            exit_code = 1
+    return exit_code
+
+
+def _sections(
+    console: Console, store: Path | None, nvme_path: Path | None, measures: bool, json: Path | None
+) -> Iterator[Section]:
     if store is not None:
-        return _report(console, store)
-    sections: tuple[tuple[str, Iterable[str]], ...] = (
-        ("Versions", _versions()),
-        ("CPU", _cpu()),
-        ("Native kernels", _kernels()),
-        ("Memory", _memory()),
-        ("GPU", _gpus()),
-        ("Processes", _processes()),
-    )
-    for title, lines in sections:
-        _section(console, title, lines)
-    if nvme_path is None:
-        usable, lines = True, ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"]
-    else:
-        usable, lines = _nvme(nvme_path)
-    _section(console, "NVMe", lines)
+        yield from store_report(store)
+        return
+    yield Section("Versions", _versions())
+    yield Section("CPU", _cpu())
+    yield Section("Native kernels", _kernels())
+    yield Section("Memory", _memory())
+    yield Section("GPU", _gpus())
+    yield Section("Processes", _processes())
+    drive = _nvme(nvme_path)
+    yield drive
+    usable = not drive.is_refusal
     if nvme_path is not None and is_store(nvme_path):
-        usable &= _report(console, nvme_path) == 0
-    if measure and usable:
-        _section(console, "Measured", [])
-        measured(console, _name(), nvme_path=nvme_path, file=json)
-    return 0 if usable else 1
-
-
-def _report(console: Console, store: Path) -> int:
-    title = ""
-    for title, lines in store_report(store):
-        _section(console, title, lines)
-    return 1 if title == PROBLEMS else 0
-
-
-def _section(console: Console, title: str, lines: Iterable[str]) -> None:
-    console.print(title, style="bold")
-    for line in lines:
-        console.print(f"  {line}")
+        for section in store_report(nvme_path):
+            yield section
+            usable = usable and not section.is_refusal
+    if measures and usable:
+        yield Section("Measured", _figures(nvme_path, json, min(console.width, WIDEST)))
 
 
 def _versions() -> Iterator[str]:
@@ -112,8 +117,6 @@ def _cpu() -> Iterator[str]:
 
 def _name() -> str:
     """Of the machine, as its description is called: its GPUs and processor."""
-    from gemini import kernels
-
     cpu = _cpu_name()
     if not torch.cuda.is_available():
         return f"{cpu}, {kernels.get_num_threads()} cores"
@@ -130,8 +133,6 @@ def _cpu_name() -> str:
 
 
 def _kernels() -> Iterator[str]:
-    from gemini import kernels
-
     yield from str(kernels.capabilities()).splitlines()
 
 
@@ -174,10 +175,192 @@ def _processes() -> Iterator[str]:
     yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
 
 
-def _nvme(path: Path) -> tuple[bool, list[str]]:
+def _nvme(path: Path | None) -> Section:
     from gemini.memory import nvme
 
+    if path is None:
+        return Section("NVMe", ["not asked: `gemini doctor --nvme-path FOLDER` tries a folder"])
     try:
-        return True, [*str(nvme.probe(path)).splitlines()]
+        return Section("NVMe", str(nvme.probe(path)).splitlines())
     except (GeminiError, OSError) as e:
-        return False, [str(e)]
+        return Section("NVMe", [str(e)], is_refusal=True)
+
+
+# ---- how fast the machine is -----------------------------------------------------------------------------------------
+
+_BUSY = 0.5
+"""Of the cores."""
+
+
+def _figures(nvme_path: Path | None, file: Path | None, width: int) -> Iterator[str]:
+    """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
+    written to ``file``.
+    """
+    load = os.getloadavg()[0]
+    today = datetime.date.today()
+    sides = -max(map(len, FIGURES)), 14
+    figures: dict[str, Figure] = {}
+    for key, figure in measure(nvme_path):
+        figures[key] = figure
+        begin = row(sides, key, human_figure(key, figure.value))
+        source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
+        indent = " " * (len(begin) + 2)
+        first, *rest = textwrap.wrap(source, max(20, width - len(indent) - 2), break_on_hyphens=False) or [""]
+        yield f"{begin}  {first}"
+        yield from (indent + line for line in rest)
+    cores = kernels.get_num_threads()
+    if load > _BUSY * cores:
+        yield (
+            f"the machine was busy, a load of {load:.1f} on {cores} cores in the last minute: what was measured is "
+            "less than it can do"
+        )
+    if nvme_path is None:
+        yield "the drive was not measured: add --nvme-path FOLDER"
+    if not torch.cuda.is_available():
+        yield "there is no GPU to measure"
+    if file is not None:
+        hardware = Hardware(_name(), {key: figures[key] for key in FIGURES if key in figures})
+        write_file(file, hardware.to_json() + "\n", "--json")
+        yield f"written to {file}"
+
+
+# ---- what is in a durable store --------------------------------------------------------------------------------------
+
+
+class Section(NamedTuple):
+    """A part of what ``gemini doctor`` says; lines may be found while they are read. A refusal is exit code 1."""
+
+    title: str
+    lines: Iterable[str]
+    is_refusal: bool = False
+
+
+class _File(NamedTuple):
+    """A record file, with its record if it is whole, or why it cannot be read."""
+
+    path: Path
+    record: Record | None
+    refusal: str = ""
+
+
+def store_report(directory: Path) -> Iterator[Section]:
+    """What is in a store, as it is found; the last section is a refusal if there are problems."""
+    if not is_store(directory):
+        what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
+        words = f"{directory} is no durable store: it {what}. Give the nvme_path of a run"
+        yield Section("Problems", [words], is_refusal=True)
+        return
+    problems: list[str] = []
+    try:
+        user = holder(directory)
+        used = f"in use by {user}: this is what it has committed so far" if user else "in use by nobody"
+        yield Section("Durable store", [f"{directory.resolve()}", used, *_older(directory)])
+        files = [_read(path) for path in _record_files(directory)]
+        yield Section("Commits", [*_commits(files)])
+        problems += [file.refusal for file in files if file.refusal]
+        stored = open_store(directory)
+        yield Section("To be resumed", [*_resumed(stored)])
+        yield Section("Slots", [*_slots(stored)])
+        yield Section("Check", _check(directory, stored, files, problems))
+    except (StorageError, OSError) as e:
+        problems += [str(e)] if str(e) not in problems else []
+    if problems:
+        yield Section("Problems", problems, is_refusal=True)
+
+
+def _record_files(directory: Path) -> list[Path]:
+    """Of the newest store that has any."""
+    found = [sorted(store.glob("record-*")) for store in stores(directory)]
+    return next((paths for paths in reversed(found) if paths), [])
+
+
+def _read(path: Path) -> _File:
+    try:
+        return _File(path, records.read(path))
+    except StorageError as e:
+        return _File(path, None, str(e))
+
+
+def _older(directory: Path) -> Iterator[str]:
+    *older, newest = (store.name for store in stores(directory))
+    if older:
+        yield (
+            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
+            "newest"
+        )
+
+
+def _commits(files: list[_File]) -> Iterator[str]:
+    """The commits of the first rank, the last one first."""
+    own = [(file.record, file.path) for file in files if "record-00000-" in file.path.name and file.record is not None]
+    own.sort(key=lambda found: -found[0].sequence)
+    for what, (record, path) in zip(("last", "before"), own, strict=False):
+        ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
+        yield (
+            f"{what}: commit {record.sequence}, step {_step_of(record)}, {ago} ago, format version {record.version} "
+            f"({path.name})"
+        )
+    if not own:
+        yield "none"
+
+
+def _step_of(record: Record) -> str:
+    """The largest step count of a param; a record is not known to have any."""
+    try:
+        return str(max(param["step"] for param in record.text["manifest"]["params"].values()))
+    except (TypeError, KeyError, ValueError, AttributeError):
+        return "unknown"
+
+
+def _resumed(stored: Stored) -> Iterator[str]:
+    manifest, commit = stored.manifest, stored.commit
+    text: Any = commit.records[0].text
+    ranks = counted(len(commit.records), "rank")
+    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
+    numel = sum(math.prod(param.shape) for param in manifest.params.values())
+    compact = "" if manifest.rule.exact is None else ", compact states"
+    yield (
+        f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}"
+        f"{compact}, checkpoint version {text['manifest'].get('version', 'unknown')}"
+    )
+    with as_damage(commit.folder):
+        extra = Decoder(stored.values).decode(manifest.extra, "extra")
+    is_of_trainer = isinstance(extra, dict) and {"global_step", "run"} <= extra.keys()
+    if is_of_trainer:
+        yield f"of a Trainer: step {extra['global_step']} of the run in {extra['run']}"
+    store = commit.folder.parent
+    yield f"by {f'gemini train --resume {store}' if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
+
+
+def _slots(stored: Stored) -> Iterator[str]:
+    """Bytes by kind of plane, of one slot."""
+    by_kind: dict[str, int] = {}
+    for file in stored.opened.values():
+        for name, (_, _, size) in file.slots.items():
+            kind = name.rpartition("/")[0]
+            by_kind[kind] = by_kind.get(kind, 0) + size
+    for kind, size in by_kind.items():
+        yield f"{kind:<12} {human_bytes(size):>10}"
+    total = sum(by_kind.values())
+    yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
+
+
+def _check(directory: Path, stored: Stored, files: list[_File], problems: list[str]) -> Iterator[str]:
+    """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
+    torn = [file.path.name for file in files if file.record is None and not file.refusal]
+    yield f"records: {len(files) - len(torn)} of {len(files)} whole"
+    for name in torn:
+        yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
+    size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))
+    yield f"data: reading {size}"
+    damaged = [words for file in stored.opened.values() for words in file.damage()]
+    if not damaged:
+        is_old = min(record.version for record in stored.commit.records) == 1
+        yield f"data: {'can be read; version 1 has no checksums of it' if is_old else 'all of it is what was written'}"
+        return
+    now = last_commit(directory)
+    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
+        yield "data: the run has overwritten it since. Ask again when the run has ended"
+    else:
+        yield f"data: {len(damaged)} damaged"
+        problems += damaged

@@ -18,24 +18,25 @@ TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
 
 
-ELSEWHERE = {
-    "--learning-rate": "--lr", "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--output-dir": "--out",
-    "--per-device-train-batch-size": "--batch-size", "--model-name-or-path": "--model", "--max-length": "--seq-len",
-    "--max-grad-norm": "--clip", "--lora-r": "--lora", "--save-steps": "--save-every", "--eval-steps": "--eval-every",
-    "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
-    "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
-    "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
-    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme", "--early-stopping": "--patience",
-    "--early-stopping-patience": "--patience", "--num-epochs": "--epochs", "--max-seq-length": "--seq-len",
-    "--warmup-steps": "--warmup", "--lr-scheduler-type": "--schedule", "--gradient-accumulation-steps": "--accumulate",
-}  # fmt: skip
+_ELSEWHERE = (
+    "--learning-rate=--lr --max-steps=--steps --num-train-epochs=--epochs --output-dir=--out "
+    "--per-device-train-batch-size=--batch-size --model-name-or-path=--model --max-length=--seq-len "
+    "--max-grad-norm=--clip --lora-r=--lora --save-steps=--save-every --eval-steps=--eval-every "
+    "--logging-steps=--log-every --save-total-limit=--keep --resume-from-checkpoint=--resume --dataset=--data "
+    "--optim=--optimizer --bf16=--precision --fp16=--precision --cpu=--cpu-memory --gpu=--gpu-memory "
+    "--nvme=--nvme-memory --cpu-memory=--cpu --gpu-memory=--gpu --nvme-memory=--nvme "
+    "--early-stopping=--patience --early-stopping-patience=--patience --num-epochs=--epochs "
+    "--max-seq-length=--seq-len --warmup-steps=--warmup --lr-scheduler-type=--schedule "
+    "--gradient-accumulation-steps=--accumulate"
+)
+ELSEWHERE = dict(pair.split("=") for pair in _ELSEWHERE.split())
 """What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
 
 
 def opt(
     default: Any,
     words: str,
-    group: str,
+    group: str | None,
     *,
     least: float | None = None,
     choices: tuple[str, ...] = (),
@@ -46,7 +47,7 @@ def opt(
     Args:
         default: its value if it is left out.
         words: the help.
-        group: the heading it stands under.
+        group: the heading it stands under; None: that of all commands.
         least: the smallest number it may be.
         choices: all it may be, if these are few.
         size: whether it is a number of bytes.
@@ -59,6 +60,11 @@ def opt(
 def one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
     """A field of a few words, which are in its help."""
     return opt(default, f"{words}: {', '.join(choices)}{more}", group, choices=choices)
+
+
+def argument(default: Any, words: str, *, required: bool = False) -> Any:
+    """A field that is given by its place and not by its name."""
+    return field(default=default, metadata={"words": words, "required": required, "argument": True})
 
 
 def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
@@ -80,7 +86,7 @@ def check(record: Any) -> None:
     """
     for name, (declared, _) in options(type(record)).items():
         value, about = getattr(record, name), declared.metadata
-        if value is None:
+        if value is None or "argument" in about:
             continue
         if about["least"] is not None and isinstance(value, int) and value < about["least"]:
             raise JobError(f"{spelled(name)} must be at least {about['least']}, got {value}.")
@@ -146,6 +152,7 @@ def from_yaml(path: Path, record: type) -> dict[str, Any]:
             f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}."
         )
     known, found = options(record), {}
+    del known["config"]
     for key, value in given.items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -1,32 +1,37 @@
-"""``gemini plan``: from a config, sizes and perhaps a machine to one screen. Does it fit, how fast, what to change?"""
+"""``gemini plan``: from a config, sizes and perhaps a machine to one answer. Does it fit, how fast, what to change?
+
+Of a model that ranks share as params alone; or over a mesh, where the step of each stage is planned with slices and
+parts of sequences, and the best mesh may be looked for.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import product
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.status import Status
 
-import gemini
-from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.plan_alternatives import Alternative, alternatives
-from gemini.jobs.plan_machine import Machine, machine_of
-from gemini.jobs.plan_mesh import plan_over_mesh
-from gemini.jobs.plan_report import PlanReport, report_of
-from gemini.jobs.plan_screen import screen
-from gemini.jobs.plan_settings import PlanSettings
-from gemini.jobs.step_files import check_files, progress, say, stdout_closed_to_others, write_all
-from gemini.jobs.trace import params_of, take_trace
-from gemini.planning import document
+from gemini.jobs.plan_report import Alternative, OverMesh, PlanReport, screen
+from gemini.jobs.planner import Way
+from gemini.jobs.screen import answer, check_files, progress
+from gemini.jobs.settings import PlanSettings
+from gemini.jobs.trace import params_of
 from gemini.planning.break_even import played_break_even
-from gemini.planning.placement import fill_fastest
-from gemini.planning.planner import pose_problem
+from gemini.planning.hardware import Hardware
+from gemini.planning.mesh import MeshSizes
+from gemini.planning.parallel import MeshOutcome, least_seconds, play_mesh
+from gemini.planning.plan import Plan
+from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import Tier
+
+LORA_RANK = 16
+"""Of the LoRA among the alternatives."""
 
 
 def plan(settings: PlanSettings, console: Console) -> int:
@@ -36,242 +41,372 @@ def plan(settings: PlanSettings, console: Console) -> int:
         from gemini.jobs.models import find_config
 
         find_config(settings.config, settings.layers)  # a name that is none is said before anything else
-    machine = machine_of(settings)
-    if settings.picture and machine.hardware is None:
+    way = Way(settings)
+    if settings.picture and way.machine.hardware is None:
         raise JobError(
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
-    if settings.is_over_mesh:
-        return plan_over_mesh(settings, machine, console)
-    with progress() as now:
-        report, made, timeline = _answer(settings, machine, now)
-    if settings.json:
-        print(report.to_json())
-    else:
-        say(console, screen(report))
-    if made is not None:
-        write_all(settings, made.to_json(), timeline, console)
+    with progress("tracing the step") as status:
+        report = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
+    answer(
+        settings,
+        console,
+        json=report.to_json(),
+        lines=screen(report),
+        value=None if report.plan is None else report.plan.to_json(),
+        timeline=report.timeline,
+    )
     return report.exit_code
 
 
-def _answer(
-    settings: PlanSettings, machine: Machine, now: Callable[[str], None]
-) -> tuple[PlanReport, gemini.Plan | None, gemini.Timeline | None]:
-    """What is said, with the plan and its step where there are. ``now`` is told what is being done."""
-    now("tracing the step")
-    trace = _trace_of(settings, machine)
-    if settings.states == "compact" and trace.precision != "bf16":
-        raise JobError(f"--states compact keeps bf16 weights, and --trace {settings.trace} is of {trace.precision}.")
-    if settings.micro_batch is not None:
-        settings, trace = _with_micro_batch(settings, machine, trace)
-    now("choosing homes and moves")
-    made, refusal = _plan_of(settings, machine, trace)
+def _plan_whole(way: Way, status: Status) -> PlanReport:
+    """Of a model that ranks share as params alone."""
+    if way.settings.states == "compact" and way.trace().precision != "bf16":
+        raise JobError(
+            f"--states compact keeps bf16 weights, and --trace {way.settings.trace} is of {way.trace().precision}."
+        )
+    if way.settings.micro_batch is not None:
+        way = _with_micro_batch(way)
+    trace = way.trace()
+    status.update("choosing homes and moves ...")
+    made: Plan | None = None
+    refusal: BudgetExceeded | None = None
+    try:
+        made = way.plan()
+    except BudgetExceeded as e:
+        refusal = e
     planned = trace.tiled or trace if made is None else made.trace
-    whole_peak_bytes = trace.peak_bytes if planned is trace.tiled else None
-    timeline, tokens_when_free = None, None
-    if made is not None and machine.hardware is not None:
-        now("simulating the step")
-        play = partial(gemini.simulate, hardware=machine.hardware, schedule=settings.schedule)
-        timeline = play(made)
-        tokens_when_free = played_break_even(made, play, timeline, serial=settings.schedule == "serial")
-    now("looking for what to change")
-    checkpointed = _checkpointed(settings, machine)
-    report = report_of(
-        settings,
-        machine,
+    timeline: Timeline | None = None
+    tokens_when_free: int | None = None
+    if made is not None and way.machine.hardware is not None:
+        status.update("simulating the step ...")
+        timeline = way.play(made)
+        tokens_when_free = played_break_even(made, way.play, timeline, serial=way.settings.schedule == "serial")
+    status.update("looking for what to change ...")
+    checkpointed = _checkpointed(way)
+    report = PlanReport(
+        way.settings,
+        way.machine,
         planned,
         made,
         timeline,
-        tokens_when_free=tokens_when_free,
-        refusal=refusal,
+        refusal,
+        tokens_when_free,
         checkpointed=checkpointed,
-        whole_peak_bytes=whole_peak_bytes,
-        changes=_changes(settings, machine, planned, checkpointed, fits=made is not None),
+        whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
+        changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
     )
-    if settings.alternatives:
-        asked = made is not None, None if timeline is None else timeline.tokens_per_second
-        found: list[Alternative] = []
-        for other in _alternatives(settings, machine, trace, asked):
-            found.append(other)
-            now(f"planning what else it could do, {len(found)} of about 8")
-        report = replace(report, alternatives=tuple(found))
-    return report, made, timeline
+    if way.settings.alternatives:
+        others: list[Alternative] = []
+        for other in _alternatives(way, made is not None, None if timeline is None else timeline.tokens_per_second):
+            others.append(other)
+            status.update(f"planning what else it could do, {len(others)} of about 8 ...")
+        report = replace(report, alternatives=tuple(others))
+    return report
 
 
-# ---- the step --------------------------------------------------------------------------------------------------------
-
-
-def _trace_of(settings: PlanSettings, machine: Machine) -> MemoryTrace:
-    """The step that is planned for: traced now, or read and found to be of the model that was named.
-
-    Raises:
-        JobError, PlanMismatch: if the file is no trace of it.
-    """
-    if settings.trace is None:
-        return take_trace(settings.traced(target=machine.target))
-    trace = document.load(settings.trace, "--trace", MemoryTrace.from_json)
-    if not trace.moments:
-        raise PlanMismatch(f"--trace {settings.trace} has no moments: trace a whole forward and backward")
-    if settings.config is not None:
-        here = params_of(settings.config, settings.layers, trace.precision)
-        here.check_same_model(trace, what=f"--trace {settings.trace}")
-    return trace
-
-
-def _checkpointed(settings: PlanSettings, machine: Machine) -> MemoryTrace | None:
-    """The same step with gradient checkpointing, to compare with; None where it has it, or the model has none."""
-    if settings.config is None or settings.trace is not None or settings.gradient_checkpointing:
-        return None
-    try:
-        return take_trace(replace(settings.traced(target=machine.target), gradient_checkpointing=True))
-    except JobError:
-        return None
-
-
-def _plan_of(
-    settings: PlanSettings, machine: Machine, trace: MemoryTrace
-) -> tuple[gemini.Plan, None] | tuple[None, BudgetExceeded]:
-    """The plan, or why there is none."""
-    try:
-        with stdout_closed_to_others():
-            made = gemini.plan(
-                trace,
-                machine.hardware,
-                machine.budgets,
-                gradients=settings.kept_gradients,
-                optimizer=settings.rule_in(trace.precision),
-                compute=machine.compute,
-                offload_activations=None if settings.offload_activations == "no" else settings.offload_activations,
-                accumulate=settings.accumulate,
-                ranks=machine.ranks,
-                local_ranks=machine.sharing,
-                schedule=settings.schedule,
-            )
-        return made, None
-    except BudgetExceeded as e:
-        return None, e
-    except ValueError as e:
-        raise JobError(f"--optimizer {settings.optimizer} with --gpus {settings.gpus}: {e}.") from e
-
-
-def _fits(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> bool:
-    return _refusal(settings, machine, trace) is None
-
-
-def _refusal(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> BudgetExceeded | None:
-    """Why there is no placement at all, if so: quicker than looking for the best one."""
-    offload, found = settings.offload_activations, None
-    places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
-    for step, where in product(filter(None, (trace, trace.tiled)), places):
-        try:
-            fill_fastest(
-                pose_problem(
-                    step,
-                    machine.budgets_of_rank,
-                    precision=trace.precision,
-                    gradients=settings.kept_gradients,
-                    compute=machine.compute,
-                    offload_activations=where,
-                    ranks=machine.ranks,
-                    rule=settings.rule_in(trace.precision),
-                )
-            )
-            return None
-        except BudgetExceeded as e:
-            found = found or e
-    return found
-
-
-def _with_micro_batch(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> tuple[PlanSettings, MemoryTrace]:
+def _with_micro_batch(way: Way) -> Way:
     """The largest micro-batch that fits, of those that divide the sequences of a step; the smallest if none does.
 
     Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
     one size fits at no larger one, so the sizes are halved, each tried by tracing it.
     """
-    asked = settings.batch_size or 1
-    sequences = asked * settings.accumulate
+    sequences = (way.settings.batch_size or 1) * way.settings.accumulate
     sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
-    traces = {asked: trace}
-
-    def tried(size: int) -> tuple[PlanSettings, MemoryTrace]:
-        if size not in traces:
-            traces[size] = take_trace(settings.traced(batch_size=size, target=machine.target))
-        return replace(settings, batch_size=size, accumulate=sequences // size), traces[size]
-
-    def fails(size: int) -> bool:
-        now, found = tried(size)
-        return not _fits(now, machine, found)
-
-    return tried(sizes[bisect_left(sizes, True, lo=1, key=fails) - 1])  # the smallest is taken in any case
-
-
-def _alternatives(
-    settings: PlanSettings, machine: Machine, trace: MemoryTrace, asked: tuple[bool, float | None]
-) -> Iterator[Alternative]:
-    """``asked``: what is known of the step as it was asked for."""
-    traces = {settings.traced(target=machine.target): trace}
-
-    def tried(changed: PlanSettings) -> tuple[bool, float | None]:
-        if changed == settings:
-            return asked
-        on = machine_of(changed)
-        what = changed.traced(target=on.target)
-        if changed.trace is None and what not in traces:
-            traces[what] = take_trace(what)
-        made, _ = _plan_of(changed, on, traces.get(what, trace))
-        if made is None or on.hardware is None:
-            return made is not None, None
-        return True, gemini.simulate(made, hardware=on.hardware, schedule=changed.schedule).tokens_per_second
-
-    yield from alternatives(settings, machine.compute, trace.precision, tried)
+    ways = [way.changed(batch_size=size, accumulate=sequences // size) for size in sizes]
+    # The smallest is taken in any case.
+    return ways[bisect_left(ways, True, lo=1, key=lambda other: not other.fits()) - 1]
 
 
 # ---- what to change --------------------------------------------------------------------------------------------------
 
 
-def _changes(
-    settings: PlanSettings, machine: Machine, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool
-) -> tuple[str, ...]:
-    """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
-    found: list[str] = []
-    if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
-        saved = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
-        more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
-        words = f"--gradient-checkpointing: {saved}, {more:.0%} more work"
-        if fits:
-            found.append(words)
-        elif machine.compute is Tier.GPU:
-            still = _refusal(settings, machine, checkpointed)
-            then = "then it fits" if still is None else f"then {str(still).partition(' Cheapest change: ')[2]}"
-            found.append(f"{words}; {then}")
-    if fits:
-        return tuple(found)
-    if settings.config is not None and (settings.batch_size or 1) > 1 and machine.compute is Tier.GPU:
-        one = take_trace(settings.traced(batch_size=1, target=machine.target))
-        if _fits(replace(settings, accumulate=(settings.batch_size or 1) * settings.accumulate), machine, one):
-            found.append("--micro-batch auto: the same step in smaller micro-batches; one sequence at a time fits")
-    if settings.offload_activations == "no" and trace.checkpoint_bytes and machine.compute is Tier.GPU:
-        if _fits(replace(settings, offload_activations="cpu"), machine, trace):
-            found.append(f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits")
-    can_be_transient = settings.accumulate == 1 and trace.precision != "fp16" and settings.gradients is None
-    if can_be_transient and _fits(replace(settings, gradients="transient"), machine, trace):
-        found.append("--gradients transient (updates inside backward, no clipping): then it fits")
-    if settings.config is not None and settings.tile_tokens is None and machine.compute is Tier.GPU:
-        found += _with_tiles(settings, machine, trace)
-    can_be_compact = settings.states == "exact" and trace.precision == "bf16" and settings.has_compact_form
-    if can_be_compact and _fits(replace(settings, states="compact"), machine, trace):
-        found.append("--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits")
-    return tuple(found)
-
-
-def _with_tiles(settings: PlanSettings, machine: Machine, trace: MemoryTrace) -> list[str]:
-    """What tiles of tokens would make of a step that does not fit."""
+def _checkpointed(way: Way) -> MemoryTrace | None:
+    """The same step with gradient checkpointing, to compare with; None where it has it, or the model has none."""
+    if way.settings.config is None or way.settings.trace is not None or way.settings.gradient_checkpointing:
+        return None
     try:
-        both = take_trace(replace(settings.traced(target=machine.target), tile_tokens="auto"))
+        return way.trace(gradient_checkpointing=True)
+    except JobError:
+        return None
+
+
+def _changes(way: Way, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool) -> Iterator[str]:
+    """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
+    settings, on_gpu = way.settings, way.machine.compute is Tier.GPU
+    if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
+        words = f"--gradient-checkpointing: {_instead(checkpointed, trace)}"
+        if fits:
+            yield words
+        elif on_gpu:
+            still = way.refusal(checkpointed)
+            yield f"{words}; then {'it fits' if still is None else str(still).partition(' Cheapest change: ')[2]}"
+    if fits:
+        return
+    sequences = settings.batch_size or 1
+    if settings.config is not None and sequences > 1 and on_gpu:
+        if way.changed(batch_size=1, accumulate=sequences * settings.accumulate).fits():
+            yield "--micro-batch auto: the same step in smaller micro-batches; one sequence at a time fits"
+    if settings.offload_activations == "no" and trace.checkpoint_bytes and on_gpu:
+        if way.changed(offload_activations="cpu").refusal(trace) is None:
+            yield f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits"
+    if _can_be_transient(way) and way.changed(gradients="transient").refusal(trace) is None:
+        yield "--gradients transient (updates inside backward, no clipping): then it fits"
+    if settings.config is not None and settings.tile_tokens is None and on_gpu:
+        tiled = _tiled(way)
+        if tiled is not None and way.refusal(tiled) is None:
+            yield f"--tile-tokens auto: {_instead(tiled, trace)}; then it fits"
+    if _can_be_compact(way) and way.changed(states="compact").refusal(trace) is None:
+        yield "--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits"
+
+
+def _instead(changed: MemoryTrace, trace: MemoryTrace) -> str:
+    """What another step leaves beside params, and what that costs."""
+    more = changed.flops / trace.flops - 1 if trace.flops else 0.0
+    sizes = f"{human_bytes(changed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
+    return f"{sizes}, {more:.0%} more work"
+
+
+def _tiled(way: Way) -> MemoryTrace | None:
+    """The same step in tiles of tokens; None where the model has none."""
+    try:
+        return way.trace(tile_tokens="auto").tiled
     except (JobError, GeminiError):
-        return []
-    tiled = both.tiled
-    if tiled is None or _refusal(settings, machine, tiled) is not None:
-        return []
-    saved = f"{human_bytes(tiled.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
-    return [f"--tile-tokens auto: {saved}, {tiled.flops / max(1, trace.flops) - 1:.0%} more work; then it fits"]
+        return None
+
+
+def _can_be_transient(way: Way) -> bool:
+    settings = way.settings
+    return settings.gradients is None and settings.accumulate == 1 and way.trace().precision != "fp16"
+
+
+def _can_be_compact(way: Way) -> bool:
+    settings = way.settings
+    return settings.states == "exact" and way.trace().precision == "bf16" and settings.has_compact_form
+
+
+# ---- what else the machine could do ----------------------------------------------------------------------------------
+
+
+def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Alternative]:
+    """The step as asked; what leaves less beside params, until the step fits; then every other change beside that.
+
+    ``fits``, ``rate``: what is known of it as it was asked for.
+    """
+    yield Alternative("as asked", "", fits, rate, "")
+    base, beside = way, ""
+    for option, smaller, result in _smaller(way, fits=fits):
+        found = smaller.outcome()
+        yield Alternative(option, "", *found, result)
+        if found[0] and not fits:
+            fits, base, beside = True, smaller, option
+            break
+    for option, changes, result in _others(base):
+        try:
+            yield Alternative(option, beside, *base.changed(**changes).outcome(), result)
+        except (JobError, MissingFigure) as e:
+            yield Alternative(option, beside, None, None, str(e).partition(" (")[0])
+
+
+def _smaller(way: Way, *, fits: bool) -> Iterator[tuple[str, Way, str]]:
+    """Steps that leave less beside params, each less than the one before."""
+    if way.settings.trace is not None or way.machine.compute is not Tier.GPU:
+        return
+    options = ""
+    if not way.settings.gradient_checkpointing:
+        way, options = way.changed(gradient_checkpointing=True), "--gradient-checkpointing"
+        yield options, way, "same bits"
+    if way.settings.tile_tokens is None and way.settings.lora is None and not fits:
+        yield f"{options} --tile-tokens auto".lstrip(), way.changed(tile_tokens="auto"), "rounding"
+
+
+def _others(way: Way) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Other options, their values, and what they do to what is computed."""
+    settings = way.settings
+    if _can_be_transient(way):
+        yield "--gradients transient", {"gradients": "transient"}, "no clipping"
+    if _can_be_compact(way):
+        yield "--states compact", {"states": "compact"}, "8-bit moments"
+    if settings.trace is None and settings.lora is None:
+        yield f"--lora {LORA_RANK}", {"lora": LORA_RANK}, "adapters only"
+    if settings.trace is None and not settings.load_in_4bit:
+        lora = settings.lora or LORA_RANK
+        option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
+        yield option, {"lora": lora, "load_in_4bit": True}, "4-bit base"
+    yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
+
+
+# ---- over a mesh -----------------------------------------------------------------------------------------------------
+
+RUNNERS_UP = 4
+"""Meshes that ``--parallel auto`` shows beside the best one."""
+MOST_PLAYED = 8
+"""Meshes that it plays at most: those whose steps take least by their computing and bubble alone."""
+
+
+class Candidate(NamedTuple):
+    """A mesh, the micro-batches of a step on it, and no more seconds than a step can take."""
+
+    sizes: MeshSizes
+    micro_batches: int
+    least: float
+
+
+def _plan_over_mesh(way: Way, status: Status) -> PlanReport:
+    """The step over the mesh that was asked for, or over the best one."""
+    if way.machine.hardware is None:
+        raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
+    status.update("playing steps over meshes ...")
+    over = _OverMesh(way, way.machine.hardware)
+    found, refusal = over.best() if way.settings.parallel else over.as_asked()
+    return over.answer(found, refusal)
+
+
+class _OverMesh:
+    """What was asked, of which model."""
+
+    def __init__(self, way: Way, hardware: Hardware):
+        from gemini.jobs.models import find_config
+
+        settings = way.settings
+        assert settings.config is not None
+        self._way = way
+        self._settings = settings
+        self._hardware = hardware
+        config = find_config(settings.config, settings.layers).config
+        self._config = config.get_text_config()
+        self._in_two = bool(getattr(config, "is_encoder_decoder", False))
+        self._whole_rule = settings.rule_in(settings.precision or "bf16").whole
+        self._refused: MeshSizes | None = None  # the first one on which the step does not fit
+
+    def as_asked(self) -> tuple[list[MeshOutcome], BudgetExceeded | None]:
+        """The step over the mesh that was asked for."""
+        settings = self._settings
+        asked = " ".join(f"--{name} {size}" for name, size in settings.dims.items())
+        own = settings.pp * settings.cp * settings.tp
+        if settings.gpus % own:
+            raise JobError(f"--gpus {settings.gpus} with {asked}, which are {own} GPUs together: a multiple of {own}.")
+        sizes = MeshSizes(settings.pp, settings.gpus // own, settings.cp, settings.tp)
+        if settings.accumulate < sizes.pp:
+            raise JobError(
+                f"--pp {sizes.pp} with --accumulate {settings.accumulate}: a pipeline takes a micro-batch for each of "
+                f"its stages at least, --accumulate {sizes.pp}."
+            )
+        if sizes.pp > 1 and self._in_two:
+            raise JobError(
+                f"--pp {sizes.pp}: this model is an encoder-decoder, whose decoder reads in every block what the "
+                "encoder gives, which a pipeline does not hand on. Use --tp, or data parallel alone."
+            )
+        if sizes.tp > 1 and self._whole_rule:
+            raise JobError(
+                f"--tp {sizes.tp} with --optimizer {settings.optimizer}, which looks at whole params, and slices leave "
+                "a part of each on a rank."
+            )
+        try:
+            return [self._play(sizes, settings.accumulate)], None
+        except BudgetExceeded as e:
+            self._refused = sizes
+            return [], e
+        except ValueError as e:
+            raise JobError(f"{asked}: {e}.") from e
+
+    def best(self) -> tuple[list[MeshOutcome], BudgetExceeded | None]:
+        """The meshes whose steps are the shortest, of those on which it fits. Meshes are played in the order of what
+        their steps take at least, until no other one can be among the best, or ``MOST_PLAYED`` are.
+        """
+        candidates = sorted(self._candidates(), key=lambda candidate: candidate.least)
+        if not candidates:
+            raise JobError(f"--parallel auto: no mesh of {self._settings.gpus} GPUs goes with this model.")
+        found: list[MeshOutcome] = []
+        refusal: BudgetExceeded | None = None
+        unsuited: ValueError | None = None
+        for candidate in candidates:
+            is_known = len(found) > RUNNERS_UP and candidate.least > found[RUNNERS_UP].step_seconds
+            if is_known or len(found) == MOST_PLAYED:
+                break
+            try:
+                found.append(self._play(candidate.sizes, candidate.micro_batches, ends=True))
+                found.sort(key=lambda outcome: outcome.step_seconds)
+            except BudgetExceeded as e:
+                refusal, self._refused = refusal or e, self._refused or candidate.sizes
+            except ValueError as e:
+                unsuited = e
+        if unsuited is not None and not found and refusal is None:
+            raise JobError(f"--parallel auto: {unsuited}.") from unsuited
+        if found and found[0].sizes.pp > 2:
+            found[0] = self._play(found[0].sizes, found[0].micro_batches)
+        return found, None if found else refusal
+
+    def _candidates(self) -> Iterator[Candidate]:
+        """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
+        all GPUs would take without slices, parts and stages.
+        """
+        gpus, sharing = self._settings.gpus, self._way.machine.sharing
+        for tp in _powers(1 if self._whole_rule else min(gpus, sharing)):
+            for cp in _powers(gpus // tp):
+                try:
+                    trace = self._trace(tp, cp)
+                except (JobError, GeminiError, ValueError):
+                    continue  # heads or lengths that do not divide, attention that has no parts
+                most = 1 if self._in_two else getattr(self._config, "num_hidden_layers", 1)
+                for pp in _powers(min(gpus // (tp * cp), most)):
+                    if gpus % (tp * cp * pp):
+                        continue
+                    sizes = MeshSizes(pp, gpus // (tp * cp * pp), cp, tp)
+                    micro_batches = self._settings.accumulate * pp * cp * tp
+                    least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
+                    yield Candidate(sizes, micro_batches, least)
+
+    def _trace(self, tp: int, cp: int) -> MemoryTrace:
+        return self._way.trace(tp=tp, cp=cp)
+
+    def _play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
+        """``ends``: of stages, only the first and the last."""
+        settings = self._settings
+
+        def make(trace: MemoryTrace, accumulate: int, order: str) -> Plan:
+            in_parts = sizes.pp > 1 or accumulate > 1
+            more = {
+                "gradients": settings.gradients or ("accumulate" if in_parts else "retain"),
+                "accumulate": accumulate,
+                "ranks": sizes.shards,
+            }
+            if order == "1f1b":  # some micro-batches wait at once, whose inputs no plan of one knows
+                more["offload_activations"] = None
+            return self._way.plan_for(trace, **more)
+
+        return play_mesh(
+            self._trace(sizes.tp, sizes.cp),
+            self._hardware,
+            sizes,
+            make,
+            micro_batches=micro_batches,
+            width=self._config.hidden_size,
+            per_machine=self._way.machine.sharing,
+            schedule=settings.schedule,
+            ends=ends,
+        )
+
+    def answer(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> PlanReport:
+        settings = self._settings
+        sizes = found[0].sizes if found else self._refused
+        assert sizes is not None
+        trace = self._trace(sizes.tp, sizes.cp)
+        samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
+        mesh = OverMesh(
+            sizes,
+            params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
+            {"input_ids": (samples, length * trace.context_parallel)},
+            tuple(found[: RUNNERS_UP + 1]),
+        )
+        if not found:
+            return PlanReport(settings, self._way.machine, trace, refusal=refusal, mesh=mesh)
+        slowest = found[0].slowest
+        return PlanReport(settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline, mesh=mesh)
+
+
+def _powers(most: int) -> Iterator[int]:
+    size = 1
+    while size <= most:
+        yield size
+        size *= 2

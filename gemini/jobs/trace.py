@@ -1,4 +1,6 @@
-"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large."""
+"""``gemini trace``: a step of a model from its config, ahead of time, and the table of what in it is large; and
+``gemini simulate``: a saved plan, played on a machine.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,14 @@ from typing import Any
 
 from rich.console import Console
 
+import gemini
 from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.plan_settings import MOST_POSITIONS, TraceSettings
-from gemini.jobs.step_files import check_files, progress, say, write_file
+from gemini.jobs.screen import answer, check_files, progress, row
+from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
+from gemini.planning import document
+from gemini.planning.hardware import load_hardware, machine_names
+from gemini.planning.plan import Plan
 from gemini.planning.trace import MemoryTrace, Phase, with_4bit_base
 
 _TOP = 8
@@ -28,7 +34,6 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     assert settings.config is not None
     settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
-    import gemini
     from gemini.jobs.models import find_config, hush, lora_on, only_refusing
     from gemini.tracing.batches import batch_for, model_class_for
     from gemini.train.loading.attention import FLASH, supports_flash
@@ -95,44 +100,57 @@ def _seq_len(config: Any, asked: int | None) -> int:
 
 def trace(settings: TraceSettings, console: Console) -> int:
     """Trace, write and say it; returns the exit code."""
-    out = settings.out
-    check_files(out)
-    with progress() as now:
-        now("tracing the step")
+    check_files(settings.out)
+    with progress("tracing the step"):
         found = take_trace(settings)
-    if out is not None:
-        write_file(out, found.to_json())
-    if settings.json:
-        print(found.to_json())
-        return 0
-    lines = [*str(found).splitlines(), "", *phase_lines(found), "", *module_lines(found)]
-    if out is not None:
-        lines += ["", f"written to {out}; for a plan: gemini plan --trace {out}"]
-    say(console, lines)
+    text = found.to_json()
+    lines = [*str(found).splitlines(), "", *_phases(found), "", *_modules(found)]
+    hint = f"; for a plan: gemini plan --trace {settings.out}"
+    answer(settings, console, json=text, lines=lines, value=text, hint=hint)
     return 0
 
 
-def phase_lines(found: MemoryTrace) -> Iterator[str]:
+def _phases(found: MemoryTrace) -> Iterator[str]:
     """Work by phase: matrix products, memory traffic, operations."""
-    yield f"{'phase':<12}{'moments':>10}{'operations':>12}{'TFLOP':>12}{'read+written':>16}{'peak':>14}"
+    widths = (-12, 10, 12, 12, 16, 14)
+    yield row(widths, "phase", "moments", "operations", "TFLOP", "read+written", "peak")
     for phase in Phase:
         moments = [moment for moment in found.moments if moment.phase is phase]
         if moments:
-            yield (
-                f"{phase.value:<12}{len(moments):>10,}{sum(m.num_ops for m in moments):>12,}"
-                f"{sum(m.flops for m in moments) / 1e12:>12,.4g}"
-                f"{human_bytes(sum(m.touched_bytes for m in moments)):>16}"
-                f"{human_bytes(max(m.peak_bytes for m in moments)):>14}"
+            yield row(
+                widths,
+                phase.value,
+                f"{len(moments):,}",
+                f"{sum(m.num_ops for m in moments):,}",
+                f"{sum(m.flops for m in moments) / 1e12:,.4g}",
+                human_bytes(sum(m.touched_bytes for m in moments)),
+                human_bytes(max(m.peak_bytes for m in moments)),
             )
 
 
-def module_lines(found: MemoryTrace) -> Iterator[str]:
+def _modules(found: MemoryTrace) -> Iterator[str]:
     """Where most bytes beside the params are live: modules by their highest peak."""
     peaks: dict[tuple[str, str], int] = {}
     for moment in found.moments:
         key = (moment.module or "(the model itself)", moment.phase.value)
         peaks[key] = max(peaks.get(key, 0), moment.peak_bytes)
-    yield f"{'most bytes beside params':<48}{'in':<12}{'peak':>14}"
+    widths = (-48, -12, 14)
+    yield row(widths, "most bytes beside params", "in", "peak")
     for (module, phase), peak in sorted(peaks.items(), key=lambda item: -item[1])[:_TOP]:
-        shown = module if len(module) < 47 else f"...{module[-43:]}"
-        yield f"{shown:<48}{phase:<12}{human_bytes(peak):>14}"
+        yield row(widths, module if len(module) < 47 else f"...{module[-43:]}", phase, human_bytes(peak))
+
+
+def simulate(settings: SimulateSettings, console: Console) -> int:
+    """Play, write and say it; returns the exit code."""
+    check_files(settings.out, settings.picture)
+    if settings.machine is None:
+        raise JobError(
+            f"Say whose speeds to play the plan with: --machine NAME ({', '.join(machine_names())}), or --machine FILE "
+            "of `gemini doctor --measure --json FILE`."
+        )
+    plan = document.load(settings.plan, "", Plan.from_json)
+    hardware = load_hardware(settings.machine).with_gpus(settings.gpus or plan.layout.ranks)
+    timeline = gemini.simulate(plan, hardware, schedule=settings.schedule, gpus=settings.gpus)
+    text = timeline.to_json()
+    answer(settings, console, json=text, lines=str(timeline).splitlines(), value=text, timeline=timeline)
+    return 0

@@ -24,30 +24,28 @@ import gemini
 from gemini.errors import counted
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs import checkpoints
-from gemini.jobs.budgets import budget_lines, refusing_in_options, shares
-from gemini.jobs.callbacks import Samples, Shown, Stop
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.interrupt import StopWish
 from gemini.jobs.models import (
     ModelSource,
+    byte_tokenizer,
     checkpoint_activations,
     draw_from,
     fill_model,
     find_model,
     hush,
+    load_tokenizer,
     lora_of,
     outline_model,
     quantize_model,
 )
 from gemini.jobs.options import to_yaml
-from gemini.jobs.planned import OF_A_STEP
-from gemini.jobs.sequences import BYTE_VOCABULARY
+from gemini.jobs.screen import budget_lines, refusing_in_options, shares
 from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
-from gemini.jobs.tokenizers import byte_tokenizer, load_tokenizer
-from gemini.jobs.train_config import make_config, mesh_of, parallelism_of, plan_command
-from gemini.jobs.trainer import POSITION, make_trainer
+from gemini.jobs.text import BYTE_VOCABULARY
+from gemini.jobs.train_config import OF_A_STEP, make_config, mesh_of, parallelism_of, plan_command
+from gemini.jobs.trainer import POSITION, Samples, Shown, Stop, StopWish, make_trainer
 from gemini.memory.devices.device import torch_device_of
 from gemini.ranks import launch
 from gemini.train.loading.attention import Attention
@@ -75,9 +73,7 @@ class TrainRun:
             found = None
             if self.team.is_first:
                 store = settings.nvme_path if settings.durable_every else None
-                found = checkpoints.choose(
-                    settings.resume, settings.out, overwrite=settings.overwrite, store=store
-                )  # fmt: skip
+                found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite, store=store)
             self.data = self._open_data(source)
             self.device = _device(settings.device)
             draw_from(settings.seed)  # adapters
@@ -226,9 +222,14 @@ class TrainRun:
             callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
         with as_job_error(asked="The settings cannot be used together"):
             trainer = make_trainer(
-                settings, self.model, self.data, self._tokenizer, use_cpu=self.device.type == "cpu",
-                parallelism=parallelism_of(settings, self.team.size), callbacks=callbacks,
-            )  # fmt: skip
+                settings,
+                self.model,
+                self.data,
+                self._tokenizer,
+                use_cpu=self.device.type == "cpu",
+                parallelism=parallelism_of(settings, self.team.size),
+                callbacks=callbacks,
+            )
         self._console.print(*trainer.told, sep="\n", end="\n" if trainer.told else "")
         self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
         trainer.position, trainer.measure = self._position, self._shown.measure
@@ -326,8 +327,13 @@ class TrainRun:
 
 _MORE = "more --steps or --epochs go on"
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
-_IDENTITY = {"files": "list of files", "rows": "kind of rows", "seq_len": "sequence length", "seed": "seed",
-             "count": "number of sequences"}  # fmt: skip
+_IDENTITY = {
+    "files": "list of files",
+    "rows": "kind of rows",
+    "seq_len": "sequence length",
+    "seed": "seed",
+    "count": "number of sequences",
+}
 
 
 def _check_tracker(name: str) -> None:

@@ -1,9 +1,12 @@
-"""How the model of a training job is managed: the job's options, or a plan that ``gemini plan`` wrote, as a config."""
+"""How the model of a training job is managed: the job's options, or a plan that ``gemini plan`` wrote, as a config; and
+the step that a plan was made for, as options of ``gemini train``.
+"""
 
 from __future__ import annotations
 
 import copy
 import shlex
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +17,11 @@ from gemini.integrations.parallelism import parallel_of
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import ModelSource
 from gemini.jobs.options import spelled
-from gemini.jobs.planned import check_step
 from gemini.jobs.settings import TrainSettings
 from gemini.memory.devices.device import registered_device
 from gemini.planning import document
-from gemini.planning.rules import rule_named
+from gemini.planning.plan import Plan
+from gemini.planning.rules import name_of, rule_named
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.loading.attention import AUTO
@@ -36,9 +39,13 @@ def make_config(
         JobError: for options that cannot be used together.
         PlanMismatch: for a plan that cannot be read.
     """
-    plan, kind = None, registered_device(settings.device)
+    plan: gemini.Plan | None = None
+    budgets: Mapping[Tier, int] = {}
+    gradients = "accumulate" if settings.accumulate > 1 else "retain"
+    kind = registered_device(settings.device)
     if settings.plan is not None:
         plan = document.load(settings.plan, "--plan", gemini.Plan.from_json)
+        budgets, gradients = plan.problem.budgets, plan.problem.gradients
         notes += check_step(
             plan,
             settings,
@@ -55,14 +62,14 @@ def make_config(
             precision=settings.precision,
             states=settings.states,
             memory=gemini.MemoryBudget(
-                gpu=settings.gpu_memory or _planned(plan, Tier.GPU),
-                cpu=settings.cpu_memory or _planned(plan, Tier.CPU),
-                nvme=settings.nvme_memory or _planned(plan, Tier.NVME),
+                gpu=settings.gpu_memory or budgets.get(Tier.GPU),
+                cpu=settings.cpu_memory or budgets.get(Tier.CPU),
+                nvme=settings.nvme_memory or budgets.get(Tier.NVME),
                 nvme_path=settings.nvme_path,
                 durable=settings.durable_every > 0,
             ),
             placement="auto" if plan is None else plan,
-            gradients=_gradients(settings, plan),
+            gradients=gradients,
             device=str(device) if kind is None else settings.device,
             activations=settings.activations,
             offload_activations=settings.offload_activations,
@@ -70,12 +77,6 @@ def make_config(
             tile_tokens=settings.tile_tokens,
             optimizer=rule_named(settings.optimizer),
         )
-
-
-def _gradients(settings: TrainSettings, plan: gemini.Plan | None) -> str:
-    if plan is not None:
-        return plan.problem.gradients
-    return "accumulate" if settings.accumulate > 1 else "retain"
 
 
 def parallelism_of(settings: TrainSettings, num_processes: int) -> ParallelismConfig | None:
@@ -159,11 +160,73 @@ def plan_command(settings: TrainSettings) -> str:
 
 
 _OF_THE_STEP = (
-    "layers", "batch_size", "accumulate", "precision", "optimizer", "states", "gradient_checkpointing", "tile_tokens",
-    "lora", "load_in_4bit", "offload_activations",
-)  # fmt: skip
+    "layers batch_size accumulate precision optimizer states gradient_checkpointing tile_tokens lora load_in_4bit "
+    "offload_activations"
+).split()
 """Options that ``gemini plan`` has too, with the same meaning and default."""
 
 
-def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:
-    return None if plan is None else plan.problem.budgets.get(tier)
+# ---- the step of a plan ----------------------------------------------------------------------------------------------
+
+OF_A_STEP = ("batch_size seq_len accumulate gradient_checkpointing tile_tokens precision optimizer states").split()
+
+
+def step_of(plan: Plan) -> dict[str, Any]:
+    """The options that describe its step."""
+    trace, rule = plan.trace, plan.problem.rule
+    sizes = trace.batch.get("input_ids", ())
+    found: dict[str, Any] = dict(zip(("batch_size", "seq_len"), sizes, strict=True)) if len(sizes) == 2 else {}
+    return found | {
+        "accumulate": plan.accumulate,
+        "gradient_checkpointing": trace.checkpointing,
+        "tile_tokens": trace.tile_tokens,
+        "precision": plan.problem.precision,
+        "optimizer": name_of(rule),
+        "states": "exact" if rule.exact is None else "compact",
+    }
+
+
+def check_step(plan: Plan, settings: TrainSettings, *, ranks: int, computes: Tier) -> Iterator[str]:
+    """What a job that runs a plan makes otherwise than it was planned, where it may: what is larger was not planned
+    for, and another kind of step has other planes.
+
+    Args:
+        ranks: that divide the model.
+        computes: where forward and backward run.
+
+    Raises:
+        JobError: naming the option, what it is here and what it was for the plan.
+    """
+    made = f"--plan {settings.plan} was made"
+    for name, planned in step_of(plan).items():
+        here = getattr(settings, name)
+        if here == planned or (name, here) == ("tile_tokens", "auto"):
+            continue
+        words = f"{made} {_said(name, planned)}, and this job is {_said(name, here)}"
+        sums = name == "accumulate" and plan.problem.gradients != "retain"
+        if sums or (name in ("batch_size", "seq_len") and here < planned):
+            yield f"{words}: its speed is not the planned one"
+            continue
+        raise JobError(f"{words}. Leave it out here, and it is as in the plan; or make a plan for this step.")
+    if plan.problem.gradients == "transient":
+        raise JobError(f"{made} with --gradients transient, and gemini train keeps them until it has clipped them.")
+    if plan.layout.ranks != ranks:
+        raise JobError(
+            f"{made} for {plan.layout.ranks} processes that divide the model (--gpus), and here there are {ranks}: "
+            "start as many (torchrun --nproc-per-node), or make a plan for these."
+        )
+    if plan.problem.compute is not computes:
+        raise JobError(
+            f"{made} for computing on {plan.problem.compute.value}, and this job computes on {computes.value}: give "
+            "--device, or make a plan for this one (--compute)."
+        )
+    if settings.durable_every and not plan.problem.durable:
+        raise JobError(f"{made} without a durable store: leave --durable-every out, or --plan.")
+    if Tier.NVME in plan.problem.budgets and settings.nvme_path is None:
+        raise JobError(f"--plan {settings.plan} keeps some of the model on NVMe: give --nvme-path, a folder there.")
+
+
+def _said(name: str, value: Any) -> str:
+    if value in (None, True, False) and name in ("tile_tokens", "gradient_checkpointing"):
+        return f"{'with' if value else 'without'} {spelled(name)}"
+    return f"with {spelled(name)} {value}"

@@ -3,7 +3,7 @@
 from gemini.pictures.board import memory_picture as memory_picture
 from gemini.pictures.board import tracks_picture as tracks_picture
 from gemini.pictures.files import draw as draw
-from gemini.pictures.page import page as page
-from gemini.pictures.perfetto import perfetto as perfetto
+from gemini.pictures.files import page as page
+from gemini.pictures.files import perfetto as perfetto
 
 __all__ = ["draw", "tracks_picture", "memory_picture", "page", "perfetto"]

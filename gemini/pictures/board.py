@@ -8,32 +8,18 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini.errors import human_bytes
 from gemini.pictures import series
-from gemini.planning.timeline import Timeline, Track
+from gemini.planning.timeline import Timeline, Track, human_seconds
 from gemini.tiers import Tier
 
-INK, FAINT, WAITING = "#101114", "#8a8d94", "#d9d9d9"
-"""Text, thin lines, and computing that waits; a page replaces them by its own."""
+INK, FAINT = "#101114", "#8a8d94"
+"""Text, and thin lines."""
 
-# Okabe and Ito's colours for what is held, Paul Tol's "bright" ones for what is done: people with any kind of colour
-# vision tell them apart.
-_BLUE, _SKY, _GREEN, _ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-_YELLOW, _RED, _PINK = "#F0E442", "#D55E00", "#CC79A7"
-HOLDER_COLOURS = {
-    "weights": _BLUE, "residual": _GREEN, "exp_avg": _ORANGE, "exp_avg_sq": _YELLOW, "grad": _RED, "windows": _SKY,
-    "pool": "#B8DDF2", "gradients in flight": "#A0522D", "activations": _PINK, "buffers": "#6A3D9A",
-    "staging": "#8C8C8C", "exchange": "#5A5A5A",
-}  # fmt: skip
-ACTIVITY_COLOURS = {
-    "forward": "#4477AA", "recompute": "#99BBDD", "backward": "#AA3377", "other computing": "#8C8C8C",
-    "waiting": WAITING, "fetch weights": "#228833", "gradients": "#EE6677", "update": "#CCBB44",
-    "activations": "#66CCEE", "all-gather": "#44AA99", "reduce-scatter": "#997700", "other moves": "#5A5A5A",
-}  # fmt: skip
 _SPARE = ("#332288", "#117733", "#DDCC77", "#AA4499", "#44AA99", "#661100")
 _TIER_NAMES = {Tier.GPU: "GPU memory", Tier.CPU: "Host memory", Tier.NVME: "NVMe"}
 
@@ -42,11 +28,9 @@ _HEAD, _PANEL, _STRIP, _ROW, _GAP, _AXIS = 0.75, 1.55, 0.66, 0.36, 0.42, 0.5
 _ENTRY = 1.45
 
 
-@dataclass
-class Panel:
-    """Where an axes of the board is, in inches from the top left."""
+class Box(NamedTuple):
+    """Where a column of the board is, in inches from the top left."""
 
-    column: int
     left: float
     top: float
     width: float
@@ -55,13 +39,11 @@ class Panel:
 
 @dataclass
 class Board:
-    """A figure, its size, and the box of each column in which time runs (for a page's pointer)."""
+    """A figure and its size in inches."""
 
     figure: Any
     width: float
     height: float
-    ends: list[float]
-    boxes: list[Panel] = field(default_factory=list)
 
 
 def memory_picture(timeline: Timeline, other: Timeline | None = None, *, path: str | Path) -> Path:
@@ -97,13 +79,13 @@ def picture(
     return render(board(timelines, memory=memory, tracks=tracks), suffix)
 
 
-def render(made: Board, suffix: str, *, transparent: bool = False) -> bytes:
+def render(made: Board, suffix: str) -> bytes:
     """A board as a file; the same bytes for the same timelines."""
     matplotlib = _matplotlib()
     out = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "gemini", "svg.fonttype": "none"}):
         metadata = {"Date": None, "Creator": None} if suffix == "svg" else {"Software": None}
-        made.figure.savefig(out, format=suffix, dpi=110, metadata=metadata, transparent=transparent)
+        made.figure.savefig(out, format=suffix, dpi=110, metadata=metadata)
     if suffix == "png":
         return out.getvalue()
     # A hundredth of a point is enough, and half the bytes.
@@ -126,11 +108,10 @@ def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True
     legend = sum(0.3 + 0.2 * -(-len(entries) // _per_row(width)) for _, entries, _ in names)
     height = _HEAD + rows + _AXIS + legend + 0.1
     figure = Figure(figsize=(width, height), facecolor="white")
-    made = Board(figure, width, height, ends)
+    made = Board(figure, width, height)
     for column, timeline in enumerate(timelines):
-        left = _LEFT + column * (_LEFT + _WIDTH + _RIGHT)
-        _column(made, timelines, timeline, Panel(column, left, _HEAD, _WIDTH, rows), tiers, shown)
-        made.boxes.append(Panel(column, left, _HEAD, _WIDTH, rows))
+        box = Box(_LEFT + column * (_LEFT + _WIDTH + _RIGHT), _HEAD, _WIDTH, rows)
+        _column(made, timelines, timeline, box, ends[column], tiers, shown)
     top = _HEAD + rows + _AXIS
     for title, entries, colours in names:
         lines = -(-len(entries) // _per_row(width))
@@ -141,7 +122,7 @@ def board(timelines: list[Timeline], *, memory: bool = True, tracks: bool = True
 
 def colour_of(holder: str) -> str:
     """A holder's colour; those that nobody foresaw get spare ones."""
-    return HOLDER_COLOURS.get(holder) or _SPARE[sum(map(ord, holder)) % len(_SPARE)]
+    return series.HOLDERS.get(holder) or _SPARE[sum(map(ord, holder)) % len(_SPARE)]
 
 
 def _matplotlib() -> Any:
@@ -168,9 +149,14 @@ def _axes(made: Board, left: float, top: float, width: float, height: float) -> 
 
 
 def _column(
-    made: Board, timelines: list[Timeline], timeline: Timeline, box: Panel, tiers: list[Tier], tracks: list[Track]
+    made: Board,
+    timelines: list[Timeline],
+    timeline: Timeline,
+    box: Box,
+    end: float,
+    tiers: list[Tier],
+    tracks: list[Track],
 ) -> None:
-    end = made.ends[box.column]
     _heading(made, timeline, box)
     _phases(made, timeline, box, end)
     top, last = box.top, None
@@ -190,11 +176,11 @@ def _column(
         _time(last, end)
 
 
-def _heading(made: Board, timeline: Timeline, box: Panel) -> None:
-    parts = [f"step {series.human_seconds(timeline.step_seconds)}"]
+def _heading(made: Board, timeline: Timeline, box: Box) -> None:
+    parts = [f"step {human_seconds(timeline.step_seconds)}"]
     if timeline.tokens and timeline.step_seconds:
-        parts.append(f"{timeline.tokens_per_second:,.4g} tokens/s" if timeline.tokens_per_second < 1000
-                    else f"{timeline.tokens_per_second:,.0f} tokens/s")  # fmt: skip
+        rate = timeline.tokens_per_second
+        parts.append(f"{rate:,.4g} tokens/s" if rate < 1000 else f"{rate:,.0f} tokens/s")
     if timeline.flops and timeline.step_seconds:
         parts.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
     if timeline.spans:
@@ -206,7 +192,7 @@ def _heading(made: Board, timeline: Timeline, box: Panel) -> None:
     made.figure.text(x, 1 - 0.44 / made.height, ", ".join(parts), fontsize=9.5, color=INK, va="baseline")
 
 
-def _phases(made: Board, timeline: Timeline, box: Panel, end: float) -> None:
+def _phases(made: Board, timeline: Timeline, box: Box, end: float) -> None:
     """Shading behind everything; a name where there is room for it."""
     axes = _axes(made, box.left, box.top, box.width, box.height)
     axes.set(xlim=(0, end), ylim=(0, 1), xticks=[], yticks=[], zorder=-1)
@@ -231,14 +217,9 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     top = max(most, *[b for b in budgets if b <= 2 * most], 1)
     unit, unit_name = series.byte_unit(top)
     shown = series.stack(timeline, tier)
-    below = [0.0] * len(shown.samples)
-    for holder in series.holders(timelines, tier):
-        above = [b + v / unit for b, v in zip(below, shown.values(tier, holder), strict=True)]
-        if above != below:
-            low_x, low = series.steps(shown.edges, below)
-            high_x, high = series.steps(shown.edges, above)
-            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=colour_of(holder), linewidth=0)
-        below = above
+    held = [sample.held.get(tier, {}) for sample in shown.samples]
+    names = series.holders(timelines, tier)
+    _pile(axes, shown.edges, [(colour_of(name), [sample.get(name, 0) / unit for sample in held]) for name in names])
     axes.set(xlim=(0, end), ylim=(0, top * 1.06 / unit), xticks=[])
     axes.locator_params(axis="y", nbins=4)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
@@ -250,16 +231,15 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
         caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-            axes.annotate("budget", (1, budget / unit), xycoords=("axes fraction", "data"), xytext=(3, 0),
-                          textcoords="offset points", fontsize=8.5, color=INK, va="center")  # fmt: skip
+            _beside(axes, "budget", budget / unit, coords="data", points=3)
     axes.text(0, 1.03, caption, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
 
 
 def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
     """What comes into a tier (up), what leaves it (down), and when gathered weights were evicted (ticks)."""
     into, out = series.across(timeline, tier, end)
-    _fill(axes, into, 1.0)
-    _fill(axes, out, -1.0)
+    _shares(axes, into)
+    _shares(axes, out, downwards=True)
     let_go = series.evictions(timeline, tier)
     bottom = -1.1
     labels = [(0.55, "in"), (-0.55, "out")]
@@ -275,28 +255,55 @@ def _strip(axes: Any, timeline: Timeline, tier: Tier, end: float) -> None:
 
 
 def _track(axes: Any, timeline: Timeline, track: Track, end: float, *, is_first: bool) -> None:
-    _fill(axes, series.in_track(timeline, track, end), 1.0)
+    _shares(axes, series.in_track(timeline, track, end))
     axes.set(xlim=(0, end), ylim=(0, 1.15), xticks=[])
     axes.set_yticks([0.5], [track.value])
     axes.tick_params(axis="y", length=0, labelsize=8.5)
     share = timeline.busy.get(track, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
     if is_first:
-        axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(4, 1), textcoords="offset points",
-                      fontsize=7.5, color=INK)  # fmt: skip
-    axes.annotate(f"{share:.0%}", (1, 0.5), xycoords="axes fraction", xytext=(4, 0), textcoords="offset points",
-                  fontsize=8.5, color=INK, va="center")  # fmt: skip
+        _beside(axes, "busy", 1, size=7.5, align="baseline")
+    _beside(axes, f"{share:.0%}", 0.5)
 
 
-def _fill(axes: Any, busy: series.Busy, up: float) -> None:
-    """Shares on top of each other, upwards or downwards."""
-    edges = busy.edges
+def _beside(
+    axes: Any,
+    words: str,
+    y: float,
+    *,
+    coords: str = "axes fraction",
+    points: float = 4,
+    size: float = 8.5,
+    align: str = "center",
+) -> None:
+    """Words at the right end of a panel, so many points away from it."""
+    axes.annotate(
+        words,
+        (1, y),
+        xycoords=("axes fraction", coords),
+        xytext=(points, 0 if align == "center" else 1),
+        textcoords="offset points",
+        fontsize=size,
+        color=INK,
+        va=align,
+    )
+
+
+def _shares(axes: Any, busy: series.Busy, *, downwards: bool = False) -> None:
+    """Shares of time by activity, upwards or downwards."""
+    up = -1.0 if downwards else 1.0
+    layers = [(series.ACTIVITIES[name], [up * share for share in shares]) for name, shares in busy.shares.items()]
+    _pile(axes, busy.edges, layers)
+
+
+def _pile(axes: Any, edges: list[float], layers: list[tuple[str, list[float]]]) -> None:
+    """Step functions on top of each other, each in its colour."""
     below = [0.0] * (len(edges) - 1)
-    for name, values in busy.shares.items():
-        above = [min(1.0, round(b + v, 3)) for b, v in zip(below, values, strict=True)]
+    for colour, values in layers:
+        above = [round(b + v, 4) for b, v in zip(below, values, strict=True)]
         if above != below:
-            low_x, low = series.steps(edges, [up * b for b in below])
-            high_x, high = series.steps(edges, [up * a for a in above])
-            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=ACTIVITY_COLOURS[name], linewidth=0)
+            low_x, low = series.steps(edges, below)
+            high_x, high = series.steps(edges, above)
+            axes.fill([*low_x, *reversed(high_x)], [*low, *reversed(high)], color=colour, linewidth=0)
         below = above
 
 
@@ -322,7 +329,7 @@ def _legends(timelines: list[Timeline], tiers: list[Tier], tracks: list[Track]) 
     if tracks:
         done.add("waiting")
     if done:
-        found.append(("what tracks do", [name for name in series.ACTIVITIES if name in done], ACTIVITY_COLOURS))
+        found.append(("what tracks do", [name for name in series.ACTIVITIES if name in done], series.ACTIVITIES))
     return found
 
 

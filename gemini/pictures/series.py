@@ -17,17 +17,39 @@ from gemini.tiers import Tier
 COLUMNS = 480
 """How finely time is divided."""
 
-HOLDERS = (
-    "weights", "residual", "exp_avg", "exp_avg_sq", "grad", "windows", "pool", "gradients in flight", "activations",
-    "buffers", "staging", "exchange",
-)  # fmt: skip
-"""From the bottom of a stack to its top: what stays, then what comes and goes."""
+# Okabe and Ito's colours for what is held, Paul Tol's "bright" ones for what is done: people with any kind of colour
+# vision tell them apart.
+HOLDERS = {
+    "weights": "#0072B2",
+    "residual": "#009E73",
+    "exp_avg": "#E69F00",
+    "exp_avg_sq": "#F0E442",
+    "grad": "#D55E00",
+    "windows": "#56B4E9",
+    "pool": "#B8DDF2",
+    "gradients in flight": "#A0522D",
+    "activations": "#CC79A7",
+    "buffers": "#6A3D9A",
+    "staging": "#8C8C8C",
+    "exchange": "#5A5A5A",
+}
+"""From the bottom of a stack to its top, what stays and then what comes and goes; with their colours."""
 
-ACTIVITIES = (
-    "forward", "recompute", "backward", "other computing", "waiting", "fetch weights", "gradients", "update",
-    "activations", "all-gather", "reduce-scatter", "other moves",
-)  # fmt: skip
-"""What tracks do, in the order of legends. "waiting" is what is left of computing."""
+ACTIVITIES = {
+    "forward": "#4477AA",
+    "recompute": "#99BBDD",
+    "backward": "#AA3377",
+    "other computing": "#8C8C8C",
+    "waiting": "#d9d9d9",
+    "fetch weights": "#228833",
+    "gradients": "#EE6677",
+    "update": "#CCBB44",
+    "activations": "#66CCEE",
+    "all-gather": "#44AA99",
+    "reduce-scatter": "#997700",
+    "other moves": "#5A5A5A",
+}
+"""What tracks do, in the order of legends, with their colours. "waiting" is what is left of computing."""
 
 _INTO = {Track.H2D: Tier.GPU, Track.D2H: Tier.CPU, Track.NVME_READ: Tier.CPU, Track.NVME_WRITE: Tier.NVME}
 _FROM = {Track.H2D: Tier.CPU, Track.D2H: Tier.GPU, Track.NVME_READ: Tier.NVME, Track.NVME_WRITE: Tier.CPU}
@@ -42,13 +64,10 @@ class Stretch(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Bytes by holder between ``edges`` (one more than values); ``samples`` is what each column shows."""
+    """What is held between ``edges``, of which there is one more than ``samples``."""
 
     edges: list[float]
     samples: list[Sample]
-
-    def values(self, tier: Tier, holder: str) -> list[int]:
-        return [sample.held.get(tier, {}).get(holder, 0) for sample in self.samples]
 
 
 def activity_of(span: Span) -> str:
@@ -57,8 +76,11 @@ def activity_of(span: Span) -> str:
         word = span.name.split(" ")[0]
         return word if word in ("forward", "recompute", "backward") else "other computing"
     for words, activity in (
-        ("activation", "activations"), ("fetch", "fetch weights"), ("gradient", "gradients"), ("update", "update"),
-    ):  # fmt: skip
+        ("activation", "activations"),
+        ("fetch", "fetch weights"),
+        ("gradient", "gradients"),
+        ("update", "update"),
+    ):
         if words in span.name:
             return activity
     fallback = {Track.UPDATE: "update", Track.GATHER: "all-gather", Track.REDUCE: "reduce-scatter"}
@@ -84,17 +106,12 @@ def phases(timeline: Timeline) -> list[Stretch]:
     return found
 
 
-def stack(timeline: Timeline, tier: Tier | None = None, columns: int = COLUMNS) -> Stack:
-    """What is held over the step; of more samples than columns the fullest (in ``tier``) of each column."""
+def stack(timeline: Timeline, tier: Tier, columns: int = COLUMNS) -> Stack:
+    """What is held in ``tier`` over the step; of more samples than columns the fullest of each column."""
     end = timeline.step_seconds
     samples = [sample for sample in timeline.samples if sample.seconds < end or sample is timeline.samples[0]]
     if len(samples) <= columns:
         return Stack([*(sample.seconds for sample in samples), end], samples)
-
-    def fullness(sample: Sample) -> int:
-        tiers = Tier if tier is None else (tier,)
-        return sum(sample.total(t) for t in tiers)
-
     edges = [end * column / columns for column in range(columns + 1)]
     chosen: list[Sample] = []
     current, position = samples[0], 0
@@ -102,7 +119,7 @@ def stack(timeline: Timeline, tier: Tier | None = None, columns: int = COLUMNS) 
         fullest = current
         while position < len(samples) and samples[position].seconds < edges[column + 1]:
             current = samples[position]
-            if fullness(current) > fullness(fullest) or current.seconds <= edges[column]:
+            if current.total(tier) > fullest.total(tier) or current.seconds <= edges[column]:
                 fullest = current
             position += 1
         chosen.append(fullest)
@@ -120,7 +137,7 @@ def holders(timelines: Iterable[Timeline], tier: Tier | None = None) -> list[str
         for holder, num_bytes in held.items()
         if num_bytes
     }
-    return [h for h in HOLDERS if h in seen] + sorted(seen.difference(HOLDERS))
+    return [h for h in HOLDERS if h in seen] + sorted(seen - HOLDERS.keys())
 
 
 class Busy(NamedTuple):
@@ -206,17 +223,6 @@ def steps(edges: Sequence[float], values: Sequence[float]) -> tuple[list[float],
     xs.append(edges[-1])
     ys.append(values[-1] if values else 0.0)
     return xs, ys
-
-
-def human_seconds(seconds: float) -> str:
-    """Seconds as a person would say them: ``human_seconds(0.00152) == "1.52 ms"``."""
-    if seconds >= 120:
-        return f"{seconds / 60:,.3g} min"
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if seconds >= factor:
-            value = seconds / factor
-            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns" if seconds else "0 s"
 
 
 def time_unit(end: float) -> tuple[float, str]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+
+from tests.cli.commands import Command
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "planning"))  # the traces that are made by arithmetic
 
@@ -29,14 +29,9 @@ def terminal_of_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def gemini_command() -> Callable[..., Any]:
-    """``gemini_command("train", "--steps", 3)`` runs it in this process; ``.exit_code``, ``.stdout``, ``.stderr``."""
-    from gemini.cli import app
-
-    def call(*words: object) -> Any:
-        return CliRunner().invoke(app, [str(word) for word in words])
-
-    return call
+def gemini_command() -> Command:
+    """``gemini_command("train", "--steps", 3)`` runs it in this process."""
+    return Command()
 
 
 @pytest.fixture

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.refusals import refused
-
-Gemini = Callable[..., Any]
+from tests.cli.commands import Command, refused
 
 
 def test_importing_the_command_line_is_quick() -> None:
@@ -21,35 +18,9 @@ def test_importing_the_command_line_is_quick() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ([], "one of --model (a config.json or a model folder) and --preset"),
-        (["--preset", "gpt2-small", "--model", "x"], "one of --model"),
-        (["--preset", "gpt2-small", "--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--preset", "gpt2-small", "--seq-len", "1"], "--seq-len must be at least 2"),
-        (["--preset", "gpt2-small", "--lr", "-1"], "--lr must be a finite number and not negative"),
-        (["--preset", "gpt2-small", "--lr", "nan"], "--lr must be a finite number"),
-        (["--preset", "gpt2-small", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32, got 'int8'"),
-        (["--preset", "gpt2-small", "--schedule", "step"], "--schedule must be one of cosine, linear, constant"),
-        (["--preset", "gpt2-small", "--cpu-memory", "5 parsecs"], "--cpu-memory 5 parsecs: size: unknown unit"),
-        (["--preset", "gpt2-small", "--cpu-memory", "-1GiB"], "--cpu-memory -1GiB: size must not be negative"),
-        (["--preset", "gpt2-small", "--nvme-memory", "1GiB"], "--nvme-memory 1GiB needs --nvme-path"),
-        (["--preset", "gpt2-small", "--offload-activations", "cpu"], "moves what --gradient-checkpointing keeps"),
-        (["--preset", "gpt2-small", "--offload-activations", "disk"], "must be cpu or nvme, got 'disk'"),
-        (
-            ["--preset", "gpt2-small", "--gradient-checkpointing", "--offload-activations", "nvme"],
-            "--offload-activations nvme needs --nvme-path",
-        ),
-    ],
-)
-def test_options_that_cannot_be(gemini_command: Gemini, options: list[str], says: str) -> None:
-    refused(gemini_command("train", "--data", "x", *options), says)
-
-
 @pytest.mark.parametrize("options", [["--preset", "gpt2-small", "--steps", "0"], ["--stepz", "3"], ["--steps", "few"]])
 def test_of_several_processes_one_says_what_is_wrong(
-    gemini_command: Gemini, monkeypatch: pytest.MonkeyPatch, options: list[str]
+    gemini_command: Command, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -61,7 +32,7 @@ def test_of_several_processes_one_says_what_is_wrong(
         assert bool(result.stderr) == (rank == "0"), result.stderr
 
 
-def test_unknown_preset_and_device(gemini_command: Gemini, tmp_path: Path, text: Path, tiny_config: Path) -> None:
+def test_unknown_preset_and_device(gemini_command: Command, tmp_path: Path, text: Path, tiny_config: Path) -> None:
     out = ["--out", tmp_path / "out", "--data", text]
     refused(gemini_command("train", "--preset", "gpt5", *out), "--preset gpt5: there is no such preset", "gpt2-small")
     refused(
@@ -86,7 +57,7 @@ def test_unknown_preset_and_device(gemini_command: Gemini, tmp_path: Path, text:
     ],
 )
 def test_a_config_file_that_is_not_one(
-    gemini_command: Gemini, tmp_path: Path, text: Path, content: str, says: str
+    gemini_command: Command, tmp_path: Path, text: Path, content: str, says: str
 ) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("latin-1"))
@@ -94,7 +65,7 @@ def test_a_config_file_that_is_not_one(
 
 
 def test_model_paths_without_a_model(
-    gemini_command: Gemini, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
+    gemini_command: Command, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
 ) -> None:
     def train(model: Path, *more: object):
         return gemini_command("train", "--model", model, "--data", text, "--out", tmp_path / "out", *more)
@@ -115,7 +86,7 @@ def test_model_paths_without_a_model(
 
 
 def test_a_vocabulary_or_window_that_does_not_fit(
-    gemini_command: Gemini, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
+    gemini_command: Command, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_values | {"vocab_size": 100}))
@@ -127,7 +98,7 @@ def test_a_vocabulary_or_window_that_does_not_fit(
     )
 
 
-def test_rows_that_are_none(gemini_command: Gemini, tmp_path: Path, tiny_values: dict[str, Any]) -> None:
+def test_rows_that_are_none(gemini_command: Command, tmp_path: Path, tiny_values: dict[str, Any]) -> None:
     (tmp_path / "rows.jsonl").touch()
     (tmp_path / "config.json").write_text(json.dumps(tiny_values))
     command = (
@@ -145,7 +116,7 @@ def test_rows_that_are_none(gemini_command: Gemini, tmp_path: Path, tiny_values:
 # ---- text -----------------------------------------------------------------------------------------------------------
 
 
-def test_text_that_is_missing_empty_or_short(gemini_command: Gemini, tmp_path: Path, tiny_config: Path) -> None:
+def test_text_that_is_missing_empty_or_short(gemini_command: Command, tmp_path: Path, tiny_config: Path) -> None:
     def train(*data: object):
         return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--out", tmp_path / "out", *data)
 
@@ -164,7 +135,7 @@ def test_text_that_is_missing_empty_or_short(gemini_command: Gemini, tmp_path: P
 
 
 def test_an_out_folder_that_cannot_be_or_is_taken(
-    gemini_command: Gemini, tmp_path: Path, tiny_config: Path, text: Path
+    gemini_command: Command, tmp_path: Path, tiny_config: Path, text: Path
 ) -> None:
     def train(out: Path, *more: object):
         return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--data", text, "--out", out, *more)

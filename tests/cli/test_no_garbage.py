@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import transformers
 
-from gemini.jobs.file_kinds import not_text
+from gemini.jobs.text import not_text
+from tests.cli.commands import Command, refused
 
 STEP = ("--seq-len", 8, "--steps", 1, "--device", "cpu", "--cpu-memory", "256MiB", "--log-every", 1)
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path, tiny_values: dict[str, Any]) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def train(gemini_command: Callable[..., Any], text: Path, tmp_path: Path) -> Callable[..., Any]:
+def train(gemini_command: Command, text: Path, tmp_path: Path) -> Callable[..., Any]:
     def call(model: Path, *more: object, data: Path = text) -> Any:
         return gemini_command("train", "--model", model, "--data", data, *STEP, "--out", tmp_path / "out", *more)
 
@@ -46,13 +47,6 @@ def byte_pairs(path: Path) -> None:
     vocab = {name: number for number, name in enumerate([*names, "th", "<|endoftext|>"])}
     (path / "vocab.json").write_text(json.dumps(vocab))
     (path / "merges.txt").write_text("#version: 0.2\nt h\n")
-
-
-def refused(result: Any, *words: str) -> None:
-    said = " ".join(result.stderr.split())
-    assert result.exit_code == 2 and "Traceback" not in said, (result.output, result.exception)
-    for word in words:
-        assert word in said, said
 
 
 def test_a_pretrained_model_without_a_tokenizer(folder: Any, train: Any, text: Path) -> None:

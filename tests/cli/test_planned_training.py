@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ from gemini.jobs.train import TrainRun
 from gemini.planning.trace import Source
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
+from tests.cli.commands import Command
 from tests.world import world_of
 
 
 @pytest.fixture
-def planned(tmp_path: Path, tiny_config: Path, gemini_command: Callable[..., Any]) -> Path:
+def planned(tmp_path: Path, tiny_config: Path, gemini_command: Command) -> Path:
     path = tmp_path / "plan.json"
     made = gemini_command("plan", tiny_config, "--cpu", "1MiB", "--nvme", "1MiB", "--compute", "cpu", "--batch-size", 2,
                           "--seq-len", 16, "--out", path)  # fmt: skip
@@ -44,7 +44,7 @@ def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: 
 
 
 def test_a_plan_for_another_step_is_refused(
-    planned: Path, tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Callable[..., Any]
+    planned: Path, tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Command
 ) -> None:
     def refuse(*words: object) -> str:
         result = gemini_command("train", "--model", tiny_config, "--data", text, "--out", tmp_path / "out", "--plan",
@@ -69,25 +69,22 @@ def test_a_plan_for_another_step_is_refused(
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_step_of_a_plan_is_the_default(
-    tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Callable[..., Any], accumulate: int
+    tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Command, accumulate: int
 ) -> None:
     """What is not said is the plan's, whatever the defaults are; what is said and smaller is told. The run repeats."""
     path, out = tmp_path / "plan.json", tmp_path / "out"
     step = ["--batch-size", 4, "--seq-len", 32, "--accumulate", accumulate, "--gradient-checkpointing"]
-    made = gemini_command("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step, "--out", path)
-    assert made.exit_code == 0, made.stderr
+    gemini_command.ok("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step, "--out", path)
     base = ["--model", tiny_config, "--data", text, "--plan", path, "--steps", 1, "--device", "cpu"]
-    result = gemini_command("train", *base, "--out", out)
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = gemini_command.ok("train", *base, "--out", out)
     told = [line for line in result.stdout.splitlines() if line.startswith("--plan")]
     assert not told and "sequences of 32" in result.stdout
     written = yaml.safe_load((out / "gemini.yaml").read_text())
     assert written["batch-size"] == 4 and written["accumulate"] == accumulate and written["gradient-checkpointing"]
-    less = gemini_command("train", *base, "--out", tmp_path / "less", "--batch-size", 1)
-    assert less.exit_code == 0, (less.output, less.exception)
+    less = gemini_command.ok("train", *base, "--out", tmp_path / "less", "--batch-size", 1)
     assert f"--plan {path} was made with --batch-size 4, and this job is with --batch-size 1: its speed" in less.stdout
-    again = gemini_command("train", "--config", tmp_path / "less" / "gemini.yaml", "--out", tmp_path / "again")
-    assert again.exit_code == 0 and "this job is with --batch-size 1" in again.stdout, "1 is the usual default, too"
+    again = gemini_command.ok("train", "--config", tmp_path / "less" / "gemini.yaml", "--out", tmp_path / "again")
+    assert "this job is with --batch-size 1" in again.stdout, "1 is the usual default, too"
 
 
 def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from gemini.jobs.data import JobData, open_data
 from gemini.jobs.errors import JobError
-from gemini.jobs.sequences import BYTE_BOUNDARY, TextSequences
+from gemini.jobs.models import byte_tokenizer
 from gemini.jobs.settings import TrainSettings
-from gemini.jobs.text_files import find_text_files, fingerprint
-from gemini.jobs.tokenizers import byte_tokenizer
+from gemini.jobs.text import BYTE_BOUNDARY, TextSequences, find_text_files, fingerprint
 
 
 def write(root: Path, files: dict[str, bytes]) -> Path:

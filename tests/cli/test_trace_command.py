@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import gemini
 from gemini.planning.trace import Phase
-from tests.cli.refusals import refused
+from tests.cli.commands import Command, refused
 
-Gemini = Callable[..., Any]
 LLAMA2_70B = Path(__file__).parent / "configs" / "llama2_70b.json"
 
 
 def test_a_trace_is_said_in_a_table_and_written_as_it_is(
-    gemini_command: Gemini, tiny_config: Path, tmp_path: Path
+    gemini_command: Command, tiny_config: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "trace.json"
-    result = gemini_command("trace", tiny_config, "--batch-size", 3, "--gradient-checkpointing", "--out", out)
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = gemini_command.ok("trace", tiny_config, "--batch-size", 3, "--gradient-checkpointing", "--out", out)
     found = gemini.MemoryTrace.from_json(out.read_text())
     said = " ".join(result.stdout.split())
     assert " ".join(str(found).split()) in said and f"gemini plan --trace {out}" in said
@@ -38,7 +34,7 @@ def test_a_trace_is_said_in_a_table_and_written_as_it_is(
     assert all(len(line) <= 80 for line in result.stdout.split("phase ")[1].split("written to")[0].splitlines())
 
 
-def test_json_is_the_trace_and_nothing_else(gemini_command: Gemini, tiny_config: Path) -> None:
+def test_json_is_the_trace_and_nothing_else(gemini_command: Command, tiny_config: Path) -> None:
     options = ["--seq-len", 16, "--precision", "fp32", "--target", "cpu", "--layers", 1]
     options += ["--attn-implementation", "eager"]
     result = gemini_command("trace", tiny_config, *options, "--json")
@@ -51,23 +47,22 @@ def test_json_is_the_trace_and_nothing_else(gemini_command: Gemini, tiny_config:
     assert sum(m.num_ops for m in found.moments) > sum(m.num_ops for m in fused.moments)
 
 
-def test_an_encoder_and_decoder_is_traced_and_planned(gemini_command: Gemini, tmp_path: Path) -> None:
+def test_an_encoder_and_decoder_is_traced_and_planned(gemini_command: Command, tmp_path: Path) -> None:
     config = tmp_path / "t5.json"
     values = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
     values |= {"decoder_start_token_id": 0, "pad_token_id": 0}
     config.write_text(json.dumps({"model_type": "t5", **values}))
-    result = gemini_command("plan", config, "--seq-len", 16, "--cpu", "64MiB", "--json")
-    assert result.exit_code == 0, (result.output, result.exception)
+    result = gemini_command.ok("plan", config, "--seq-len", 16, "--cpu", "64MiB", "--json")
     said = json.loads(result.stdout)
     assert said["model"] == "T5ForConditionalGeneration" and said["compute"] == "cpu"
 
 
-def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Gemini, tiny_config: Path, tmp_path: Path) -> None:
+def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Command, tiny_config: Path, tmp_path: Path) -> None:
     """The same answer, but for checkpointing, which a trace alone says nothing of."""
     sizes, out = ("--gpu", "4MiB", "--cpu", "64MiB"), tmp_path / "trace.json"
-    assert gemini_command("trace", tiny_config, "--out", out).exit_code == 0
-    by_config = json.loads(gemini_command("plan", tiny_config, *sizes, "--json").stdout)
-    by_trace = json.loads(gemini_command("plan", tiny_config, "--trace", out, *sizes, "--json").stdout)
+    gemini_command.ok("trace", tiny_config, "--out", out)
+    by_config = gemini_command.told("plan", tiny_config, *sizes)
+    by_trace = gemini_command.told("plan", tiny_config, "--trace", out, *sizes)
     assert by_config["activations"].pop("checkpointed_peak_bytes") > 0
     assert by_trace["activations"].pop("checkpointed_peak_bytes") is None
     assert {**by_config, "changes": []} == {**by_trace, "changes": []}
@@ -75,52 +70,24 @@ def test_a_plan_from_a_config_is_that_of_its_trace(gemini_command: Gemini, tiny_
     refused(cut, f"--trace {out} is of another model", "'transformer.h.1.")
 
 
-def test_a_micro_batch_is_chosen_that_fits(gemini_command: Gemini, tiny_config: Path) -> None:
+def test_a_micro_batch_is_chosen_that_fits(gemini_command: Command, tiny_config: Path) -> None:
     """The largest of those that divide the sequences of a step: where eight at once are a little too much, four."""
     sizes = ("--cpu", "64MiB", "--gradients", "accumulate", "--json")
     eight = ("plan", tiny_config, "--batch-size", 8, "--accumulate", 2, *sizes)
-    needed = re.search(r"at least (\d+) MiB", json.loads(gemini_command(*eight, "--gpu", "1MiB").stdout)["refusal"])
+    needed = re.search(r"at least (\d+) MiB", gemini_command.told(*eight, "--gpu", "1MiB")["refusal"])
     assert needed
     gpu = ("--gpu", f"{int(needed[1]) - 1}MiB")
     refusal = gemini_command(*eight, *gpu)
     assert refusal.exit_code == 2 and "--micro-batch auto" in json.loads(refusal.stdout)["changes"][-1]
-    said = json.loads(gemini_command(*eight, *gpu, "--micro-batch", "auto").stdout)
+    said = gemini_command.told(*eight, *gpu, "--micro-batch", "auto")
     assert said["fits"] and said["batch"]["input_ids"] == [4, 32] and said["accumulate"] == 4
     assert said["tokens"] == 16 * 32 and said["gradients"] == "accumulate"
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["absent.json"], "absent.json: there is no such file or folder"),
-        (["tiny.json", "--seq-len", "64"], "--seq-len 64 is more than the model's 32 positions"),
-        (["tiny.json", "--layers", "0"], "--layers must be at least 1"),
-        (["tiny.json", "--precision", "int8"], "--precision must be one of bf16, fp16, fp32"),
-        (["tiny.json", "--target", "tpu"], "--target must be one of cpu, cuda"),
-        (["tiny.json", "--out", "absent/trace.json"], "--out absent/trace.json cannot be written"),
-        (["tiny.json", "--out", "."], "--out . is a folder: give the name of a file"),
-        (["odd.json"], "config odd.json cannot be traced"),
-        (["text.txt"], "is not a valid JSON file"),
-    ],
-)
-def test_what_cannot_be_traced(
-    gemini_command: Gemini,
-    tiny_config: Path,
-    tiny_values: dict[str, Any],
-    text: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    options: list[str],
-    says: str,
-) -> None:
-    monkeypatch.chdir(tiny_config.parent)
-    Path("odd.json").write_text(json.dumps({**tiny_values, "n_head": 3}))
-    refused(gemini_command("trace", *options), says)
-
-
 @pytest.mark.slow
-def test_the_largest_llama_2_is_planned_on_a_workstation(gemini_command: Gemini) -> None:
+def test_the_largest_llama_2_is_planned_on_a_workstation(gemini_command: Command) -> None:
     sizes = ("--gpu", "24GiB", "--cpu", "64GiB", "--nvme", "1TB", "--machine", "rtx4090")
-    said = json.loads(gemini_command("plan", LLAMA2_70B, *sizes, "--gradient-checkpointing", "--json").stdout)
+    said = gemini_command.told("plan", LLAMA2_70B, *sizes, "--gradient-checkpointing")
     assert said["fits"] and said["num_params"] == 68_976_648_192
     assert said["bytes_per_param"] == pytest.approx(12.0, abs=0.01)
     assert all(sum(held.values()) <= said["budgets"][tier] for tier, held in said["held"].items())

@@ -203,8 +203,7 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         return
     if whole and not (words[0] == "train" and context.params["config"] is not None):
         from gemini.jobs.options import record_of
-        from gemini.jobs.plan_settings import PlanSettings, SimulateSettings, TraceSettings
-        from gemini.jobs.settings import TrainSettings
+        from gemini.jobs.settings import PlanSettings, SimulateSettings, TraceSettings, TrainSettings
 
         records = {"trace": TraceSettings, "plan": PlanSettings, "simulate": SimulateSettings, "train": TrainSettings}
         if record := records.get(words[0]):

@@ -19,11 +19,9 @@ import gemini
 from gemini import kernels, rules
 from gemini.kernels import DeviceSums, Segment
 from gemini.kernels.cuda import CudaKernels
-from gemini.optim.compact import CompactRule
 from tests import models
 from tests.gpu.gpu_cases import takes_time
 from tests.native import rule_cases
-from tests.native import test_compact_kernels as compact_cases
 from tests.native.native_cases import (
     GRAD_DTYPES,
     LENGTHS,
@@ -99,21 +97,20 @@ def test_adam_is_the_cpu_kernel_s(dtype: torch.dtype, is_split: bool, shift: int
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
-@pytest.mark.parametrize("which", rule_cases.CASES)
+@pytest.mark.parametrize(("which", "is_split"), rule_cases.WAYS)
 def test_rules_are_the_cpu_kernel_s(which: str, is_split: bool, shift: int) -> None:
-    rule = rule_cases.CASES[which][0]
-    segments = [rules.Segment(3, BIG - 5, rule_cases.scalars_of(rule_cases.CASES[which]))]
-    expected = rule_cases.arrays(rule, BIG, is_split, torch.bfloat16)
-    weights, residual, states, grad = expected
-    given = on_card([weights, residual, *states.values(), grad], shift)
-    there = dict(zip(states, given[2:-1], strict=True))
-    rule.run(rules.Arrays(*expected), segments)
+    """Also of compact states: eight threads agree on a scale, whatever the length of the param."""
+    case = rule_cases.CASES[which]
+    bounds = ((0, 4097), (8192, BIG - 65)) if case.is_compact else ((3, BIG - 5),)
+    segments = [rules.Segment(begin, end, case.scalars(), rules.Where(f"p{begin}", 128)) for begin, end in bounds]
+    expected = rule_cases.arrays(case.rule, BIG, is_split, torch.bfloat16)
+    before = rule_cases.flat(expected)
+    given = rule_cases.renewed(expected, dict(zip(before, on_card([*before.values()], shift), strict=True)))
+    case.rule.run(expected, segments)
     with nobody_waits():
-        rule.run(rules.Arrays(given[0], given[1], there, given[-1]), segments)
-    found = rule_cases.flat([given[0], given[1], there, given[-1]])
-    for name, wanted in rule_cases.flat(expected).items():
-        assert_same_bits(found[name].cpu(), wanted, name)
+        case.rule.run(given, segments)
+    found = {name: tensor.cpu() for name, tensor in rule_cases.flat(given).items()}
+    rule_cases.assert_alike(rule_cases.renewed(expected, found), expected, which)
 
 
 @pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
@@ -264,23 +261,3 @@ def test_backward_of_a_model_on_the_card_waits_for_nothing(gradients: str, monke
             optimizer.step()
         optimizer.zero_grad()
         assert len(waits) == (number + 1 if gradients == "transient" else 0)
-
-
-@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
-@pytest.mark.parametrize("which", compact_cases.CASES)
-def test_compact_states_are_the_cpu_kernel_s(which: str, shift: int) -> None:
-    """Eight threads agree on a scale, whatever the length of the param."""
-    rule, n = CompactRule(compact_cases.CASES[which][0]), BIG
-    scalars = compact_cases.scalars_of(which)
-    segments = [
-        rules.Segment(begin, end, scalars, rules.Where(f"p{begin}", 128)) for begin, end in ((0, 4097), (8192, n - 65))
-    ]
-    hi, lo, states, grad = compact_cases.arrays(which, n, torch.bfloat16)
-    given = on_card([hi, lo, *states.values(), grad], shift)
-    there = dict(zip(states, given[2:-1], strict=True))
-    rule.run(rules.Arrays(hi, lo, states, grad), segments)
-    with nobody_waits():
-        rule.run(rules.Arrays(given[0], given[1], there, given[-1]), segments)
-    for name, wanted in {"weights": hi.view(torch.int16), "residual": lo, **states}.items():
-        found = {"weights": given[0].view(torch.int16), "residual": given[1], **there}[name]
-        assert torch.equal(found.cpu(), wanted), name

@@ -55,7 +55,7 @@ def work(
     model, optimizer = durable(where, store)
     if guess:
         optimizer = adam(model, step_in_backward=True, speculate=True)
-        world_of(model).guesses = AlwaysPays()
+        world_of(model).guess_by(AlwaysPays())
     torch.manual_seed(1)
     at = gemini.load_checkpoint(store, model, optimizer) if is_store(store) and list(store.glob("*/record-*")) else 0
     say("began", at)

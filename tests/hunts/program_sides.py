@@ -277,6 +277,18 @@ class PlainSide(Side):
             getattr(new, name).update(getattr(old, name))
         return new
 
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        """A state dict has nothing of params without a step by this optimizer; a checkpoint has their masters."""
+        if order.startswith("checkpoint"):
+            return super()._saved(model, optimizer, scheduler, order)
+        masters = {p: state for p, state in optimizer.state.items() if not state.get("step")}
+        for param in masters:
+            del optimizer.state[param]
+        try:
+            return super()._saved(model, optimizer, scheduler, order)
+        finally:
+            optimizer.state.update(masters)
+
     def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
         """A new optimizer begins with states of zero; the master is the model's, and stays exact."""
         for old in self._optimizers:
@@ -305,7 +317,8 @@ class PlainSide(Side):
 
     def _note_written(self, params: Iterable[torch.Tensor]) -> None:
         """What was written is the whole master."""
-        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in params):
+        every = list(params)
+        for state, param in ((optimizer.state.get(p, {}), p) for optimizer in self._optimizers for p in every):
             if "residual" in state:
                 state["residual"].zero_()
             if "master" in state:
@@ -377,7 +390,7 @@ class ManagedSide(Side):
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
         self._how = how if any(how.values()) else {}
         if where.speculates:
-            world_of(model).guesses = AlwaysPays()
+            world_of(model).guess_by(AlwaysPays())
         if precision == "fp16":
             own = getattr(gemini, "GradScaler", None)
             # Without a scaler of its own the scale is inside the model, and a loop goes without.

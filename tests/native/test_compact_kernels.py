@@ -1,10 +1,6 @@
-"""Compact states: every kernel has the bits of the torch lines, and the format does what it is for."""
+"""Compact states: the format does what it is for. Its kernels are tested in test_rule_kernels.py."""
 
 from __future__ import annotations
-
-import shutil
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -12,138 +8,12 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels.reference import decode, encode
-from gemini.optim import AdamRule, LionRule, PlainSGDRule, SGDRule
+from gemini.optim import AdamRule
 from gemini.optim.compact import CompactRule
-from gemini.rules import Arrays, Segment, UpdateRule, Where
-from tests.native.emulated_cuda import emulate
-from tests.native.native_cases import GRAD_DTYPES, NATIVE_ISAS, adam_update, any_bits, as_bits, to_dtype
+from gemini.rules import Arrays, Segment, Where
+from tests.native.native_cases import NATIVE_ISAS, adam_update, any_bits, as_bits
 
 needs_native = pytest.mark.skipif(not NATIVE_ISAS, reason="the native library is not built")
-CASES: dict[str, tuple[UpdateRule, dict[str, Any], int]] = {
-    "adamw": (AdamRule(), {"weight_decay": 0.1}, 3),
-    "adam": (AdamRule(), {"weight_decay": 0.1, "decoupled": False}, 1),
-    "sgd": (SGDRule(), {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}, 3),
-    "plain sgd": (PlainSGDRule(), {"lr": 0.1, "weight_decay": 0.1}, 3),
-    "lion": (LionRule(), {"lr": 1e-3, "weight_decay": 0.1}, 3),
-}
-SEGMENTS = ((0, 1), (64, 130), (192, 256), (256, 1000), (1024, 3001))
-
-
-def scalars_of(which: str, grad_scale: float = 0.37) -> Any:
-    rule, hypers, step = CASES[which]
-    return rule.scalars({**rule.defaults, **hypers}, step, grad_scale)
-
-
-def arrays(which: str, n: int, dtype: torch.dtype) -> list[Any]:
-    """weights, residual, codes and scales by name, grad; of any bits."""
-    rule, generator = CompactRule(CASES[which][0]), torch.Generator().manual_seed(n)
-    hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int8)
-    with kernels.use_isa("reference"):
-        kernels.split_master(any_bits(n, 1), hi, lo)
-    states = {}
-    for spec in rule.spec.planes:
-        low, high = (0, 254) if spec.block > 1 else (-127, 128) if spec.dtype == "int8" else (0, 256)
-        size = (spec.num_items(n),)
-        states[spec.kind] = torch.randint(low, high, size, generator=generator).to(getattr(torch, spec.dtype))
-    return [hi, lo, states, to_dtype(any_bits(n, 4), dtype)]
-
-
-def updated(isa: str, which: str, given: list[Any], segments: Sequence[Segment], stop: Any = None) -> dict[str, Tensor]:
-    """Copies after one update, by name."""
-    hi, lo, states, grad = given
-    hi, lo, states = hi.clone(), lo.clone(), {kind: state.clone() for kind, state in states.items()}
-    with kernels.use_isa(isa):
-        CompactRule(CASES[which][0]).run(Arrays(hi, lo, states, grad), segments, stop)
-    return {"weights": as_bits(hi), "residual": lo, **states}
-
-
-def assert_alike(given: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
-    for name, wanted in expected.items():
-        assert torch.equal(given[name], wanted), f"{what}: {name}, {int((given[name] != wanted).sum())} differ"
-
-
-@pytest.mark.sweep(every=1)
-@needs_native
-@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-@pytest.mark.parametrize("which", CASES)
-def test_every_isa_gives_the_bits_of_the_torch_lines(which: str, dtype: torch.dtype) -> None:
-    for n in (0, 1, 63, 64, 65, 511, 512, 513, 100_003):
-        given = arrays(which, n, dtype)
-        whole = [Segment(0, n, scalars_of(which), Where("a.weight", 128))]
-        expected = updated("reference", which, given, whole)
-        for isa in NATIVE_ISAS:
-            assert_alike(updated(isa, which, given, whole), expected, f"{isa}, n = {n}")
-
-
-@pytest.mark.slow  # a compiler runs; test_cuda_bodies.py shows the same of Adam's
-@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
-@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-@pytest.mark.parametrize("which", CASES)
-def test_the_text_of_the_cuda_kernels_gives_them(
-    which: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of several params in a launch, of arrays that are not aligned, and of a launch that is stopped."""
-    several = segments_of(which)
-    given = arrays(which, 3005, dtype)
-    moved = [{k: shifted(v) for k, v in x.items()} if isinstance(x, dict) else shifted(x) for x in given]
-    stop = torch.ones(1, dtype=torch.int32)
-    for some, what in ((given, "aligned"), (moved, "not aligned")):
-        expected = updated("reference", which, some, several)
-        with monkeypatch.context() as patch:
-            emulated = emulate(patch)
-            assert_alike(updated("scalar", which, some, several), expected, what)
-            before = {"weights": as_bits(some[0]), "residual": some[1], **some[2]}
-            assert_alike(updated("scalar", which, some, several, stop), before, "stopped")
-            assert emulated.module.launches["update_compact"] == 2
-
-
-def shifted(tensor: Tensor) -> Tensor:
-    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
-    room[1:].copy_(tensor)
-    return room[1:]
-
-
-def segments_of(which: str) -> list[Segment]:
-    """Of params that begin at different places in themselves."""
-    first, second = scalars_of(which), scalars_of(which, grad_scale=0.5)
-    return [
-        Segment(begin, end, (first, second)[number % 2], Where(f"p{number}", 4096 * number))
-        for number, (begin, end) in enumerate(SEGMENTS)
-    ]
-
-
-@needs_native
-@pytest.mark.parametrize("which", CASES)
-def test_parts_of_a_param_have_the_bits_of_the_whole(which: str) -> None:
-    """The dither and the blocks depend on the place in the param alone; what is between segments is left."""
-    given, scalars = arrays(which, 5000, torch.bfloat16), scalars_of(which)
-    whole = updated("scalar", which, given, [Segment(0, 5000, scalars, Where("w", 4096))])
-    cuts = (0, 64, 1024, 4992, 5000)
-    parts = [Segment(a, b, scalars, Where("w", 4096 + a)) for a, b in zip(cuts, cuts[1:], strict=False)]
-    before = {"weights": as_bits(given[0]), "residual": given[1], **given[2]}
-    for isa in ("reference", *NATIVE_ISAS):
-        assert_alike(updated(isa, which, given, parts), whole, isa)
-        few = updated(isa, which, given, parts[1:2])
-        assert torch.equal(few["weights"][1024:], before["weights"][1024:])
-        assert all(torch.equal(few[k][16:], before[k][16:]) for k in before if k.endswith("_scale"))
-    other = updated("scalar", which, given, [Segment(0, 5000, scalars, Where("x", 4096))])
-    assert ("exp_avg_sq" in whole) == any(not torch.equal(other[kind], whole[kind]) for kind in whole)
-
-
-def test_what_is_no_compact_update_is_refused() -> None:
-    hi, lo, states, grad = arrays("adamw", 256, torch.float32)
-    rule, scalars = CompactRule(AdamRule()), scalars_of("adamw")
-    with pytest.raises(ValueError, match="begin at multiples of 64"):
-        rule.run(Arrays(hi, lo, states, grad), [Segment(32, 256, scalars, Where("w", 0))])
-    with pytest.raises(ValueError, match=r"residual: int16 of shape .*accepted: int8"):
-        rule.run(Arrays(hi, lo.short(), states, grad), [Segment(0, 256, scalars, Where("w", 0))])
-    short = {**states, "exp_avg_scale": states["exp_avg_scale"][:3]}
-    with pytest.raises(ValueError, match="exp_avg_scale is 4 contiguous uint8"):
-        rule.run(Arrays(hi, lo, short, grad), [Segment(0, 256, scalars, Where("w", 0))])
-    if NATIVE_ISAS:
-        other = [Segment(0, 256, (0.0,) * 7 + ("sophia",), Where("w", 0))]
-        with pytest.raises(ValueError, match="a rule without a compact form"):
-            kernels.update(Arrays(hi, lo, states, grad), rule.spec, other)
 
 
 @needs_native

@@ -1,10 +1,11 @@
-"""The bodies of the CUDA kernels, run on the host: the text that the device runs gives the reference's bits."""
+"""The bodies of the CUDA kernels of gradients, run on the host: the text that the device runs gives the reference's
+bits. Those of updates are tested in test_rule_kernels.py.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,10 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels import NORM_BLOCK, NORM_TILE
-from gemini.kernels.arrays import kernel_and_scalars
-from gemini.rules import AdamScalars
-from tests.native.emulated_cuda import EmulatedModule, library
+from tests.native.emulated_cuda import library
 from tests.native.native_cases import (
     GRAD_DTYPES,
     LENGTHS,
-    adam,
-    adam_update,
     any_bits,
     assert_same_bits,
     same_sums,
@@ -30,8 +27,6 @@ from tests.native.native_cases import (
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
-ADAMW = adam(step=3, grad_scale=0.37, weight_decay=0.1)
-L2 = adam(step=7, lr=2e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, decoupled=False)
 NUMBER = {dtype: number for number, dtype in enumerate(GRAD_DTYPES)}
 
 
@@ -44,91 +39,12 @@ def address(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
-def case(n: int, is_split: bool, dtype: torch.dtype, shift: int) -> list[Tensor | None]:
-    """weights, residual, exp_avg, exp_avg_sq, grad; of any bits, ``shift`` elements off an aligned address."""
-    p, m, v, g = (any_bits(n, seed).clone() for seed in range(4))
-    made: list[Tensor | None] = [p, None, m, v.abs(), to_dtype(g, dtype)]
-    if is_split:
-        hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
-        kernels.split_master(p, hi, lo)
-        made[:2] = [hi, lo]
-    return [None if tensor is None else shifted(tensor, shift) for tensor in made]
-
-
 def shifted(tensor: Tensor, by: int) -> Tensor:
     room = torch.empty(len(tensor) + by + 64, dtype=tensor.dtype)
     skip = -room.data_ptr() // room.element_size() % 16 + by  # torch aligns to 64 bytes; do not count on it
     result = room[skip : skip + len(tensor)]
     result.copy_(tensor)
     return result
-
-
-def run_adam(
-    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamScalars],
-    scale: float | None = None, stop: int | None = None,
-) -> None:  # fmt: skip
-    weights, residual, *states, grad = tensors
-    run_update(weights, residual, states, grad, bounds, hypers, scale, stop)
-
-
-def run_update(
-    weights: Tensor | None, residual: Tensor | None, states: Sequence[Tensor | None], grad: Tensor | None,
-    bounds: Sequence[tuple[int, int]], scalars: Sequence[Any], scale: float | None = None, stop: int | None = None,
-) -> None:  # fmt: skip
-    assert weights is not None and grad is not None
-    scale_there, stop_there = np.array([scale or 0.0], dtype=np.float32), np.array([stop or 0], dtype=np.int32)
-    EmulatedModule().cuda_update(
-        0, 0, weights.data_ptr(), 0 if residual is None else residual.data_ptr(),
-        [state.data_ptr() for state in states if state is not None], grad.data_ptr(), NUMBER[grad.dtype],
-        [(*ends, kernel_and_scalars(one), 0) for ends, one in zip(bounds, scalars, strict=True)],
-        0 if scale is None else scale_there.ctypes.data, 0 if stop is None else stop_there.ctypes.data,
-    )  # fmt: skip
-
-
-def expected_adam(
-    tensors: Sequence[Tensor | None], bounds: Sequence[tuple[int, int]], hypers: Sequence[AdamScalars]
-) -> list[Tensor | None]:
-    result = [None if tensor is None else tensor.clone() for tensor in tensors]
-    for (begin, end), hyper in zip(bounds, hypers, strict=True):
-        part: list[Any] = [None if tensor is None else tensor[begin:end] for tensor in result]
-        with kernels.use_isa("reference"):
-            adam_update(*part, hyper)
-    return result
-
-
-def assert_all_same(given: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-    for name, a, b in zip(("weights", "residual", "exp_avg", "exp_avg_sq", "grad"), given, expected, strict=True):
-        if a is not None and b is not None:
-            assert_same_bits(a, b, name)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep(every=1)
-@pytest.mark.parametrize("shift", [0, 1, 8], ids=["aligned", "not aligned", "some aligned"])
-@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
-@pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_adam_over_segments(dtype: torch.dtype, is_split: bool, shift: int) -> None:
-    """Segments begin and end anywhere, touch or leave gaps, which are not written; more than one launch holds."""
-    n = 9_000
-    edges = [0, 1, 8, 15, 64, 64, 4100, 4101, *range(4200, 4400, 2), 6000, 8999]
-    bounds = list(zip(edges[:-1], edges[1:], strict=True))
-    del bounds[3]
-    hypers = [ADAMW if number % 2 else L2 for number in range(len(bounds))]
-    tensors = case(n, is_split, dtype, shift)
-    expected = expected_adam(tensors, bounds, hypers)
-    run_adam(tensors, bounds, hypers)
-    assert_all_same(tensors, expected)
-
-
-def test_the_scale_and_the_stop_are_read_where_they_lie() -> None:
-    bounds, hypers = [(0, 500), (500, 1000)], [ADAMW, L2]
-    tensors = case(1000, True, torch.bfloat16, 0)
-    before = [None if tensor is None else tensor.clone() for tensor in tensors]
-    run_adam(tensors, bounds, hypers, scale=0.25, stop=1)
-    assert_all_same(tensors, before)
-    run_adam(tensors, bounds, hypers, scale=0.25, stop=0)
-    quarter = [hyper._replace(grad_scale=0.25) for hyper in hypers]
-    assert_all_same(tensors, expected_adam(before, bounds, quarter))
 
 
 def run_grad(device: Any, doing: str, dst: Tensor | None, src: Tensor, lo: Tensor | None = None) -> list[float]:

@@ -1,5 +1,6 @@
-"""The face of the CUDA kernels, over emulated ones: sums stay on the device until one wait brings all of them, segments
-go in one launch, flags stop updates. And the same calls on the CPU, whose bits they have."""
+"""The face of the CUDA kernels, over emulated ones: sums stay on the device until one wait brings all of them. And the
+same calls on the CPU, whose bits they have.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,10 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels import DeviceSums, Segment
+from gemini.kernels import DeviceSums
 from tests.native.emulated_cuda import EmulatedKernels, EmulatedModule, emulate
-from tests.native.native_cases import GRAD_DTYPES, adam, adam_update, any_bits, assert_same_bits, same_sums, to_dtype
+from tests.native.native_cases import GRAD_DTYPES, any_bits, assert_same_bits, same_sums, to_dtype
 
-ADAMW = adam(step=3, grad_scale=0.37, weight_decay=0.1)
-L2 = adam(step=7, lr=2e-3, betas=(0.8, 0.99), eps=1e-6, weight_decay=0.1, decoupled=False)
 BIG = (1 << 20) + 4097  # two tiles, the second of a whole block and one element
 
 
@@ -121,47 +120,6 @@ def test_flags_say_what_the_sums_say(
     assert kernels.nonfinite_flag([kernels.sum_squares(spoilt)]) is None, "for the host to look at"
 
 
-# ---- segments --------------------------------------------------------------------------------------------------------
-
-
-def arrays(n: int, is_split: bool, dtype: torch.dtype) -> list[Tensor | None]:
-    p, m, v, g = (any_bits(n, seed).clone() for seed in range(4))
-    hi, lo = torch.empty(n, dtype=torch.bfloat16), torch.empty(n, dtype=torch.int16)
-    kernels.split_master(p, hi, lo)
-    return [hi if is_split else p, lo if is_split else None, m, v.abs(), to_dtype(g, dtype)]
-
-
-SEGMENTS = [Segment(3, 8, ADAMW), Segment(8, 8, L2), Segment(64, 4101, L2), Segment(5000, 9000, ADAMW)]
-
-
-@pytest.mark.parametrize("where", ["emulated", "native", "reference"])
-@pytest.mark.parametrize("is_split", [True, False], ids=["split", "fp32"])
-def test_segments_are_updated_each_in_its_way(where: str, is_split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if where == "emulated" and shutil.which("g++") is None:
-        pytest.skip("there is no C++ compiler")
-    given = arrays(9100, is_split, torch.bfloat16)
-    expected = [None if array is None else array.clone() for array in given]
-    for begin, end, hyper, _ in SEGMENTS:
-        part = [None if array is None else array[begin:end] for array in expected]
-        adam_update(*part, hyper._replace(grad_scale=0.25))  # type: ignore[arg-type]
-    emulated = emulate(monkeypatch) if where == "emulated" else None
-    scale, stop = torch.tensor([0.25]), kernels.new_flag(torch.ones(1))
-    with kernels.use_isa("reference" if where == "reference" else None):
-        before = [None if array is None else array.clone() for array in given]
-        adam_update(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(1))  # type: ignore[arg-type]
-        same(given, before)
-        adam_update(*given, SEGMENTS, grad_scale=scale, stop=stop.fill_(0))  # type: ignore[arg-type]
-    same(given, expected)
-    if emulated is not None:
-        assert emulated.module.segments == [4, 4] and emulated.num_fetched == []
-
-
-def same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    for name, a, b in zip(("weights", "residual", "exp_avg", "exp_avg_sq", "grad"), found, expected, strict=True):
-        if a is not None and b is not None:
-            assert_same_bits(a, b, name)
-
-
 def test_the_emulated_face_splits_and_joins(emulated: EmulatedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     master = any_bits(5000, 3).clone()
     hi, lo, out = torch.empty(5000, dtype=torch.bfloat16), torch.empty(5000, dtype=torch.int16), torch.empty(5000)
@@ -170,35 +128,9 @@ def test_the_emulated_face_splits_and_joins(emulated: EmulatedKernels, monkeypat
     assert_same_bits(out, master, "joined")
 
 
-@pytest.mark.parametrize(
-    ("bounds", "complaint"),
-    [
-        ([(0, 5), (4, 8)], r"\[4, 8\) was given behind element 5"),
-        ([(5, 8), (0, 5)], r"\[0, 5\) was given behind element 8"),
-        ([(0, 9)], r"inside the 8 elements"),
-        ([(4, 2)], r"\[4, 2\)"),
-        ([(-1, 2)], r"\[-1, 2\)"),
-    ],
-)
-def test_segments_are_refused(bounds: list[tuple[int, int]], complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        call([Segment(begin, end, ADAMW) for begin, end in bounds])
-
-
-def test_scales_and_flags_are_refused() -> None:
-    with pytest.raises(ValueError, match="grad_scale is one element of float32 on cpu, .* float64"):
-        call([], grad_scale=torch.ones(1, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"stop is one element of int32 on cpu, .* of shape \(2,\)"):
-        call([], stop=torch.zeros(2, dtype=torch.int32))
+def test_flags_are_refused() -> None:
     with pytest.raises(ValueError, match="nonfinite is one element of int32 on cpu, .* on meta"):
         kernels.sum_squares(torch.ones(4), torch.zeros(1, dtype=torch.int32, device="meta"))
-    with pytest.raises(ValueError, match=r"update: grad and weights overlap"):
-        memory = torch.ones(8)
-        adam_update(memory, None, torch.ones(8), torch.ones(8), memory, [])
-
-
-def call(segments: list[Segment], **how: Tensor) -> None:
-    adam_update(*(None if i == 1 else torch.ones(8) for i in range(5)), segments, **how)  # type: ignore
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1.0, math.inf])

@@ -27,7 +27,7 @@ def test_a_stack_is_no_finer_than_asked_and_keeps_the_peak(columns: int) -> None
 
 
 def test_few_samples_are_shown_as_they_are() -> None:
-    shown = series.stack(toy())
+    shown = series.stack(toy(), Tier.GPU)
     assert shown.samples == list(toy().samples)
     assert shown.edges == [*(sample.seconds for sample in toy().samples), toy().step_seconds]
 
@@ -131,11 +131,3 @@ def test_what_comes_into_a_tier_left_another() -> None:
 def test_a_step_function_keeps_its_corners_only() -> None:
     assert series.steps([0, 1, 2, 3, 4], [5, 5, 5, 7]) == ([0, 3, 3, 4], [5, 5, 7, 7])
     assert series.steps([0, 1], [3]) == ([0, 1], [3, 3])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [(0, "0 s"), (4.2e-5, "42 µs"), (0.00152, "1.52 ms"), (0.25, "250 ms"), (7.125, "7.12 s"), (3600, "60 min")],
-)
-def test_seconds_are_human(seconds: float, told: str) -> None:
-    assert series.human_seconds(seconds) == told

@@ -155,7 +155,7 @@ def run(job: Job) -> Outcome:
         speculate=job.guesses,
     )  # fmt: skip
     if job.guesses:
-        inner.guesses = AlwaysPays()
+        inner.guess_by(AlwaysPays())
     if inner.loss_scale is not None:
         inner.loss_scale.scale = 2.0**10
     out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)

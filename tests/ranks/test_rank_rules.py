@@ -17,7 +17,7 @@ import torch
 import gemini
 from gemini.planning import compact
 from tests.ranks.pool import Pool
-from tests.train import test_bf16_sums, test_compact, test_sophia
+from tests.train import test_bf16_sums, test_compact, test_optim
 from tests.train import test_update_rules as rules
 from tests.world import world_of
 
@@ -127,8 +127,8 @@ def test_a_rule_of_whole_params_is_refused_where_ranks_divide_one(
 
 
 def run_sophia(folder: Path, precision: str) -> tuple[list[float], dict[str, Any]]:
-    model, optimizer = test_sophia.sophia_h("on nvme", precision, folder)
-    losses = test_sophia.train(model, optimizer, range(4))
+    model, optimizer = test_optim.sophia_h("on nvme", precision, folder)
+    losses = test_optim.train(model, optimizer, range(4))
     return losses, {name: optimizer.full_state(name) for name, _ in model.named_parameters()}
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gemini
+from tests.train import helpers
 from tests.train.helpers import Blocks, adam, make_config, squares
 from tests.world import world_of
 
@@ -74,10 +75,7 @@ def plainly(path: Path, make: Callable[[], Any] = Blocks, **how: Any) -> tuple[A
 
 def train(model: Any, optimizer: Any, number: int, clip: float, store: Path | None = None) -> None:
     """One step of the ordinary loop, with a commit behind it perhaps."""
-    squares(model, number).backward()
-    model.clip_grad_norm_(clip)
-    optimizer.step()
-    optimizer.zero_grad()
+    helpers.train(model, optimizer, [number], squares, clip=clip)
     if store is not None:
         gemini.save_checkpoint(store, model, optimizer, extra=number, wait=False)
 

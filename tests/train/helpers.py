@@ -150,6 +150,17 @@ def wrap(model: nn.Module, where: str, path: Path, **how: Any) -> Any:
     return gemini.GeminiDDP(model, make_config(model, where, path, **how))
 
 
+def manage(
+    model: nn.Module, path: Path, device: Any = "cpu", *, gpu: Any = None, cpu: Any = "64MiB", nvme: Any = "64MiB",
+    homes: dict[str, float] | None = None, **how: Any,
+) -> Any:  # fmt: skip
+    """Wrap with budgets of a test's own; ``homes`` are the fractions of a placement, else it is automatic."""
+    memory = gemini.MemoryBudget(gpu=gpu, cpu=cpu, nvme=nvme, nvme_path=path if nvme is not None else None)
+    if homes is not None:
+        how["placement"] = gemini.StaticPlacement(**homes)
+    return gemini.GeminiDDP(model, gemini.GeminiConfig(memory=memory, device=device, **how))
+
+
 # ---- comparing and training ------------------------------------------------------------------------------------------
 
 
@@ -202,9 +213,10 @@ def on_batch(model: Any, seed: int) -> torch.Tensor:
 
 
 def train(
-    model: Any, optimizer: Any, steps: Iterable[int], loss_of: LossOf = on_batch, *, clip: float | None = 1.0
-) -> list[float]:
-    """The ordinary loop: the losses."""
+    model: Any, optimizer: Any, steps: Iterable[int], loss_of: LossOf = on_batch, *, clip: float | None = 1.0,
+    after: Callable[[int], Any] = lambda seed: None,
+) -> list[float]:  # fmt: skip
+    """The ordinary loop, with something ``after`` every step: the losses."""
     losses = []
     for seed in steps:
         loss = loss_of(model, seed)
@@ -213,6 +225,7 @@ def train(
             model.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad()
+        after(seed)
         losses.append(loss.item())
     return losses
 

@@ -24,6 +24,7 @@ from gemini.testing import RandomClock, StandinDevice
 from gemini.tiers import Tier
 from gemini.train.activations import workers as activation_workers
 from gemini.train.activations.flights import IN_FLIGHT
+from tests.train.helpers import manage
 from tests.world import world_of
 
 ROWS, WIDTH, LAYERS = 128, 64, 6
@@ -57,12 +58,9 @@ def wrap(
     folder: Path, device: Any = "cpu", offload: str | None = "nvme", *, overlap: bool = True, spoils: bool = False,
     placement: Any = "auto", **memory: Any,
 ) -> Any:  # fmt: skip
-    gpu = None if device == "cpu" else "16MiB"
-    budget = gemini.MemoryBudget(**({"cpu": "16MiB", "gpu": gpu, "nvme": "16MiB", "nvme_path": folder} | memory))
-    config = gemini.GeminiConfig(
-        device=device, memory=budget, offload_activations=offload, overlap=overlap, placement=placement,
-    )  # fmt: skip
-    return gemini.GeminiDDP(Stack(spoils=spoils), config).train()
+    budget = {"cpu": "16MiB", "gpu": None if device == "cpu" else "16MiB", "nvme": "16MiB", **memory}
+    how = {"offload_activations": offload, "overlap": overlap, "placement": placement}
+    return manage(Stack(spoils=spoils), folder, device, **budget, **how).train()
 
 
 def noise(step: int = 0) -> torch.Tensor:

@@ -16,7 +16,7 @@ import gemini
 from gemini.memory.nvme import SpillFile
 from gemini.planning.working import staging_bytes
 from gemini.train.activations import store as activations
-from tests.train.helpers import llama, t5
+from tests.train.helpers import llama, manage, t5
 from tests.world import world_of
 
 SHAPE = (4, 128)
@@ -26,10 +26,8 @@ INPUTS = LAYERS * SHAPE[0] * SHAPE[1] * HIDDEN * 2
 
 
 def wrap(model: nn.Module, folder: Path, offload: str | None, device: str = "cpu", **changes: Any) -> Any:
-    budget = {"cpu": "16MiB", "gpu": "16MiB" if device == "standin" else None, "nvme": "16MiB", "nvme_path": folder}
-    memory = gemini.MemoryBudget(**(budget | changes))
-    config = gemini.GeminiConfig(device=device, memory=memory, offload_activations=offload)
-    return gemini.GeminiDDP(model, config).train()
+    budget = {"cpu": "16MiB", "gpu": "16MiB" if device == "standin" else None, "nvme": "16MiB", **changes}
+    return manage(model, folder, device, **budget, offload_activations=offload).train()
 
 
 def batch(step: int = 0) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from gemini.optim import adopted
 from gemini.train.checkpoint.format import write_manifest
 from gemini.train.checkpoint.torch_file import Promises, write
 from tests import models
+from tests.train import helpers
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model
 from tests.world import world_of
 
@@ -150,16 +151,7 @@ class Plain:
 
 
 def train(model: Any, optimizer: Optimizer, seeds: range, clip: float | None) -> list[float]:
-    losses = []
-    for seed in seeds:
-        (loss := loss_of(model, seed)).backward()
-        if clip is not None:
-            model.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule(optimizer, seed)
-        losses.append(loss.item())
-    return losses
+    return helpers.train(model, optimizer, seeds, loss_of, clip=clip, after=lambda seed: schedule(optimizer, seed))
 
 
 def assert_same(model: Any, optimizer: Any, plain: Plain) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import gemini
-from gemini.jobs.plan_settings import TraceSettings
+from gemini.jobs.settings import TraceSettings
 from gemini.jobs.trace import take_trace
 from gemini.train.loading import attention
 from gemini.train.loading.attention import FLASH, Attention, Conditions, choose

@@ -21,11 +21,12 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
 
 import gemini
 from gemini.train.checkpoint import format as checkpoint_format
-from tests.train.helpers import assert_same_snapshot, same_bits, snapshot, wrap
+from tests.train.helpers import adam, assert_same_snapshot, same_bits, snapshot, wrap
 from tests.world import world_of
 
 REFUSED = (gemini.StorageError, gemini.PlanMismatch)
@@ -375,3 +376,256 @@ def test_headers_whose_tensors_lie_elsewhere(overlap: bool, saved: tuple[Tiny, P
     rewrite_header(tmp_path / "ckpt", name, header, manifest)
     rewrite(tmp_path / "ckpt", manifest)
     assert_refused(run, tmp_path / "ckpt", "does not begin where the tensor before it ends")
+
+
+# ---- whole, but not of this run --------------------------------------------------------------------------------------
+
+# Schedulers of another kind, buffers that cannot be written to, params without a master: all of it is noticed before
+# the first write.
+
+# ---- schedulers ------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Any] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "times": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),  # its state looks like that of LambdaLR
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "plateau": lr_scheduler.ReduceLROnPlateau,  # takes any state
+    "steps": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "other sequence": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.CosineAnnealingLR(o, 9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_scheduler_of_another_kind_is_noticed_before_anything_changes(kind: str, tmp_path: Path) -> None:
+    run = Tiny(tmp_path)
+    run.scheduler = KINDS[kind](run.optimizer)
+    for _ in range(3):
+        run.optimizer.step()
+        run.scheduler.step(*([1.0] if kind == "plateau" else []))
+    run.save(tmp_path / "ckpt")
+    expected = run.scheduler.state_dict()
+    run.scheduler = KINDS["cosine"](run.optimizer)
+    run.train()
+    for other, make in KINDS.items():
+        run.scheduler = make(run.optimizer)
+        if other != kind:
+            assert_refused(run, tmp_path / "ckpt", "saved with another scheduler than this", gemini.PlanMismatch)
+        else:
+            run.load(tmp_path / "ckpt")
+            assert run.scheduler.state_dict() == expected
+
+
+class Own(lr_scheduler.LRScheduler):
+    """A user's: it has another attribute after a while, and does not take every state."""
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch > 1:
+            self.late = "came later"
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["last_epoch"] == 7:
+            raise RuntimeError("not on a Sunday")
+
+
+def test_schedulers_of_users(tmp_path: Path) -> None:
+    run = Tiny(tmp_path)
+    run.scheduler = Own(run.optimizer)
+    for _ in range(3):
+        run.optimizer.step()
+        run.scheduler.step()
+    run.save(tmp_path / "ckpt")
+    run.scheduler = Own(run.optimizer)
+    run.load(tmp_path / "ckpt")
+    assert run.scheduler.late == "came later" and run.scheduler.last_epoch == 3
+    run.scheduler = Own(run.optimizer)
+    manifest = json.loads((tmp_path / "ckpt" / "manifest.json").read_text())
+    for key, value, said in (
+        ("last_epoch", 7, "not on a Sunday"), ("optimizer", 3, "has no 'optimizer'"), ("step", 3, "has no 'step'"),
+        ("base_lrs", [0.1], "base_lrs has 1 entries where there are 2"), ("last_epoch", -9, "its last_epoch is -9"),
+    ):  # fmt: skip
+        other = copy.deepcopy(manifest)
+        other["scheduler"][key] = value
+        rewrite(tmp_path / "ckpt", other)
+        assert_refused(run, tmp_path / "ckpt", said, gemini.PlanMismatch)
+
+
+# ---- what cannot be written to ---------------------------------------------------------------------------------------
+
+
+def test_buffers_that_nothing_can_be_copied_into(tmp_path: Path) -> None:
+    """Found before the weights are written, not when it is their turn."""
+    run = Tiny(tmp_path)
+    run.save(tmp_path / "ckpt")
+    run.train()
+    run.model.count = run.model.count.expand(2)
+    assert_refused(run, tmp_path / "ckpt", r"other buffers.*'count'", gemini.PlanMismatch)
+    run.model.count = torch.tensor(7.0)
+    assert_refused(run, tmp_path / "ckpt", r"other buffers.*'count'", gemini.PlanMismatch)
+    run.model.count = torch.tensor(7)
+    run.model.angles = torch.zeros(1, dtype=torch.complex64).expand(2)
+    assert_refused(run, tmp_path / "ckpt", r"buffer 'angles' cannot be written to", gemini.PlanMismatch)
+    with torch.inference_mode():
+        run.model.angles = torch.zeros(2, dtype=torch.complex64)
+    assert_refused(run, tmp_path / "ckpt", r"'angles' cannot be written to .*inference mode", gemini.PlanMismatch)
+    run.model.angles = torch.zeros(2, dtype=torch.complex64)
+    run.load(tmp_path / "ckpt")
+    assert run.model.angles.tolist() == [1 + 2j, -3j]
+
+
+def test_params_that_fp16_has_no_master_of(tmp_path: Path) -> None:
+    """Frozen when it was saved, trained here."""
+    run, other = Tiny(tmp_path), wrap(nn.Sequential(nn.Linear(3, 4)), "ram", tmp_path, precision="fp16")
+    frozen = wrap(nn.Sequential(nn.Linear(3, 4)).requires_grad_(False), "ram", tmp_path, precision="fp16")
+    run.model, run.optimizer = other, gemini.HybridAdam(other.parameters())
+    gemini.save_checkpoint(tmp_path / "ckpt", frozen, gemini.HybridAdam(frozen.parameters()))
+    before = snapshot(other)
+    with pytest.raises(gemini.PlanMismatch, match="was frozen when .* was saved, which has no fp32 master"):
+        gemini.load_checkpoint(tmp_path / "ckpt", other, run.optimizer)
+    assert_same_snapshot(before, snapshot(other))
+
+
+def test_the_other_way_to_decay_weights(tmp_path: Path) -> None:
+    """Without weight decay both are the same, and the optimizer stays what it was made as."""
+    run = Tiny(tmp_path)
+    run.save(tmp_path / "ckpt")
+    run.train()
+    first, second = run.optimizer.param_groups
+    assert first["weight_decay"] and not second["weight_decay"]
+    second["decoupled"] = False
+    run.load(tmp_path / "ckpt")
+    assert second["decoupled"] is False
+    first["decoupled"] = False
+    assert_refused(run, tmp_path / "ckpt", r"HybridAdam\(\.\.\., decoupled=True\)", gemini.PlanMismatch)
+
+
+# ---- what is kept besides weights and states -------------------------------------------------------------------------
+
+# Tensors of every dtype and form that is plain numbers come back as the same numbers, and everything else is refused
+# before anything is written.
+
+PLAIN = [
+    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32,
+    torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+]  # fmt: skip
+
+
+class Holder(nn.Module):
+    """A model with one persistent buffer."""
+
+    def __init__(self, buffer: torch.Tensor | None = None):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("held", buffer)
+
+
+def of_dtype(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    numel = torch.Size(shape).numel()
+    data = torch.arange(1, numel * dtype.itemsize + 1, dtype=torch.uint8)
+    return ((data % 2).bool() if dtype is torch.bool else data.view(dtype)).view(shape)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_every_plain_dtype_comes_back_bit_by_bit(wait: bool, tmp_path: Path) -> None:
+    extra = {
+        str(dtype): [
+            of_dtype(dtype, 2, 3),
+            of_dtype(dtype, 1).view(()),
+            of_dtype(dtype, 0, 3),
+            of_dtype(dtype, 2, 2).t(),
+        ]
+        for dtype in PLAIN
+    }
+    model = wrap(Holder(), "ram", tmp_path)
+    optimizer = adam(model)
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=extra, wait=wait).wait()
+    found = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    for name, values in extra.items():
+        assert all(same_bits(a, b) for a, b in zip(values, found[name], strict=True)), name
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_buffers_of_every_plain_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = wrap(Holder(of_dtype(dtype, 4)), "ram", tmp_path)
+    optimizer = adam(model)
+    gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer)
+    kept = model.held.clone()
+    model.held.copy_(torch.zeros_like(kept))
+    gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+    assert same_bits(model.held, kept)
+
+
+def forms() -> dict[str, torch.Tensor]:
+    number = torch.tensor([1 - 2j, 3 + 4j])
+    negative = number.conj().imag
+    assert number.conj().is_conj() and negative.is_neg()
+    return {
+        "conjugated": number.conj(), "negated": negative, "both": torch.view_as_complex(torch.ones(3, 2)).conj()[::2],
+        "every other": torch.arange(9.0)[::2], "expanded": torch.tensor([2.0]).expand(3),
+        "a part": torch.arange(9)[4:6],
+        "a param": nn.Parameter(torch.ones(2)), "upside down": torch.arange(6).view(2, 3).t(),
+    }  # fmt: skip
+
+
+def test_views_come_back_as_the_numbers_they_show(tmp_path: Path) -> None:
+    for name, value in forms().items():
+        held = value.detach() if name != "expanded" else value.clone()
+        model = wrap(Holder(held), "ram", tmp_path)
+        optimizer = adam(model)
+        shown = value.tolist()
+        gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=value)
+        with torch.no_grad():
+            model.held.zero_()
+        found = gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer)
+        assert found.tolist() == model.held.tolist() == shown, name
+        assert world_of(model).corrupted_by is None
+
+
+def impossible() -> dict[str, Any]:
+    found = {
+        "sparse": torch.eye(2).to_sparse(), "csr": torch.eye(2).to_sparse_csr(), "meta": torch.ones(2, device="meta"),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "jagged": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+    }  # fmt: skip
+    with FakeTensorMode():
+        found["fake"] = torch.ones(2)
+    return found
+
+
+@pytest.mark.parametrize("name", impossible())
+def test_tensors_that_are_not_plain_numbers_are_refused(name: str, tmp_path: Path) -> None:
+    value = impossible()[name]
+    model = wrap(Holder(), "ram", tmp_path)
+    with pytest.raises(TypeError, match=r"extra\.odd is a .*which a checkpoint cannot keep"):
+        gemini.save_checkpoint(tmp_path / "ckpt", model, adam(model), extra={"odd": value})
+    model = wrap(Holder(), "ram", tmp_path)
+    model.held = value
+    with pytest.raises(TypeError, match=r"state_dict\(\)\.held is a .*which a checkpoint cannot keep"):
+        gemini.save_checkpoint(tmp_path / "ckpt", model, adam(model))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_cannot_be_read_back_are_refused(tmp_path: Path) -> None:
+    model = wrap(Holder(), "ram", tmp_path)
+    optimizer = adam(model)
+    endless: list[Any] = []
+    endless.append(endless)
+    deep: Any = 1
+    for _ in range(30):
+        deep = {1: (deep,)} if isinstance(deep, list) else [deep]
+    for extra in (endless, 10**5000, {torch.ones(1): 1}):
+        with pytest.raises(TypeError, match="which a checkpoint cannot keep"):
+            gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=extra)
+        assert list(tmp_path.iterdir()) == []
+    for value in (deep, 10**3000, "\ud800", float("-inf"), [1, "a" * 10**5]):
+        gemini.save_checkpoint(tmp_path / "ckpt", model, optimizer, extra=value)
+        assert gemini.load_checkpoint(tmp_path / "ckpt", model, optimizer) == value

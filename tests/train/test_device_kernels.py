@@ -23,7 +23,7 @@ from gemini.tiers import Tier
 from tests import models
 from tests.native.emulated_cuda import EmulatedGpu, EmulatedKernels, emulate
 from tests.train import test_update_rules as update_rules
-from tests.train.helpers import assert_same_snapshot, snapshot
+from tests.train.helpers import assert_same_snapshot, manage, snapshot
 from tests.world import world_of
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
@@ -52,16 +52,9 @@ class How:
 
 
 def wrap(how: How, device: StandinDevice, folder: Path) -> tuple[Any, gemini.HybridAdam]:
-    model = models.make_model("llama")
-    config = gemini.GeminiConfig(
-        precision=how.precision,
-        gradients=how.gradients,
-        device=device,
-        memory=gemini.MemoryBudget(gpu="64MiB", cpu="64MiB", nvme="64MiB", nvme_path=folder),
-        placement=gemini.StaticPlacement(weights_on_gpu=1, optimizer_on_gpu=how.on_gpu, updates_on_gpu=how.streamed),
-        max_chunk=8192,
-    )
-    model = gemini.GeminiDDP(model, config)
+    homes = {"weights_on_gpu": 1, "optimizer_on_gpu": how.on_gpu, "updates_on_gpu": how.streamed}
+    settings = {"precision": how.precision, "gradients": how.gradients, "max_chunk": 8192}
+    model = manage(models.make_model("llama"), folder, device, gpu="64MiB", homes=homes, **settings)
     groups = models.param_groups(model, RECIPE)
     return model, gemini.HybridAdam(groups, betas=RECIPE.betas, step_in_backward=how.in_backward)
 

@@ -19,7 +19,7 @@ from gemini.memory.devices.arena import Arena
 from gemini.memory.devices.device import Event
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
-from tests.train.helpers import batch, llama, train
+from tests.train.helpers import batch, llama, manage, train
 from tests.world import world_of
 
 
@@ -60,10 +60,8 @@ class Arranged(StandinDevice):
 
 
 def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any) -> tuple[Any, gemini.HybridAdam]:
-    memory = gemini.MemoryBudget(gpu=gpu, cpu="64MiB", nvme="64MiB", nvme_path=path)
-    homes = gemini.StaticPlacement(weights_on_gpu=0.3, optimizer_on_gpu=0.2, weights_on_nvme=0.2, optimizer_on_nvme=0.2)
-    config = {"memory": memory, "device": device, "placement": homes, "max_chunk": 4096}
-    model: Any = gemini.GeminiDDP(llama(), gemini.GeminiConfig(**(config | settings)))
+    homes = {"weights_on_gpu": 0.3, "optimizer_on_gpu": 0.2, "weights_on_nvme": 0.2, "optimizer_on_nvme": 0.2}
+    model = manage(llama(), path, device, gpu=gpu, homes=homes, **{"max_chunk": 4096, **settings})
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 
@@ -169,8 +167,8 @@ def test_the_report_shows_what_the_allocator_and_the_driver_say(tmp_path: Path) 
 
 def test_room_that_was_declared_for_activations_is_not_managed_memory(tmp_path: Path) -> None:
     device = Arranged()
-    model, _ = wrap(device, tmp_path, memory=gemini.MemoryBudget(gpu="4MiB", cpu="64MiB"), activations="1MiB",
-                    placement="auto")  # fmt: skip
+    settings = {"gpu": "4MiB", "nvme": None, "activations": "1MiB", "max_chunk": 4096}
+    model = manage(llama(), tmp_path, device, **settings)
     device.figures = dict.fromkeys(("allocated", "allocated_peak", "reserved", "reserved_peak", "driver"), 3 * 2**20)
     report = model.memory_report()
     assert report["allocator"]["unmanaged"] == 3 * 2**20 - (report["gpu"]["used"] - 2**20)

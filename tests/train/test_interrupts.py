@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
+import gc
 import itertools
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import gemini
-from gemini import kernels
-from gemini.interrupts import WHOLE
+from gemini import interrupts, kernels
+from gemini.interrupts import WHOLE, call_with_grad, call_without_grad, without_grad
 from gemini.memory.movement.mover import Mover
+from gemini.rules import ADAM, Arrays, Segment
 from gemini.train.checkpoint import read as checkpoint_read
 from gemini.train.params import by_name, exposure
 from tests.train.helpers import (
@@ -27,12 +31,16 @@ from tests.train.helpers import (
     adam,
     assert_same_snapshot,
     assert_same_state,
+    llama,
     make_config,
+    on_batch,
     snapshot,
     squares,
     train,
     train_plain,
 )
+from tests.train.interrupted import OPERATIONS, World, make_trials
+from tests.train.moments import Moment, held_locks, interrupt_at, moments_of
 from tests.world import world_of
 
 
@@ -283,3 +291,318 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
         assert_same_snapshot(snapshot(other) if whole else before, snapshot(model))
         assert optimizer.param_groups[0]["lr"] == (0.5 if whole else 1e-2)
         world_of(model).state.check_whole()
+
+
+# ---- moments that are spread over all there are ----------------------------------------------------------------------
+
+# ``tests.hunts.interrupt_hunt`` takes every one.
+
+
+def try_moments(where: str, name: str, path: Path, number: int) -> None:
+    trials = make_trials(where, name, path)
+    moments = trials.moments()
+    for moment in moments[:: max(len(moments) // number, 1)]:
+        trials.at(moment)
+    assert trials.outcomes["error"] == 0
+    assert trials.outcomes["before"] + trials.outcomes["after"] > number // 2
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str, tmp_path: Path) -> None:
+    try_moments(where, name, tmp_path, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_at_many_more_moments(where: str, name: str, tmp_path: Path) -> None:
+    try_moments(where, name, tmp_path, 150)
+
+
+def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:
+    """At every moment in which the training thread shares something with the update worker."""
+    trials = make_trials("ram", "drain", tmp_path)
+    shared = ("worker.py", "waiting.py", "threading.py", "device.py")
+    moments = [moment for moment in trials.moments() if moment.code.co_filename.endswith(shared)]
+    moments = [moment for moment in moments if moment.occurrence == 1]
+    assert len(moments) > 50, "it waits"
+    for moment in moments:
+        trials.at(moment)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_model_that_is_deleted_after_an_interrupt_leaves_other_models_alone(where: str, tmp_path: Path) -> None:
+    """Its hooks for what autograd saves were open when the interrupt came, and no hook of its own has closed them."""
+
+    def interrupt(module: nn.Module, given: Any) -> None:
+        raise KeyboardInterrupt
+
+    world = World(where, tmp_path, offloads=True)
+    world.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        world.loss(world.model, 0)
+    del world
+    gc.collect()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(2, 4)).sum().backward()
+    assert plain.weight.grad is not None
+
+
+def test_whole_blocks_are_left_as_they_were() -> None:
+    """Depth, handler and what is inside, at every moment of the blocks themselves."""
+    lock, books = threading.Lock(), [0, 0]
+
+    def change() -> None:
+        with WHOLE:
+            with WHOLE, lock:
+                books[0] += 1
+                _nothing()
+                books[1] += 1
+
+    def _nothing() -> None:
+        pass
+
+    handler, num_interrupted = signal.getsignal(signal.SIGINT), 0
+    for moment in moments_of(change, silent=True, everywhere=True):
+        try:
+            interrupt_at(moment, change)
+            _nothing()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        assert books[0] == books[1] and not lock.locked(), moment
+        assert (WHOLE._depth, WHOLE._before, WHOLE._noted) == (0, None, None), moment
+        assert signal.getsignal(signal.SIGINT) is handler, moment
+    assert num_interrupted > 100, "each of them takes effect, once"
+
+
+# ---- the harness -----------------------------------------------------------------------------------------------------
+
+
+def test_the_harness_finds_a_lock_that_is_left() -> None:
+    """What Python's own Condition does: its lock is taken in a function whose end is a moment."""
+    held = []
+
+    def take() -> None:
+        with condition:
+            pass
+
+    condition = threading.Condition()
+    for moment in moments_of(take):
+        condition = threading.Condition()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt_at(moment, take)
+            (lambda: None)()  # one that comes at the end is taken here
+        held += held_locks([(str(moment), condition._lock)], 0.05)  # type: ignore[attr-defined]
+    assert held and all("Condition.__enter__" in name for name in held)
+
+
+def test_a_lock_of_python_itself_is_never_left() -> None:
+    """What every lock of Gemini rests on: no signal is taken between ``with`` and its block, nor at its end."""
+    lock = threading.Lock()
+
+    def take() -> None:
+        with lock:
+            pass
+
+    code = take.__code__
+    offsets = [instruction.offset for instruction in dis.get_instructions(code)]
+    assert len(offsets) > 10
+    for offset in offsets:
+        try:
+            interrupt_at(Moment(code, offset, 1), take)
+            (lambda: None)()
+        except KeyboardInterrupt:
+            pass
+        assert not lock.locked(), offset
+
+
+# ---- ``interrupts.WHOLE``: when Ctrl-C takes effect, and that autograd is never left off by it. With real signals ----
+
+
+# ---- the mechanism ---------------------------------------------------------------------------------------------------
+
+
+def test_it_takes_effect_where_the_outermost_block_ends() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        with WHOLE:
+            with WHOLE:
+                ctrl_c()
+                ctrl_c()
+                done.append("inner")
+            done.append("outer")
+        done.append("never")
+    assert done == ["inner", "outer"]
+    with WHOLE:
+        pass  # nothing is left of it
+
+
+def test_an_error_inside_is_told_with_it() -> None:
+    with pytest.raises(ValueError, match="own"):
+        with WHOLE:
+            raise ValueError("its own")
+    with pytest.raises(KeyboardInterrupt) as told:
+        with WHOLE:
+            ctrl_c()
+            raise ValueError("its own")
+    assert isinstance(told.value.__context__, ValueError)
+
+
+def test_a_handler_of_the_programs_is_called_later_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def own(number: int, frame: Any) -> None:
+        calls.append(number)
+
+    before = signal.signal(signal.SIGINT, own)
+    try:
+        with WHOLE:
+            ctrl_c()
+            assert calls == []
+        assert calls == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is own
+        with WHOLE:
+            signal.signal(signal.SIGINT, before)  # installed meanwhile: it is not put back over that
+        assert signal.getsignal(signal.SIGINT) is before
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with WHOLE:
+            ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_it_is_not_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now[0])
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        with WHOLE:
+            for now[0] in (10.0, 10.1, 14.9):
+                ctrl_c()
+                done.append("waits")
+            now[0] = 15.1
+            ctrl_c()
+            done.append("never")
+    assert done == ["waits"] * 3
+
+
+def test_other_threads_are_left_alone(tmp_path: Path) -> None:
+    found: list[Any] = []
+
+    def run() -> None:
+        model = wrap("ram", tmp_path)
+        train(model, adam(model), [0, 1], squares)
+        with WHOLE:
+            WHOLE.hold(lambda: True)
+            found.append(signal.getsignal(signal.SIGINT))
+            WHOLE.let_go()
+        found.append(WHOLE._depth)
+
+    with WHOLE:
+        here = signal.getsignal(signal.SIGINT)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert found == [here, 1]
+
+
+def test_held_over_calls() -> None:
+    going_on = True
+    WHOLE.hold(lambda: going_on)
+    ctrl_c()
+    with WHOLE:
+        pass
+    ctrl_c()
+    with pytest.raises(KeyboardInterrupt):
+        WHOLE.let_go()
+    WHOLE.let_go()
+    WHOLE.hold(lambda: going_on)
+    going_on = False
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def test_autograd_is_on_after_an_interrupt_at_any_moment_of_a_call() -> None:
+    """Many real ones, at random moments within microseconds; one that comes after its turn is over is let go."""
+    off = without_grad(torch.is_grad_enabled)
+    num_interrupts, expected = 0, False
+
+    def interrupt(number: int, frame: Any) -> None:
+        if expected:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for count in range(1500):
+            try:
+                expected = True
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + count % 40))
+                for _ in range(60):
+                    off()
+                    call_without_grad(off)
+                expected = False
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                expected = False
+            assert torch.is_grad_enabled(), count
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        time.sleep(0.01)  # the last one is handled by now: the handler of before would take it for its own
+        signal.signal(signal.SIGALRM, before)
+    assert num_interrupts > 1000
+
+
+def test_the_mode_of_the_caller_comes_back() -> None:
+    assert not call_without_grad(torch.is_grad_enabled) and torch.is_grad_enabled()
+    with torch.no_grad():
+        assert call_with_grad(torch.is_grad_enabled) and not torch.is_grad_enabled()
+        with pytest.raises(ZeroDivisionError):
+            call_with_grad(lambda: 1 / 0)
+        assert not torch.is_grad_enabled()
+
+
+def test_nothing_in_a_step_can_leave_autograd_off(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C where it hurts most: torch's no_grad has switched autograd off, and its block has not begun."""
+    model = gemini.GeminiDDP(llama(), make_config(llama(), where, tmp_path))
+    optimizer = adam(model)
+    real = torch.no_grad.__enter__
+
+    def enter(self: Any) -> None:
+        real(self)
+        ctrl_c()
+
+    parts: list[Callable[[], Any]] = [
+        lambda: on_batch(model, 0).backward(),
+        lambda: model.clip_grad_norm_(1.0),
+        optimizer.step,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: model.load_state_dict(model.state_dict()),
+        lambda: model.lm_head.weight == 0,
+        optimizer.zero_grad,
+    ]
+    interrupted = []
+    for part in parts:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.no_grad, "__enter__", enter)
+            try:
+                part()
+            except KeyboardInterrupt:
+                interrupted.append(part)
+        assert torch.is_grad_enabled()
+    # transformers has one in every forward, torch in load_state_dict (which is made whole first), and Gemini none.
+    assert interrupted == [parts[0], parts[4]]
+    on_batch(model, 0).backward()
+    optimizer.step()
+
+
+def test_references_of_kernels_too() -> None:
+    weights, moments = torch.ones(8, requires_grad=True), torch.zeros(8)
+    arrays = Arrays(weights, None, {"exp_avg": moments, "exp_avg_sq": moments.clone()}, torch.ones(8))
+    with kernels.use_isa("reference"):
+        ADAM.run(arrays, [Segment(0, 8, ADAM.scalars(ADAM.defaults, 1, 1.0))])
+    assert torch.is_grad_enabled() and weights[0] < 1

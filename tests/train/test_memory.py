@@ -28,12 +28,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
 from benchmarks._memory import spill_bytes, trim
+from benchmarks._progress import run as run
 from benchmarks.memory_promise import CONSTANT, MB, Watched, watch
 from gemini.planning.planes import ADAM, WEIGHTS
 from gemini.tiers import Tier
+from tests.train import helpers
+from tests.train.helpers import adam
 from tests.world import world_of
 
 pytestmark = [
@@ -153,14 +157,10 @@ class Stack(nn.Module):
 
 
 def train(model: Any, steps: int = 2) -> None:
-    optimizer = gemini.HybridAdam(model.parameters(), lr=1e-3)
-    for step in range(steps):
-        ids = torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(step))
-        model(ids).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        world_of(model).check()
+    def loss_of(model: Any, seed: int) -> torch.Tensor:
+        return model(torch.randint(0, 512, (2, 16), generator=torch.Generator().manual_seed(seed)))
+
+    helpers.train(model, adam(model), range(steps), loss_of, after=lambda seed: world_of(model).check())
 
 
 def padded(chunk: Any) -> int:
@@ -296,3 +296,72 @@ def test_a_deleted_model_leaves_no_mapping_and_no_file(tmp_path: Path) -> None:
     assert after[2] == before[2], "descriptors"
     assert after[0] - before[0] < 8 * MB, "one model is 48 MB of planes, half of it here"
     assert after[1] - before[1] < 64 * MB, "addresses"
+
+
+# ---- saving, loading and drawing never hold the model ----------------------------------------------------------------
+
+# The rise of anonymous memory in a process of its own, sampled meanwhile. All homes of weights are on NVMe, so nothing
+# but the saving or loading itself could bring them into memory; mapped pages of files do not count as anonymous, the
+# system takes them back at will.
+
+SAVING = """
+import sys
+from transformers import GPT2Config, GPT2LMHeadModel
+import gemini
+from tests.peaks import rise_over
+
+directory, precision = sys.argv[1:]
+model = GPT2LMHeadModel(GPT2Config(n_embd=768, n_layer=8, n_head=8, vocab_size=4096, n_positions=64))
+memory = gemini.MemoryBudget(cpu="1GiB", nvme_path=directory)
+everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+model = gemini.GeminiDDP(model, gemini.GeminiConfig(precision=precision, memory=memory, placement=everything))
+optimizer = gemini.HybridAdam(model.parameters())
+model.state_dict()  # whatever allocators keep of a first read is there before
+
+def save():
+    model.save_pretrained(directory + "/out")
+    gemini.save_checkpoint(directory + "/checkpoint", model, optimizer)
+
+print(rise_over(save)[0], sum(p.numel() for p in model.parameters()) * 2)
+"""
+LOADING = """
+import sys
+import torch
+from transformers import AutoConfig
+import gemini
+from gemini.train.loading import paging
+from tests.peaks import rise_over
+
+directory, how = sys.argv[1:]
+paging.ROOM = 8 * 2**20
+memory = gemini.MemoryBudget(cpu="1GiB", nvme_path=directory)
+everything = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
+config = gemini.GeminiConfig(device="cpu", memory=memory, placement=everything)
+hf_config = AutoConfig.from_pretrained(directory)
+torch.ones(2**22).sum()  # torch's own buffers and threads are there before
+ways = {
+    "load": lambda: gemini.from_pretrained(directory, config),
+    "draw": lambda: gemini.from_config(hf_config, config),
+}
+rise, model = rise_over(ways[how])
+print(rise, sum(p.numel() for p in model.parameters()) * 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize(
+    ("script", "how", "part"),
+    [(SAVING, "bf16", 4), (SAVING, "fp16", 4), (LOADING, "load", 2), (LOADING, "draw", 2)],
+    ids=["save bf16", "save fp16", "load", "draw"],
+)
+def test_a_small_part_of_the_weights_is_held(script: str, how: str, part: int, tmp_path: Path) -> None:
+    if script is LOADING:
+        config = LlamaConfig(
+            vocab_size=2048, hidden_size=768, intermediate_size=2304, num_hidden_layers=14, num_attention_heads=4
+        )
+        LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="64MB")
+    done = run([sys.executable, "-c", script, str(tmp_path), how], cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    rise, weights = map(int, done.stdout.split())
+    assert rise < weights / part, f"{rise} bytes more for {weights} bytes of weights"

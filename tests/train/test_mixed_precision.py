@@ -21,7 +21,7 @@ from gemini.train.modules.mixed import kept_in_fp32
 from tests.integrations.mixed_cases import Declares, resnet
 from tests.plain import DTYPES, Plain
 from tests.train import helpers
-from tests.train.helpers import PLACEMENTS, adam, assert_same_state, same_bits, train, wrap
+from tests.train.helpers import PLACEMENTS, adam, assert_same_state, compare, same_bits, squares, train, wrap
 from tests.world import world_of
 
 HALF = ("bf16", "fp16")
@@ -517,3 +517,29 @@ def test_the_compute_dtype_is_given_to_buffers_as_torch_gives_it(precision: str,
     stay = ("2.running_mean", "2.running_var", "3.parametrizations.weight.0._u", "3.parametrizations.weight.0._v")
     for name, buffer in model.named_buffers():
         assert buffer.dtype is (before if name in stay else plain)[name], name
+
+
+# ---- a model that casts its own params inside forward, as some routers do --------------------------------------------
+
+
+class CastsItself(nn.Module):
+    """As the router of Switch Transformers: its layer computes in fp32 whatever the model is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.router = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(torch.float32)
+        return self.router(self.first(x.to(self.first.weight.dtype)).float())
+
+
+def test_a_model_that_casts_itself_is_refused_in_half_precision(where: str, tmp_path: Path) -> None:
+    model = wrap(CastsItself(), where, tmp_path)
+    with pytest.raises(gemini.GeminiError, match="router.*float32, its weights are torch.bfloat16: the model changed"):
+        squares(model, 0).backward()
+
+
+def test_a_model_that_casts_itself_is_exact_in_fp32(where: str, tmp_path: Path) -> None:
+    compare(CastsItself, where, tmp_path, squares, precision="fp32")

@@ -16,7 +16,7 @@ from torch import nn
 
 import gemini
 from gemini.train.params.by_name import ByName
-from tests.train.helpers import adam, assert_same_snapshot, noise, same_bits, snapshot, wrap
+from tests.train.helpers import DTYPES, adam, assert_same_snapshot, noise, same_bits, snapshot, train, wrap
 from tests.train.test_checkpoint_hostile import rewrite
 
 
@@ -123,15 +123,10 @@ class Net(nn.Module):
 
 
 def steps(model: Any, optimizer: Any, seeds: range, precision: str = "bf16") -> list[float]:
-    losses = []
-    for seed in seeds:
-        dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
-        loss = model((3 + seed) * noise(2, 3, 16, seed=seed, dtype=dtype)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def loss_of(model: Any, seed: int) -> torch.Tensor:
+        return model((3 + seed) * noise(2, 3, 16, seed=seed, dtype=DTYPES[precision])).float().square().mean()
+
+    return train(model, optimizer, seeds, loss_of, clip=None)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -1,11 +1,15 @@
 """``HybridAdam``: the update itself, on plain and managed params, closures, groups and schedulers.
 
-Alone on a plain model it must give the bits of the reference and agree with torch's own Adam and AdamW. Its state is in
-``test_optimizer_state.py``.
+Alone on a plain model it must give the bits of the reference and agree with torch's own Adam and AdamW. Then its
+state: torch's form in and out.
 """
 
 from __future__ import annotations
 
+import collections
+import copy
+import io
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +27,7 @@ from tests.train.helpers import (
     Blocks,
     Plain,
     adam,
+    assert_same_snapshot,
     assert_same_state,
     assert_trains_alike,
     llama,
@@ -286,3 +291,416 @@ def test_schedulers(name: str, where: str, tmp_path: Path) -> None:
         theirs.step()
         assert ours.get_last_lr() == theirs.get_last_lr()
     assert_same_state(model, plain)
+
+
+# ---- the state: torch's form in and out, by name, copied, looked at and forgotten ------------------------------------
+
+
+@pytest.mark.sweep(every=2)
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_state_dict_has_torchs_form_and_keeps_fp32(precision: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(tied=True), where, tmp_path, precision=precision)
+    optimizer = adam(model)
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    stock = torch.optim.AdamW(llama(tied=True).parameters())
+    assert state.keys() == stock.state_dict().keys()
+    assert state["param_groups"][0]["params"] == stock.state_dict()["param_groups"][0]["params"]
+    for index, param in enumerate(model.parameters()):
+        entry = state["state"][index]
+        assert entry["step"].item() == 2 and {"step", "exp_avg", "exp_avg_sq"} <= entry.keys()
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert entry[kind].dtype is torch.float32 and entry[kind].shape == param.shape
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    fresh = wrap(llama(tied=True), where, tmp_path, precision=precision)
+    fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+    other = adam(fresh, lr=0.5)
+    other.load_state_dict(loaded)
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+    assert train(model, optimizer, [2, 3]) == train(fresh, other, [2, 3])
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_plain_bf16_params_keep_fp32_moments_through_a_round_trip() -> None:
+    one, two = params(torch.bfloat16), params(torch.bfloat16)
+    a, b = gemini.HybridAdam(one, lr=1e-2), gemini.HybridAdam(two, lr=1e-2)
+    give_gradients(one, 1)
+    a.step()
+    b.load_state_dict(a.state_dict())
+    for x, y in zip(one, two, strict=True):
+        y.data.copy_(x.data)
+        assert all(same_bits(a.state[x][k], b.state[y][k]) for k in ("step", "exp_avg", "exp_avg_sq", "residual"))
+    give_gradients(one, 2)
+    give_gradients(two, 2)
+    a.step()
+    b.step()
+    assert all(same_bits(x.detach(), y.detach()) for x, y in zip(one, two, strict=True))
+
+
+def test_loads_the_state_of_torchs_adamw(where: str, tmp_path: Path) -> None:
+    raw = llama()
+    stock = torch.optim.AdamW(raw.parameters(), lr=1e-2, weight_decay=0.1)
+    train(raw, stock, range(2), clip=None)
+    saved, weights = stock.state_dict(), {n: p.detach().clone() for n, p in raw.named_parameters()}
+    plain = Plain(raw, "fp32")
+    for name, state in zip(plain.states, saved["state"].values(), strict=True):
+        plain.states[name].update(step=2, exp_avg=state["exp_avg"].view(-1), exp_avg_sq=state["exp_avg_sq"].view(-1))
+    model = wrap(llama(), where, tmp_path, precision="fp32")
+    model.load_state_dict(weights)
+    optimizer = adam(model)
+    optimizer.load_state_dict(saved)
+    assert_trains_alike(model, optimizer, plain, [2])
+
+
+def test_a_state_of_other_groups_is_refused(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0])
+    before, good = snapshot(model), optimizer.state_dict()
+    every = list(model.parameters())
+    others = [nn.Parameter(torch.zeros_like(param)) for param in every]
+    with pytest.raises(ValueError, match="groups"):
+        gemini.HybridAdam([{"params": others[:3]}, {"params": others[3:]}]).load_state_dict(good)
+    with pytest.raises(ValueError, match="groups"):
+        gemini.HybridAdam(others[:-1]).load_state_dict(good)
+    wrong = optimizer.state_dict()
+    wrong["state"][3]["exp_avg"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.load_state_dict(wrong)
+    assert_same_snapshot(before, snapshot(model))
+
+
+def test_loading_an_empty_state_starts_anew(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    empty = optimizer.state_dict()
+    train(model, optimizer, range(2))
+    optimizer.load_state_dict(empty)
+    fresh = wrap(llama(), where, tmp_path)
+    fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+    assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_full_state_by_name(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(tied=True), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, range(2))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        state = optimizer.full_state(name)
+        assert same_bits(state["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+        assert float(state["step"]) == 2
+    with pytest.raises(KeyError):
+        optimizer.full_state("no.such.param")
+
+
+def test_torchs_tools_for_state_dicts(where: str, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    model = wrap(llama(), where, tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0])
+    expected = model.state_dict()
+    found = get_model_state_dict(model)
+    assert found.keys() == expected.keys() and all(same_bits(found[n], expected[n]) for n in expected)
+    states = get_optimizer_state_dict(model, optimizer)
+    assert same_bits(states["state"][Q]["exp_avg"], snapshot(model)[Q]["exp_avg"])
+    for flat in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        states = get_optimizer_state_dict(model, optimizer, options=options)
+        fresh = wrap(llama(), where, tmp_path)
+        fresh.load_state_dict(model.state_dict(dtype=torch.float32))
+        set_optimizer_state_dict(fresh, adam(fresh), states, options=options)
+        assert_same_snapshot(snapshot(model), snapshot(fresh))
+
+
+def test_a_copy_of_an_optimizer_of_plain_params() -> None:
+    ours = params(torch.float32)
+    optimizer = gemini.HybridAdam(ours, lr=1e-2)
+    give_gradients(ours, 1)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    theirs = twin.param_groups[0]["params"]
+    for one, some in ((optimizer, ours), (twin, theirs)):
+        give_gradients(some, 2)
+        one.step()
+    assert all(same_bits(a.detach(), b.detach()) and a is not b for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_plain_model_is_pickled_and_copied_with_its_optimizer(tmp_path: Path) -> None:
+    """As with torch's own; the copy is as good as the first one, managed too."""
+    raw = Blocks()
+    optimizer = gemini.HybridAdam(raw.parameters(), lr=1e-2)
+    noise_of = noise(2, 5, 32, dtype=torch.float32)
+    raw(noise_of).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        model, twin = copied((raw, optimizer))
+        assert twin.step_in_backward is False and twin.state.keys() == set(model.parameters())
+        model = wrap(model, "ram", tmp_path, precision="fp32")
+        assert twin.full_state("layers.0.weight")["step"] == 1
+        model(noise_of).square().mean().backward()
+        twin.step()
+    torch.save(raw, tmp_path / "raw.pt")
+    shallow = copy.copy(optimizer)
+    raw(noise_of).square().mean().backward()
+    optimizer.step()
+    assert shallow.state_dict()["state"][0]["step"] == 2
+    assert all(same_bits(p.detach(), model.full_param(name)) for name, p in raw.named_parameters())
+
+
+def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer, param = adam(model), model.get_parameter(Q)
+    assert not optimizer.state[param]["exp_avg"].any()
+    train(model, optimizer, [0])
+    state = optimizer.state[param]
+    assert set(state) == {"step", "residual", "residual_of", "exp_avg", "exp_avg_sq"} and state["step"] == 1
+    assert all(same_bits(state[kind], snapshot(model)[Q][kind]) for kind in ("exp_avg", "exp_avg_sq"))
+    assert param not in optimizer.state and "momentum_buffer" not in state
+    with pytest.raises(RuntimeError, match="Inplace update"):  # to a copy, which nobody would look at
+        state["exp_avg"].zero_()
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        state["exp_avg"] = torch.zeros_like(state["exp_avg"])  # type: ignore[index]
+
+
+FORGET: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "assign": lambda o, p: setattr(o, "state", collections.defaultdict(dict)),
+    "clear": lambda o, p: o.state.clear(),
+    "pop": lambda o, p: o.state.pop(p)["exp_avg"].shape == p.shape or pytest.fail("not its state"),
+    "del": lambda o, p: o.state.__delitem__(p),
+    "set": lambda o, p: o.state.__setitem__(p, {}),
+}
+
+
+@pytest.mark.parametrize("way", FORGET)
+def test_states_are_forgotten_as_in_torch(way: str, where: str, tmp_path: Path) -> None:
+    model = wrap(llama(), where, tmp_path)
+    optimizer, param = adam(model), model.get_parameter(Q)
+    train(model, optimizer, [0])
+    before = snapshot(model)
+    FORGET[way](optimizer, param)
+    left = optimizer.state_dict()["state"]
+    assert len(left) == (0 if way in ("assign", "clear") else len(before) - 1)
+    assert optimizer.full_state(Q)["step"] == 0 and not optimizer.full_state(Q)["exp_avg"].any()
+    assert same_bits(snapshot(model)[Q]["weights"], before[Q]["weights"])
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        optimizer.state[param] = {"step": torch.tensor(1.0)}
+    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
+        optimizer.state = collections.defaultdict(dict, {param: {"step": torch.tensor(1.0)}})
+    train(model, optimizer, [1])
+
+
+def test_loaded_groups_are_the_optimizers_own(where: str, tmp_path: Path) -> None:
+    """A scheduler fills a learning rate that is a tensor: not that of the optimizer the state came from."""
+    model = wrap(llama(), where, tmp_path)
+    first = gemini.HybridAdam([{"params": list(model.parameters()), "lr": torch.tensor(0.5), "tags": ["a"]}])
+    state = first.state_dict()
+    first.load_state_dict(state)
+    first.param_groups[0]["lr"].fill_(9.0)
+    first.param_groups[0]["tags"].append("b")
+    assert state["param_groups"][0]["lr"] == 0.5 and state["param_groups"][0]["tags"] == ["a"]
+
+
+# ---- a new optimizer on params that had one before -------------------------------------------------------------------
+
+# It starts anew, as in torch; the one before says what it has lost.
+
+
+def forget(plain: Plain) -> None:
+    """What a new optimizer is to the plain loop: masters stay."""
+    for state in plain.states.values():
+        state["step"] = 0
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_new_optimizer_has_the_bits_of_a_loop_with_a_new_one(where: str, precision: str, tmp_path: Path) -> None:
+    plain = Plain(llama(), precision, scale=2.0**16 if precision == "fp16" else None)
+    model = wrap(llama(), where, tmp_path, precision=precision)
+    for first in (0, 2):  # each with updates in flight that the one before has handed over
+        optimizer = adam(model)
+        assert optimizer.state_dict()["state"] == {}
+        forget(plain)
+        assert train(model, optimizer, [first, first + 1]) == train_plain(plain, [first, first + 1])
+    assert_same_state(model, plain)
+    del optimizer
+    forget(plain)  # nobody has them any more, and they are there all the same
+    optimizer = adam(model)
+    assert_same_state(model, plain)
+    assert_trains_alike(model, optimizer, plain, [4])
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_it_is_a_new_optimizer_on_a_plain_model(where: str, tmp_path: Path) -> None:
+    """In fp32, where the master is the weight: HybridAdam itself, unmanaged, and torch's own."""
+    model, raw, stock = wrap(llama(), where, tmp_path, precision="fp32"), llama(), llama()
+    for seeds in ([0, 1], [2]):
+        ours, theirs = adam(model), adam(raw)
+        torchs = torch.optim.AdamW(stock.parameters(), lr=1e-2, weight_decay=0.1)
+        train(model, ours, seeds, clip=None)
+        train(raw, theirs, seeds, clip=None)
+        train(stock, torchs, seeds, clip=None)
+    for name, param in raw.named_parameters():
+        assert same_bits(model.full_param(name), param.detach()), name
+        far = ~torch.isclose(param.detach(), stock.get_parameter(name).detach(), rtol=1e-4, atol=1e-4)
+        assert far.float().mean() < 1e-2, name  # where a gradient is about eps its update turns on the last bits
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_gradients_that_are_there_are_for_the_new_one(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(Blocks(), where, tmp_path), Plain(Blocks())
+    train(model, adam(model), [0], squares, clip=None)
+    train_plain(plain, [0], squares, clip=None)
+    squares(model, 1).backward()
+    plain.backward(squares(plain.model, 1))
+    forget(plain)
+    adam(model).step()
+    plain.step()
+    assert_same_state(model, plain)
+
+
+@pytest.mark.parametrize("gradients", ["retain", "transient"])
+def test_a_new_one_that_steps_in_backward(gradients: str, tmp_path: Path) -> None:
+    model, plain = wrap(Blocks(), "disk", tmp_path, gradients=gradients), Plain(Blocks())
+    for seed in range(3):
+        optimizer = adam(model, step_in_backward=True)
+        forget(plain)
+        train(model, optimizer, [seed], squares, clip=None)
+        train_plain(plain, [seed], squares, clip=None)
+    assert_same_state(model, plain)
+
+
+def test_some_params_change_hands(tmp_path: Path) -> None:
+    """A second training phase over a part: the rest goes on where it was."""
+    model, plain = wrap(Blocks(), "disk", tmp_path), Plain(Blocks())
+    named = dict(model.named_parameters())
+    part = [name for name in named if "layers.1" in name]
+    first = gemini.HybridAdam([p for n, p in named.items() if n not in part], lr=1e-2, weight_decay=0.1)
+    first.add_param_group({"params": [named[name] for name in part]})
+    train(model, first, [0, 1], squares, clip=None)
+    train_plain(plain, [0, 1], squares, clip=None)
+    before = snapshot(model)
+    second = gemini.HybridAdam([named[name] for name in part], lr=1e-2, weight_decay=0.1)
+    after = snapshot(model)
+    for name in named:
+        for kind, value in before[name].items():
+            if name in part and kind in ("exp_avg", "exp_avg_sq", "step"):
+                assert not after[name][kind].any(), (name, kind)
+            else:
+                assert same_bits(value, after[name][kind]), (name, kind)
+    squares(model, 2).backward()
+    world = snapshot(model)
+    calls: list[Any] = [
+        first.step, first.state_dict, lambda: first.load_state_dict({"state": {}, "param_groups": []}), first.owner,
+        lambda: first.full_state(part[0]), lambda: first.state[named[part[0]]],
+        lambda: gemini.save_checkpoint(tmp_path / "c", model, first),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(gemini.GeminiError, match="'layers.1.(weight|bias)'.* given to another HybridAdam"):
+            call()
+    assert_same_snapshot(world, snapshot(model))
+    assert first.full_state("layers.0.weight")["step"] == 2  # this one is still its own
+    second.step()
+    assert second.full_state(part[0])["step"] == 1
+    first.zero_grad()
+
+
+def test_add_param_group_takes_over_too(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    params = list(model.parameters())
+    first = adam(model)
+    train(model, first, [0], squares, clip=None)
+    second = gemini.HybridAdam(params[:2])
+    assert first.full_state("layers.2.weight")["step"] == 1
+    second.add_param_group({"params": params[2:]})
+    assert not snapshot(model)["layers.2.weight"]["exp_avg"].any()
+    train(model, second, [1], squares, clip=None)
+    assert second.full_state("layers.2.weight")["step"] == 1
+
+
+def test_a_refused_one_takes_nothing_over(tmp_path: Path) -> None:
+    model, other = wrap(Blocks(), "ram", tmp_path), wrap(Blocks(), "ram", tmp_path)
+    optimizer = adam(model)
+    train(model, optimizer, [0], squares, clip=None)
+    before = snapshot(model)
+    params = list(model.parameters())
+    for wrong in (
+        [{"params": params[:3]}, {"params": params[2:]}],
+        [{"params": params}, {"params": other.parameters()}],
+        [{"params": params}, {"params": [3]}],
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            gemini.HybridAdam(wrong)
+    assert_same_snapshot(before, snapshot(model))
+    squares(model, 1).backward()
+    optimizer.step()
+
+
+def test_a_checkpoint_goes_to_the_newest(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    first = adam(model)
+    train(model, first, [0, 1], squares, clip=None)
+    gemini.save_checkpoint(tmp_path / "c", model, first)
+    before = snapshot(model)
+    second = adam(model, lr=0.5)
+    train(model, second, [2], squares, clip=None)
+    gemini.load_checkpoint(tmp_path / "c", model, second)
+    assert_same_snapshot(before, snapshot(model))
+    with pytest.raises(gemini.GeminiError, match="given to another"):
+        gemini.load_checkpoint(tmp_path / "c", model, first)
+    assert_same_snapshot(before, snapshot(model))
+
+
+def test_after_an_update_broke_off_a_new_one_is_made_and_a_checkpoint_loaded(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    first = adam(model)
+    train(model, first, [0], squares, clip=None)
+    gemini.save_checkpoint(tmp_path / "c", model, first)
+    before = snapshot(model)
+    world_of(model).state.mark_corrupted(OSError("the disk"))
+    second = adam(model)
+    gemini.load_checkpoint(tmp_path / "c", model, second)
+    assert_same_snapshot(before, snapshot(model))
+
+
+def test_states_of_steps_before_the_wrap_are_adopted_from_the_last_owner(tmp_path: Path) -> None:
+    raw = Blocks()
+    first, second = gemini.HybridAdam(raw.parameters()), gemini.HybridAdam(raw.parameters())
+    for optimizer in (first, second, second):
+        squares(raw.bfloat16(), 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model = wrap(raw, "ram", tmp_path)
+    assert second.full_state("layers.0.weight")["step"] == 2
+    with pytest.raises(gemini.GeminiError, match="given to another"):
+        first.step()
+    train(model, second, [1], squares, clip=None)
+
+
+def test_start_anew_takes_back(tmp_path: Path) -> None:
+    model = wrap(Blocks(), "disk", tmp_path)
+    first = adam(model)
+    train(model, first, [0], squares, clip=None)
+    second = adam(model)
+    train(model, second, [1], squares, clip=None)
+    for touch in (lambda s, p: s.pop(p), lambda s, p: s.__setitem__(p, {}), lambda s, p: s.__delitem__(p)):
+        with pytest.raises(gemini.GeminiError, match="given to another"):
+            touch(first.state, model.layers[0].weight)
+    first.state.clear()  # of what is its own, nothing
+    assert second.full_state("layers.0.weight")["step"] == 1
+    first.start_anew()
+    assert first.state_dict()["state"] == {}
+    train(model, first, [2], squares, clip=None)
+    with pytest.raises(gemini.GeminiError, match="given to another"):
+        second.step()

@@ -71,8 +71,6 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "rho": ({"rho": 0.9}, "rho=0.9"),
     "momentum_decay": ({"momentum_decay": 4e-3}, "momentum_decay"),
     "no bias correction": ({"bias_correction": False}, "bias_correction=False"),
-    "a slip": ({"weigth_decay": 0.0}, "is 'weight_decay' meant"),
-    "another name": ({"learning_rate": 0.1}, "is 'lr' meant"),
     "lr nan": ({"lr": NAN}, "lr of .* finite"),
     "lr inf": ({"lr": INF}, "lr of .* finite"),
     "lr beyond fp32": ({"lr": 1e39}, "lr of .* finite"),
@@ -288,14 +286,14 @@ STOCK: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", STOCK)
 @pytest.mark.parametrize("steps", [0, 1])
-def test_states_of_other_optimizers_are_refused_by_name(name: str, steps: int, world: World) -> None:
+def test_states_of_other_optimizers_are_refused(name: str, steps: int, world: World) -> None:
     raw = Blocks()
     stock = STOCK[name](raw.parameters())
     for _ in range(steps):
         raw(noise(2, 5, 32, dtype=torch.float32)).square().mean().backward()
         stock.step()
     before = world.look()
-    with pytest.raises(ValueError, match=f"torch.optim.{name.split()[0]}: HybridAdam loads"):
+    with pytest.raises(ValueError, match="another optimizer of torch: HybridAdam loads"):
         world.optimizer.load_state_dict(stock.state_dict())
     world.unchanged(before)
 
@@ -342,8 +340,8 @@ def test_moments_of_a_frozen_param_are_refused(tmp_path: Path) -> None:
     raw.layers[0].requires_grad_(False)
     model = wrap(raw, "ram", tmp_path)
     optimizer = gemini.HybridAdam(model.parameters())
-    state = World("ram", tmp_path).optimizer.state_dict()
-    before = snapshot(model)
+    other = World("ram", tmp_path)
+    state, before = other.optimizer.state_dict(), snapshot(model)
     with pytest.raises(ValueError, match="'layers.0.weight', which is frozen"):
         optimizer.load_state_dict(state)
     assert_same_snapshot(before, snapshot(model))

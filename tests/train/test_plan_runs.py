@@ -20,6 +20,7 @@ from gemini.planning.traffic import by_name
 from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 from tests import models
+from tests.train.helpers import manage
 from tests.world import world_of
 
 MAX_CHUNK = 4096
@@ -45,11 +46,8 @@ def budgets(model: Any, share: float, device: str) -> dict[Tier, int]:
 
 
 def wrap(there: dict[Tier, int], device: str, folder: Path, **settings: Any) -> tuple[Any, Any]:
-    memory = gemini.MemoryBudget(
-        gpu=there.get(Tier.GPU), cpu=there[Tier.CPU], nvme=there[Tier.NVME], nvme_path=folder
-    )  # fmt: skip
-    config = gemini.GeminiConfig(memory=memory, device=device, max_chunk=MAX_CHUNK, **settings)
-    model = gemini.GeminiDDP(models.make_model("llama"), config)
+    budget = {tier.value: num_bytes for tier, num_bytes in there.items()}
+    model = manage(models.make_model("llama"), folder, device, **budget, max_chunk=MAX_CHUNK, **settings)
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 

@@ -18,9 +18,11 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn import functional as F
 
 import gemini
-from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, noise, same_bits, wrap
+from gemini.train.modules.calls import CallRecord
+from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, noise, same_bits, squares, wrap
 from tests.world import world_of
 
 WIDTH = 32
@@ -326,8 +328,9 @@ def test_what_torch_refuses_inside_of_hooks_is_refused(where: str, tmp_path: Pat
             x.add_(1)
             return y
 
+    model = wrap(Writes(), where, tmp_path, precision="fp32")  # kept alive: a graph does not
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        wrap(Writes(), where, tmp_path, precision="fp32")(noise(4, WIDTH, dtype=torch.float32)).sum().backward()
+        model(noise(4, WIDTH, dtype=torch.float32)).sum().backward()
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -486,3 +489,58 @@ def test_functional_call(where: str, register: bool, tmp_path: Path) -> None:
         )
     assert all(same_bits(a, b) for a, b in zip(*found, strict=True))
     assert all(model.full_grad(name) is None for name in values)
+
+
+# ---- results of modules that are written to in place -----------------------------------------------------------------
+
+# The gradient takes another way through the graph, and is awaited.
+
+
+class Masked(nn.Module):
+    """As SpecAugment does: some rows of a projection are replaced by a learned vector. The projection is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.mask = nn.Parameter(torch.randn(32))
+
+    def project(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[i](x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(3):
+            x = self.project(i, x)
+            assert x._is_view()
+            x[:, i] = self.mask.to(x.dtype)
+            x = torch.tanh(x)
+        return x
+
+
+class MaskedElsewhere(Masked):
+    """The same, by an operation that reads the weights of another module."""
+
+    def project(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.layers[i].weight, self.layers[i].bias)
+
+
+@pytest.mark.parametrize("make", [Masked, MaskedElsewhere])
+def test_results_written_to_in_place(make: type[nn.Module], where: str, tmp_path: Path) -> None:
+    compare(make, where, tmp_path, squares)
+
+
+def test_what_a_call_was_given_is_not_awaited() -> None:
+    """Its gradient arrives when the call before is being computed backward: no time to gather for this one."""
+    begun: list[torch.Tensor] = []
+    given = nn.Linear(4, 4)(torch.ones(2, 4))
+    record = CallRecord(None, (), None)
+    view = given.view(8)
+    record.on_gradient(view, begun.append)
+    view[0] = 0
+    given.sum().backward()
+    assert not begun
+    made = nn.Linear(4, 4)(torch.ones(2, 3, 4))
+    record.on_gradient(made, begun.append)
+    made[0] = 0
+    made.sum().backward()
+    assert len(begun) == 1

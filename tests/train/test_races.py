@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import pytest
 
 from gemini.rules import Arrays
-from tests.hunts import race_hunt
+from tests.hunts import fault_hunt, race_hunt
+from tests.hunts.fault_hunt import CASES, Child, step
+from tests.hunts.faults import KINDS, Faults
+from tests.world import world_of
 
 SEEDS = range(10_000, 10_025)  # not those of the hunt
 
@@ -65,3 +69,71 @@ def test_the_hunt_sees_one_wrong_number(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(AssertionError, match="differ|losses|norms|after"):
         race_hunt.run(schedule, tmp_path)
     assert len(calls) > 5
+
+
+# ---- faults ----------------------------------------------------------------------------------------------------------
+
+# Whatever breaks wherever, the error is clear, nothing is left, and the last checkpoint resumes to the same bits. A
+# few of the faults of ``tests/hunts/fault_hunt.py``, which makes every call of several cases fail in turn.
+
+
+PER_KIND = 4
+
+MET = [
+    ("cpu, all on nvme", "write: disk full"),
+    ("standin, half on nvme", "read: i/o error"),
+    ("cpu, all on nvme, in backward", "adam: raises"),
+    ("cpu, half on nvme, fp16", "interrupt"),
+]
+
+
+@pytest.mark.sweep(every=3)
+@pytest.mark.parametrize(("name", "kind"), MET)
+def test_a_fault_anywhere(name: str, kind: str, summary: Callable[[str], None]) -> None:
+    errors: list[tuple[int, BaseException]] = []
+
+    def report(number: int, error: BaseException | None) -> None:
+        if error is not None:
+            errors.append((number, error))
+
+    fired = fault_hunt.sweep(name, kind, lambda calls: range(2, calls + 1, max(calls // PER_KIND, 1)), report)
+    if errors:
+        number, error = errors[0]
+        which = f"--case {name!r} --only {kind!r} --first {number} --stride 9999"
+        print(f"failed: python tests/hunts/fault_hunt.py {which}")
+        raise error
+    assert fired.total() >= 2, "hardly anything broke"
+    summary(f"faults: {name}; {kind}: " + ", ".join(f"{where[0]} ({where[1]}) {n}" for where, n in fired.items()))
+
+
+def test_every_kind_is_met() -> None:
+    assert {kind for _, kind in MET} == set(KINDS)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number: int, tmp_path: Path) -> None:
+    """Python notices Ctrl-C where it next runs: in backward that is the start of the hook that takes a gradient."""
+    schedule, quiet = CASES["cpu, all in memory"], Faults("")
+    worlds = race_hunt.reference(schedule.recipe)[1]
+    model, optimizer = race_hunt.wrap(schedule, tmp_path)
+    backward, taken = world_of(model).backward, []
+    real = backward.take_grad
+
+    def interrupted(handle: object) -> None:
+        taken.append(handle)
+        if len(taken) == number:
+            raise KeyboardInterrupt
+        real(handle)
+
+    backward.take_grad = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        step(schedule.recipe, model, optimizer, 0, quiet)
+    optimizer.zero_grad()
+    step(schedule.recipe, model, optimizer, 0, quiet)
+    fault_hunt.same_world(schedule.recipe, model, optimizer, worlds[1], "after the step was made again")
+
+
+def test_ctrl_c_ends_a_program_in_order(tmp_path: Path) -> None:
+    """In the middle of training, a checkpoint perhaps being written behind it."""
+    child = Child.start("cpu, all on nvme", tmp_path)
+    assert child.kill(signal.SIGINT, 0.05) >= 2

@@ -14,6 +14,7 @@ from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
 from tests import models
+from tests.train.helpers import manage
 from tests.world import world_of
 
 WAYS = {Track.NVME_READ: "nvme->cpu", Track.NVME_WRITE: "cpu->nvme", Track.H2D: "cpu->gpu", Track.D2H: "gpu->cpu"}
@@ -23,12 +24,10 @@ def wrap(device: str, folder: Path, **settings: Any) -> Any:
     """Room for little more than one module on the computing tier: steps evict and fetch. Everything in turn, unless
     ``overlap=True``.
     """
-    settings.setdefault("overlap", False)
     budget = {"gpu": "192KiB", "cpu": "64MiB"} if device == "standin" else {"cpu": "320KiB"}
-    memory = gemini.MemoryBudget(**budget, nvme="64MiB", nvme_path=folder)
-    placement = gemini.StaticPlacement(weights_on_nvme=0.5 if device == "standin" else 1, optimizer_on_nvme=1)
-    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, max_chunk=8192, **settings)
-    return gemini.GeminiDDP(models.make_model("llama"), config)
+    homes = {"weights_on_nvme": 0.5 if device == "standin" else 1, "optimizer_on_nvme": 1}
+    settings = {"overlap": False, "max_chunk": 8192, **settings}
+    return manage(models.make_model("llama"), folder, device, **budget, homes=homes, **settings)
 
 
 def adam(model: Any, **how: Any) -> gemini.HybridAdam:

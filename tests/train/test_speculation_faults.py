@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
+from gemini.jobs.doctor import doctor
 from gemini.memory.nvme import SpillFile
-from gemini.train.update.guess import Guess
+from gemini.tiers import Tier
+from gemini.train.update.guess import Guess, GuessRecord
+from gemini.train.update.undo import HOLDER
 from tests.plain import Plain
+from tests.train import test_durable
 from tests.train.guesses import (
     ALWAYS,
+    GUESSES,
     NEVER,
+    THRESHOLDS,
     OwnLoss,
     counts,
     guess_always,
     guessing,
     let_guesses_end,
+    model_of,
     plainly,
     train,
 )
 from tests.train.helpers import (
     Blocks,
+    adam,
     assert_same_snapshot,
     assert_same_state,
     noise,
@@ -295,3 +305,219 @@ def test_an_interrupted_step_is_whole(where: str, clip: float, tmp_path: Path, m
         optimizer.zero_grad()
         train_plain(plain, [number], squares, clip=clip)
         assert_same_state(model, plain)
+
+
+# ---- copies in memory of what has no second slot ---------------------------------------------------------------------
+
+
+def held(model: Any) -> int:
+    """Bytes of copies."""
+    return world_of(model).held(Tier.CPU, HOLDER)
+
+
+class LooksAgain(Blocks):
+    """Its graph has a node that reads weights and gives them no gradient, and runs after all that do."""
+
+    before_it = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early = x @ self.layers[0].weight.detach()
+        early.register_hook(lambda grad: self.before_it())
+        return super().forward(x.detach()) + early
+
+
+@pytest.mark.parametrize("where", ["memory", "spill file", "store"])
+def test_weights_that_a_graph_looks_at_are_those_of_its_forward(where: str, tmp_path: Path) -> None:
+    """The gradient of the input is made of them, behind the guess of their update."""
+    runs = [guessing(tmp_path, where, make=LooksAgain, slack=1 << 20), plainly(tmp_path, LooksAgain)]
+    model, begun = runs[0][0], []
+
+    def wait() -> None:
+        let_guesses_end(model)
+        begun.append(len(world_of(model).updates_in_flight))
+
+    model.before_it = wait
+    for number in range(3):
+        inputs = []
+        for net, optimizer in runs:
+            inputs.append(noise(2, 5, 32, seed=number).bfloat16().requires_grad_())
+            net(inputs[-1]).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        assert_same_snapshot(*(snapshot(net) for net, _ in runs))
+    assert begun == [3] * 3 and counts(model) == (9, 0)
+
+
+@pytest.mark.parametrize("clip", [NEVER, ALWAYS])
+@pytest.mark.parametrize("where", ["memory", "half in memory", "spill file", "GPU"])
+def test_copies_go_with_the_step(where: str, clip: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = guessing(tmp_path, where)
+    guess_always(model, monkeypatch)
+    for number in range(2):
+        squares(model, number).backward()
+        let_guesses_end(model)
+        assert held(model)
+        model.clip_grad_norm_(clip)
+        optimizer.step()
+        assert not held(model)
+        optimizer.zero_grad()
+    squares(model, 2).backward()
+    optimizer.zero_grad()
+    assert not held(model)
+
+
+@pytest.mark.parametrize("where", ["memory", "spill file", "GPU"])
+def test_who_needs_the_memory_has_guesses_undone(where: str, tmp_path: Path) -> None:
+    """And the step makes its own update."""
+    (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
+    ledger = world_of(model).ledger
+    squares(model, 0).backward()
+    before, wanted = held(model), ledger.free(Tier.CPU) + 1
+    ledger.reserve(Tier.CPU, wanted, "what is needed")
+    assert 0 < held(model) < before
+    optimizer.step()
+    optimizer.zero_grad()
+    ledger.release(Tier.CPU, wanted, "what is needed")
+    train_plain(plain, [0], squares, clip=NEVER)
+    assert_same_state(model, plain)
+    assert counts(model) == (2, 1)
+
+
+def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an update that counts breaks off."""
+    model, optimizer = guessing(tmp_path, "spill file")
+    squares(model, 0).backward()
+    let_guesses_end(model)
+
+    def refuse(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+        raise StorageError("the drive is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SpillFile, "begin_write", refuse)
+        with pytest.raises(StorageError, match="the drive is gone"):
+            optimizer.zero_grad()
+    with pytest.raises(GeminiError, match="Load the last checkpoint"):
+        train(model, optimizer, 1, NEVER)
+    world_of(model).forget_updates()
+    assert not held(model)
+
+
+# ---- a durable store: its slots, its sums, and what a crash leaves ---------------------------------------------------
+
+
+def test_what_was_trained_since_a_commit_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step after a commit can be undone: its slots are free. The second one's are taken."""
+    (model, optimizer), plain = guessing(tmp_path), Plain(Blocks())
+    guess_always(model, monkeypatch)
+    kept = 0
+    for number in range(6):
+        squares(model, number).backward()
+        let_guesses_end(model)
+        model.clip_grad_norm_(NEVER)
+        optimizer.step()
+        optimizer.zero_grad()
+        train_plain(plain, [number], squares, clip=NEVER)
+        assert_same_state(model, plain)
+        if number == 1 or number == 3:
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+        kept += 3 if number in (0, 1, 2, 4) else 0
+        assert counts(model)[0] == kept, number
+    world_of(model).close()
+
+
+def test_sums_of_a_store_are_those_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``gemini doctor STORE`` reads all of it, behind steps that were right, wrong, and wrong before a fault."""
+    (model, optimizer), plain = guessing(tmp_path), Plain(Blocks())
+    guess_always(model, monkeypatch)
+    for number, clip in enumerate(THRESHOLDS["sometimes"]):
+        with monkeypatch.context() as patch:
+            if number == 3:
+                failing(patch, since=4, until=5)
+            squares(model, number).backward()
+            let_guesses_end(model)
+        model.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        gemini.save_checkpoint(tmp_path, model, optimizer, extra=number)
+        train_plain(plain, [number], squares, clip=clip)
+    assert_same_state(model, plain)
+    world_of(model).close()
+    console = Console(record=True, width=300, file=io.StringIO())
+    assert doctor(console, store=tmp_path) == 0, console.export_text()
+    model, optimizer = guessing(tmp_path)
+    assert gemini.load_checkpoint(tmp_path, model, optimizer) == 5
+    assert_same_state(model, plain)
+    world_of(model).close()
+
+
+def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(test_durable, "adam", lambda model: adam(model, **GUESSES))
+    guesses, keep = list[bool](), Guess.keep
+    monkeypatch.setattr(Guess, "keep", lambda self, params: guesses.append(keep(self, params)) or guesses[-1])
+    monkeypatch.setattr(GuessRecord, "pays", True)
+    assert test_durable.images(tmp_path, 16) == []
+    assert guesses
+
+
+# ---- by itself -------------------------------------------------------------------------------------------------------
+
+
+def waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every step waited for updates half of its time."""
+    note = GuessRecord.note_step
+    monkeypatch.setattr(
+        GuessRecord, "note_step", lambda self, *, is_plain, waiting: note(self, is_plain=is_plain, waiting=0.5)
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "clip", "waiting", "guesses"),
+    [
+        ({}, NEVER, True, True),
+        ({}, NEVER, False, False),
+        ({}, ALWAYS, True, False),
+        ({"speculate": False}, NEVER, True, False),
+    ],
+)
+def test_an_optimizer_begins_to_guess_when_eight_steps_say_that_it_pays(
+    how: dict[str, bool], clip: float, waiting: bool, guesses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of them clipped nothing, and waited for updates. A pickled optimizer begins anew."""
+    if waiting:
+        waits(monkeypatch)
+    else:
+        monkeypatch.setattr("gemini.train.update.guess._WAITING", 2.0)
+    model, plain = model_of(tmp_path), Plain(Blocks())
+    optimizer = adam(model, **how)
+    for number in range(11):
+        train(model, optimizer, number, clip, tmp_path)
+        train_plain(plain, [number], squares, clip=clip)
+        assert number > 8 or counts(model) == (0, 0)
+    assert_same_state(model, plain)
+    assert counts(model) == ((6, 0) if guesses else (0, 0))
+    assert optimizer.speculate is guesses and not optimizer.__getstate__()["speculate"]
+    train(model, optimizer, 11, ALWAYS)
+    train_plain(plain, [11], squares, clip=ALWAYS)
+    assert_same_state(model, plain)
+    world_of(model).close()
+
+
+def test_in_memory_nothing_is_guessed_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits(monkeypatch)
+    model = model_of(tmp_path, "memory")
+    optimizer = adam(model)
+    for number in range(10):
+        train(model, optimizer, number, NEVER)
+    assert counts(model) == (0, 0) and not optimizer.speculate
+
+
+def test_what_is_wrong_again_and_again_is_tried_ever_less() -> None:
+    """Micro-batches outside of ``no_sync()``: each backward undoes the guesses of the one before."""
+    record, tried = GuessRecord(), []
+    for number in range(400):
+        if record.pays:
+            record.num_undone += 1
+            tried.append(number)
+        record.note_step(is_plain=True)
+    assert len(tried) < 20 and tried[-1] - tried[-2] > 100, tried

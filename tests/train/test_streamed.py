@@ -28,6 +28,7 @@ from gemini.train.update import streamed
 from gemini.train.update import worker as update_worker
 from tests import models
 from tests.hunts import race_hunt
+from tests.train.helpers import manage, train
 from tests.world import world_of
 
 MAX_CHUNK = 8192
@@ -38,10 +39,9 @@ def wrap(
     folder: Path, device: Any = "standin", *, gpu: str | int = "2MiB", cpu: str | int = "64MiB", homes: Any = None,
     **how: Any,
 ) -> Any:  # fmt: skip
-    memory = gemini.MemoryBudget(gpu=gpu, cpu=cpu, nvme="64MiB", nvme_path=folder)
     placement = gemini.StaticPlacement(**{"updates_on_gpu": 1.0, **(homes or {})})
     how = {"max_chunk": MAX_CHUNK, "placement": placement, **how}
-    return gemini.GeminiDDP(models.make_model("llama"), gemini.GeminiConfig(memory=memory, device=device, **how))
+    return manage(models.make_model("llama"), folder, device, gpu=gpu, cpu=cpu, **how)
 
 
 def plain(**how: Any) -> Any:
@@ -59,11 +59,7 @@ def adam(model: Any, **how: Any) -> gemini.HybridAdam:
 
 
 def step(model: Any, optimizer: Any, number: int) -> float:
-    loss = model(**BATCHES[number]).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
+    return train(model, optimizer, [number], lambda model, number: model(**BATCHES[number]).loss, clip=None)[0]
 
 
 def assert_same(a: Any, b: Any) -> None:

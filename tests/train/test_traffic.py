@@ -22,6 +22,7 @@ from gemini.planning.traffic import Boundary, by_name, path, step_traffic, updat
 from gemini.tiers import Tier
 from tests import models
 from tests.planning.stacks import stack_trace
+from tests.train.helpers import manage
 from tests.world import world_of
 
 ALL, HALF, NONE = 1.0, 0.5, 0.0
@@ -40,14 +41,9 @@ HOMES = {
 }
 
 
-def wrap(device: str, homes: str, folder: Path, precision: str = "bf16", gradients: str = "retain",
-         states: str = "exact") -> Any:  # fmt: skip
-    memory = gemini.MemoryBudget(gpu="64MiB" if device == "standin" else None, cpu="64MiB", nvme="64MiB",
-                                 nvme_path=folder)  # fmt: skip
-    config = gemini.GeminiConfig(precision=precision, gradients=gradients, memory=memory, device=device,
-                                 placement=gemini.StaticPlacement(*HOMES[homes]), max_chunk=16384,
-                                 states=states)  # fmt: skip
-    return gemini.GeminiDDP(models.make_model("llama"), config)
+def wrap(device: str, homes: str, folder: Path, **how: Any) -> Any:
+    gpu, placement = "64MiB" if device == "standin" else None, gemini.StaticPlacement(*HOMES[homes])
+    return manage(models.make_model("llama"), folder, device, gpu=gpu, placement=placement, max_chunk=16384, **how)
 
 
 def posed(model: Any) -> tuple[Problem, Placement]:

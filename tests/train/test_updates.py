@@ -17,23 +17,24 @@ import gemini
 from benchmarks._progress import PATIENCE
 from gemini import kernels
 from gemini.errors import GeminiError
+from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker
 from tests import models
+from tests.train.helpers import manage, train
 from tests.world import world_of
 
 PLACES = ["ram", "nvme", "standin"]
 
 
 def wrap(where: str, folder: Path, **how: Any) -> Any:
-    cpu = {"nvme": "1MiB"}.get(where, "64MiB")
-    memory = gemini.MemoryBudget(gpu="1MiB" if where == "standin" else None, cpu=cpu, nvme="64MiB", nvme_path=folder)
-    placement = gemini.StaticPlacement(weights_on_nvme=0.5, optimizer_on_nvme=1.0) if where != "ram" else "auto"
-    device = "standin" if where == "standin" else "cpu"
-    how = {"max_chunk": 4096, "update_threads": 1, **how}
-    config = gemini.GeminiConfig(memory=memory, device=device, placement=placement, **how)
-    return gemini.GeminiDDP(models.make_model("llama"), config)
+    there: dict[str, Any] = {
+        "ram": {},
+        "nvme": {"cpu": "1MiB", "homes": {"weights_on_nvme": 0.5, "optimizer_on_nvme": 1.0}},
+        "standin": {"device": "standin", "gpu": "1MiB", "homes": {"weights_on_nvme": 0.5, "optimizer_on_nvme": 1.0}},
+    }[where]
+    return manage(models.make_model("llama"), folder, **there, **{"max_chunk": 4096, "update_threads": 1, **how})
 
 
 def adam(model: Any, **how: Any) -> gemini.HybridAdam:
@@ -254,11 +255,9 @@ class Recomputed(torch.nn.Module):
         return self.last(x)
 
 
-def recomputed(reentrant: bool, overlap: bool) -> tuple[Any, Callable[[], None]]:
-    memory = gemini.MemoryBudget(cpu="64MiB")
-    how: dict[str, Any] = {"memory": memory, "device": "cpu", "precision": "fp32", "max_chunk": 4096}
-    config = gemini.GeminiConfig(overlap=overlap, update_threads=1, **how)
-    model = gemini.GeminiDDP(Recomputed(reentrant), config)
+def recomputed(folder: Path, reentrant: bool, overlap: bool) -> tuple[Any, Callable[[], None]]:
+    how: dict[str, Any] = {"precision": "fp32", "max_chunk": 4096, "update_threads": 1}
+    model = manage(Recomputed(reentrant), folder, overlap=overlap, **how)
     optimizer = adam(model, step_in_backward=True)
 
     def step() -> None:
@@ -268,9 +267,11 @@ def recomputed(reentrant: bool, overlap: bool) -> tuple[Any, Callable[[], None]]
     return model, step
 
 
-def test_a_recomputation_reads_no_weights_that_are_being_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recomputation_reads_no_weights_that_are_being_updated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the last layer are in place, and their update began inside this backward."""
-    (model, step), (plain, plain_step) = recomputed(False, True), recomputed(False, False)
+    (model, step), (plain, plain_step) = (recomputed(tmp_path, False, overlap) for overlap in (True, False))
     held = Held(monkeypatch)
     threading.Timer(0.2, held.gate.set).start()
     step()
@@ -279,8 +280,8 @@ def test_a_recomputation_reads_no_weights_that_are_being_updated(monkeypatch: py
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool) -> None:
-    model, step = recomputed(True, overlap)
+def test_a_gradient_in_two_parts_is_no_two_steps(overlap: bool, tmp_path: Path) -> None:
+    model, step = recomputed(tmp_path, True, overlap)
     with pytest.raises(GeminiError, match="'shared.* in two parts .*leave step_in_backward out"):
         step()
     assert all(handle.num_steps <= 1 for handle in world_of(model).handles)
@@ -371,3 +372,71 @@ def test_a_step_inside_gathered_shows_no_weights_that_are_being_updated(
             optimizer.step()
             seen.append(param * 1)
     assert "gemini-update" in held.threads and torch.equal(*seen)
+
+
+# ---- updates inside backward that read the weights in their windows --------------------------------------------------
+
+# Until they are over, nobody else has that memory.
+
+ON_NVME = {"homes": {"weights_on_nvme": 1.0, "optimizer_on_nvme": 1.0}, "gradients": "transient"}
+
+
+def wrap_on_nvme(folder: Path, cpu: str = "1MiB") -> Any:
+    return manage(models.make_model("llama"), folder, cpu=cpu, max_chunk=4096, update_threads=1, **ON_NVME)
+
+
+def steps(model: Any, optimizer: Any, numbers: range) -> list[float]:
+    return train(model, optimizer, numbers, lambda model, number: model(**BATCHES[number]).loss, clip=None)
+
+
+def reference(folder: Path) -> tuple[Any, Any]:
+    model = wrap("ram", folder, overlap=False)
+    return model, adam(model)
+
+
+@pytest.mark.parametrize("cpu", ["1MiB", "0.4MiB"], ids=["room", "no room"])
+def test_windows_stay_until_their_updates_are_over(cpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every update waits until somebody waits for one: who needs the room, or the weights, or the next step."""
+    model, (other, its) = wrap_on_nvme(tmp_path, cpu), reference(tmp_path)
+    optimizer, held = adam(model, step_in_backward=True), Held(monkeypatch)
+    world, most = world_of(model), [0]
+    updates, manager = world.updates, world.manager
+    await_one, begin = updates._await, manager.begin_update
+
+    def await_now(job: Any) -> None:
+        most[0] = max(most[0], sum(chunk.use is Use.UPDATING for chunk in world.chunks))
+        held.gate.set()
+        await_one(job)
+        held.gate.clear()
+
+    def began(chunk: Any) -> None:
+        begin(chunk)
+        world.check_windows()
+
+    monkeypatch.setattr(updates, "_await", await_now)
+    monkeypatch.setattr(manager, "begin_update", began)
+    assert steps(model, optimizer, range(4)) == steps(other, its, range(4))
+    assert same(model, other)
+    assert most[0] > (3 if cpu == "1MiB" else 0), "no window was read by an update"
+    world.check_windows()
+    assert not any(chunk.use is Use.UPDATING for chunk in world.chunks)
+
+
+def test_a_window_that_somebody_looks_into_stays_theirs(tmp_path: Path) -> None:
+    """A view taken in forward sees the old weights until the step, and the new ones after it, as in torch."""
+    model, (other, its) = wrap_on_nvme(tmp_path), reference(tmp_path)
+    optimizer, views = adam(model, step_in_backward=True), list[torch.Tensor]()
+    block = model.model.layers[1].mlp
+
+    def look(module: Any, args: Any) -> None:
+        views.append(module.weight.view(-1)[5:9])
+
+    handle = block.up_proj.register_forward_pre_hook(look)
+    steps(model, optimizer, range(1))
+    handle.remove()
+    steps(other, its, range(1))
+    name = "model.layers.1.mlp.up_proj.weight"
+    now = other.state_dict(dtype=torch.bfloat16)[name].view(-1)[5:9]
+    assert torch.equal(views[0].detach(), now)
+    assert steps(model, optimizer, range(1, 3)) == steps(other, its, range(1, 3))
+    assert same(model, other)

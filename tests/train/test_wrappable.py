@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaForCausalLM
 
 import gemini
+from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement
+from gemini.memory.nvme import SpillFile, Transfer
 from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
-from tests.train.helpers import train
-from tests.world import world_of
+from tests.train import helpers
+from tests.train.helpers import adam, llama, make_config, same_bits, snapshot, train
+from tests.world import is_managed, world_of
+
+Error = type[BaseException] | tuple[type[BaseException], ...]
 
 
 class Net(nn.Module):
@@ -98,6 +106,10 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], type[Exception], str]] = {
         lambda: with_param(lambda net: nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)),
         TypeError, "int8",
     ),
+    "frozen, of int64": (
+        lambda: with_param(lambda net: nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)),
+        TypeError, r"'a\.weight'.*int64",
+    ),
     "sparse": (lambda: with_param(lambda net: nn.Parameter(torch.eye(8).to_sparse())), TypeError, "sparse"),
     "of inference": (in_inference_mode, ValueError, r"param 'a\.weight' was made in torch\.inference_mode"),
     "computed": (lambda: with_param(lambda net: net.a.weight * 2), ValueError, "is the result of a computation"),
@@ -148,7 +160,6 @@ def test_it_is_refused_before_anything_changes(kind: str, tmp_path: Path) -> Non
 
 
 def test_a_model_that_fully_shard_has_divided(tmp_path: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -258,3 +269,151 @@ def test_a_wrap_that_breaks_off_is_undone(
     managed: Any = gemini.GeminiDDP(model.float(), config(tmp_path, precision="fp32"))
     managed(torch.ones(2, 8)).backward()
     world_of(managed).check()
+
+
+# ---- configs that a model does not fit -------------------------------------------------------------------------------
+
+
+def cpu(**budget: Any) -> GeminiConfig:
+    return GeminiConfig(device="cpu", memory=MemoryBudget(**budget))
+
+
+@contextmanager
+def refused_wrap(error: Error, words: str) -> Iterator[tuple[nn.Module, pytest.ExceptionInfo[BaseException]]]:
+    """A model that stays the ordinary one it was: class, params, hooks, values."""
+    model, like = llama(), llama()
+    with pytest.raises(error, match=words) as raised:
+        yield model, raised
+    assert type(model) is type(like) and not is_managed(model)
+    for (name, param), (_, expected) in zip(model.named_parameters(), like.named_parameters(), strict=True):
+        assert type(param) is nn.Parameter and same_bits(param.detach(), expected.detach()), name
+        assert getattr(param, "_gemini", None) is None, name
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+SPILL_FOLDERS = ("missing", "file", "file/below", "/proc", "/proc/self", "/dev/full")
+CONFIGS: dict[str, tuple[Callable[[Path], Any], Error, str]] = {
+    "1 kB": (lambda path: cpu(cpu="1kB"), gemini.BudgetExceeded, "missing on cpu"),
+    "nothing": (lambda path: cpu(cpu=0), gemini.BudgetExceeded, "missing on cpu"),
+    "a small GPU": (
+        lambda path: GeminiConfig(device="standin", memory=MemoryBudget(gpu="10KiB", cpu="1GiB")),
+        gemini.BudgetExceeded,
+        r"missing on gpu.*raise the gpu budget",
+    ),
+    "a small disk": (
+        lambda path: cpu(cpu="800KiB", nvme="4KiB", nvme_path=path),
+        gemini.BudgetExceeded,
+        r"missing on nvme.*raise the nvme budget to",
+    ),
+    "no folder": (
+        lambda path: GeminiConfig(device="cpu", placement=StaticPlacement(weights_on_nvme=0.5)),
+        ValueError,
+        r"nvme.*nvme_path=",
+    ),
+    **{
+        f"on {device}": (lambda path, device=device: GeminiConfig(device=device), ValueError, "device")
+        for device in ("tpu", "cuda:99", "mps", "meta", 3.5, "cpu:", "standin0")
+    },
+    **{
+        f"in {folder}": (
+            lambda path, folder=folder: cpu(cpu="600KiB", nvme="4MiB", nvme_path=path / folder),
+            gemini.StorageError,
+            re.escape(folder),
+        )
+        for folder in SPILL_FOLDERS
+    },
+    **{
+        f"config {config!r}": (lambda path, config=config: config, TypeError, "GeminiConfig")
+        for config in ("bf16", {"precision": "bf16"}, MemoryBudget())
+    },
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_a_config_that_cannot_be_met(what: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    config, error, words = CONFIGS[what]
+    with refused_wrap(error, words) as (model, _):
+        GeminiDDP(model, config(tmp_path))
+    assert (tmp_path / "file").read_text() == "x"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_budget_too_small_names_the_gap_and_the_cheapest_change(precision: str, tmp_path: Path) -> None:
+    half = world_of(helpers.wrap(llama(), "ram", tmp_path, precision=precision)).used(gemini.Tier.CPU) // 2
+    how = {"device": "cpu", "precision": precision}
+    with refused_wrap(gemini.BudgetExceeded, r"does not fit: .*missing on cpu.*Cheapest change: ") as (model, error):
+        GeminiDDP(model, GeminiConfig(**how, memory=MemoryBudget(cpu=half)))
+    match = re.search(r"nvme=([\d.]+ [KM]iB)", str(error.value))
+    assert match is not None, error.value
+    remedy = MemoryBudget(cpu=half, nvme=match[1], nvme_path=tmp_path)  # what the error said is enough
+    wrapped = GeminiDDP(model, GeminiConfig(**how, memory=remedy))
+    train(wrapped, adam(wrapped), [0])
+
+
+def test_a_budget_below_the_working_set_names_one_that_is_enough(tmp_path: Path) -> None:
+    disk = {"nvme": "64MiB", "nvme_path": tmp_path}
+    with refused_wrap(gemini.BudgetExceeded, "missing on cpu") as (model, error):
+        GeminiDDP(model, cpu(cpu="100KiB", **disk))
+    match = re.search(r"raise the cpu budget to at least ([\d.]+ [KM]iB)", str(error.value))
+    assert match is not None, error.value
+    GeminiDDP(model, cpu(cpu=match[1], **disk))
+
+
+def test_the_named_gap_is_the_gap(tmp_path: Path) -> None:
+    """With just the bytes it asks for the model fits, with a page less it does not."""
+    used = world_of(helpers.wrap(llama(), "ram", tmp_path)).used(gemini.Tier.CPU)
+    with pytest.raises(gemini.BudgetExceeded):
+        GeminiDDP(llama(), cpu(cpu=used - 4096))
+    GeminiDDP(llama(), cpu(cpu=used))
+
+
+def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with refused_wrap(gemini.StorageError, r"No space left.*nvme") as (model, _):
+        GeminiDDP(model, make_config(llama(), "disk", tmp_path))
+
+
+def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, num_writes = SpillFile.begin_write, 0
+
+    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> Transfer:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes > 9:
+            raise gemini.StorageError("the disk is gone")
+        return write(self, source, offset)
+
+    monkeypatch.setattr(SpillFile, "begin_write", failing)
+    with refused_wrap(gemini.StorageError, "gone") as (model, _):
+        GeminiDDP(model, make_config(llama(), "disk", tmp_path))
+
+
+def test_a_warning_when_a_setting_has_no_effect() -> None:
+    with pytest.warns(UserWarning, match=r"gpu=.*no effect"):
+        GeminiDDP(llama(), cpu(gpu="1GiB", cpu="1GiB"))
+    with pytest.warns(UserWarning, match="no effect"):
+        GeminiDDP(llama(), GeminiConfig(device="cpu", placement=StaticPlacement(weights_on_gpu=1.0)))
+
+
+def test_a_param_shared_by_two_wrapped_models(tmp_path: Path) -> None:
+    first, second = llama(), llama()
+    second.lm_head.weight = first.lm_head.weight
+    wrapped = helpers.wrap(first, "disk", tmp_path)
+    before = snapshot(wrapped)
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*another GeminiDDP model"):
+        GeminiDDP(second, cpu(cpu="1GiB"))
+    helpers.assert_same_snapshot(before, snapshot(wrapped))
+    assert all(type(p) is nn.Parameter for n, p in second.named_parameters() if n != "lm_head.weight")
+    assert type(second) is LlamaForCausalLM and second.model.norm.weight.dtype is torch.float32
+    train(wrapped, adam(wrapped), [0])
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(GeminiError, match="sparse=False"):
+        model = GeminiDDP(model, make_config(model, "ram", tmp_path))
+        model(torch.tensor([1, 2])).float().sum().backward()

@@ -3,20 +3,16 @@
 The rule for the keys of a group, at construction, in ``add_param_group``, in ``load_state_dict`` and before each step:
 
 1. ``lr``, ``betas``, ``eps``, ``weight_decay``, ``decoupled`` are interpreted here, and their values must make sense.
-2. What an optimizer of ``torch.optim`` interprets and this one does not (``amsgrad``, ``maximize``, ``momentum``, ...),
-   and ``bias_correction`` of Adam's other implementations, is refused, unless it has the value with which it does
-   nothing. ``foreach``, ``fused`` and ``capturable`` choose among implementations of one result, and pass.
-3. What is almost a name of 1 (``weigth_decay``, ``learning_rate``) is refused as a slip.
-4. Every other key is a label: those of LR schedulers (``initial_lr``, ``max_lr``, ``swa_lr``), of frameworks (``name``,
+2. What other Adams and optimizers of ``torch.optim`` interpret and this one does not (``amsgrad``, ``maximize``,
+   ``momentum``, ``bias_correction``, ...) is refused, unless it has the value with which it does nothing. ``foreach``,
+   ``fused`` and ``capturable`` choose among implementations of one result, and pass.
+3. Every other key is a label: those of LR schedulers (``initial_lr``, ``max_lr``, ``swa_lr``), of frameworks (``name``,
    ``param_names``) and of users (``lr_mult``) are kept, saved and given back.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
-import functools
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,19 +25,44 @@ from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
 
-_OURS = ("lr", "betas", "eps", "weight_decay", "decoupled")
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable"})
 """Keys of torch that choose among implementations of one result."""
-_ANY_VALUE = frozenset({"decoupled_weight_decay", *IMPLEMENTATIONS, *_OURS})
-"""Interpreted here, or without a say in the result. ``decoupled_weight_decay`` is looked at with ``decoupled``."""
 _DOES_NOTHING: dict[str, Any] = {
     "amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False,
     "centered": False, "lr_decay": 0, "initial_accumulator_value": 0, "lambd": 0, "bias_correction": True,
     "correct_bias": True,
 }  # fmt: skip
-_OTHER_NAMES = {"learning_rate": "lr", "epsilon": "eps", "beta": "betas", "beta1": "betas", "beta2": "betas"}
-_ALIKE = 0.85  # of difflib: one letter left out, added or exchanged; "max_lr" and "init_weight_decay" are far below
+"""What others interpret, with the value with which it does nothing."""
+_OF_OTHERS = (
+    "alpha", "beta2_decay", "d", "etas", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0",
+)  # fmt: skip
+"""What other optimizers of torch interpret, whatever its value."""
+_OF_TORCH = frozenset({"foreach", "maximize", "capturable", "differentiable"})
+"""Keys that groups of torch's optimizers have; those of its Adam and AdamW have ``amsgrad`` too."""
+_INSTEAD = {
+    "adamw_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
+    "adam_w_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
+    "decoupled_weight_decay": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
+    **dict.fromkeys(("amsgrad", "differentiable", "bias_correction", "capturable"), "leave it out"),
+    **dict.fromkeys(("foreach", "fused"), "leave it out: chunks are updated by one kernel each"),
+    "maximize": "negate the loss",
+}
+"""Arguments of other Adams, and what is to be written."""
 _LARGEST = torch.finfo(torch.float32).max
+
+
+def refuse_options(given: Mapping[str, Any]) -> None:
+    """Refuse arguments that ``HybridAdam`` does not take.
+
+    Raises:
+        TypeError: naming the first of them, and what to write.
+    """
+    for name in given:
+        instead = _INSTEAD.get(name, "it takes params, lr, betas, eps, weight_decay, decoupled and step_in_backward")
+        raise TypeError(f"HybridAdam has no option {name}=: {instead}")
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
 
 RESIDUAL_OF = "residual_of"
 """A state: the CRC-32 of the bf16 weights that "residual" completes, so that it completes these and no others."""
@@ -55,41 +76,12 @@ _STATES_OF = {
 }  # fmt: skip
 
 
-@functools.cache
-def _hypers_of_torch() -> dict[str, frozenset[str]]:
-    """By the optimizers of torch.optim: the keys that they interpret in a group."""
-    found: dict[str, frozenset[str]] = {}
-    for name, kind in vars(torch.optim).items():
-        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:
-            make: Any = kind
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    found[name] = frozenset(make([nn.Parameter(torch.zeros(1, 1, device="cpu"))], lr=0.1).defaults)
-            except Exception:  # one that is made otherwise has no keys here
-                continue
-    return found
-
-
-@functools.cache
-def _not_adams() -> frozenset[str]:
-    """Keys of torch's optimizers that its Adam does not have."""
-    return frozenset().union(*_hypers_of_torch().values()) - _hypers_of_torch()["Adam"]
-
-
-@functools.cache
-def _slip_of(key: str) -> str | None:
-    """The hyperparameter that was probably meant by a key that is none."""
-    near = difflib.get_close_matches(key.casefold(), _OURS, n=1, cutoff=_ALIKE)
-    return near[0] if near else _OTHER_NAMES.get(key.casefold())
-
-
 def check_group(group: Group, what: str) -> None:
     """Refuse hyperparameters that make no sense, or would be accepted and ignored; the rule is on top of this file.
 
     Raises:
         TypeError: for a value that is no number.
-        ValueError: for one out of range or missing, and for a key of rule 2 or 3.
+        ValueError: for one out of range or missing, and for a key of rule 2.
     """
     for key in ("lr", "betas", "eps", "weight_decay"):
         if key not in group:
@@ -114,19 +106,14 @@ def check_group(group: Group, what: str) -> None:
             f"{what} has decoupled_weight_decay={meant!r} of torch.optim, and decoupled={decoupled} here: leave one of "
             "them out"
         )
-    for key, value in group.items():
-        if key != "params" and key not in _ANY_VALUE:
-            _check_foreign(key, value, what)
-
-
-def _check_foreign(key: Any, value: Any, what: str) -> None:
-    if key in _DOES_NOTHING or key in _not_adams():
-        neutral = _DOES_NOTHING.get(key)
-        if key not in _DOES_NOTHING or value is not None and not _is_same(value, neutral):
-            allowed = "" if key not in _DOES_NOTHING else f" (but {key}={neutral})"
-            raise ValueError(f"{what} has {key}={value!r}, which HybridAdam does not have{allowed}: leave it out")
-    elif isinstance(key, str) and (meant := _slip_of(key)) is not None:
-        raise ValueError(f"{what} has {key}={value!r}, which HybridAdam does not have: is {meant!r} meant?")
+    for key, neutral in _DOES_NOTHING.items():
+        if group.get(key) is not None and not _is_same(group[key], neutral):
+            raise ValueError(
+                f"{what} has {key}={group[key]!r}, which HybridAdam does not have (but {key}={neutral}): leave it out"
+            )
+    for key in _OF_OTHERS:
+        if key in group:
+            raise ValueError(f"{what} has {key}={group[key]!r}, which HybridAdam does not have: leave it out")
 
 
 def _is_same(value: Any, neutral: Any) -> bool:
@@ -254,11 +241,10 @@ def _is_group(group: Any) -> bool:
 
 
 def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
-    other = _other_optimizer(group)
-    if other is not None:
+    if "decoupled" not in group and "amsgrad" not in group and group.keys() & _OF_TORCH:
         raise ValueError(
-            f"{what} is of {other}: HybridAdam loads states of its own, of torch.optim.AdamW, and with decoupled=False "
-            "of torch.optim.Adam"
+            f"{what} is of another optimizer of torch: HybridAdam loads states of its own, of torch.optim.AdamW, and "
+            "with decoupled=False of torch.optim.Adam"
         )
     here = is_decoupled(mine)
     check_group({**mine, **group, "decoupled": here, "decoupled_weight_decay": here}, what)
@@ -279,19 +265,6 @@ def check_decay(group: Group, mine: Group, what: str) -> None:
             f"{what} has {kinds[bool(there)]}, this optimizer has {kinds[here]}: make it with "
             f"HybridAdam(..., decoupled={bool(there)})"
         )
-
-
-def _other_optimizer(group: Group) -> str | None:
-    """Whose group it is, if it is neither ours nor of torch's Adam or AdamW."""
-    if "decoupled" in group:
-        return None
-    known = _hypers_of_torch()
-    keys = frozenset(group) & frozenset().union(*known.values())
-    is_torchs = bool(keys & {"foreach", "maximize", "capturable", "differentiable"})
-    if not keys & _not_adams() and (not is_torchs or "amsgrad" in keys):
-        return None
-    nearest = max(known, key=lambda name: len(known[name] & keys) - len(known[name] ^ keys))
-    return f"torch.optim.{nearest}" if known[nearest] == keys else f"another optimizer (torch.optim.{nearest}?)"
 
 
 def _check_states(state: Any, param: nn.Parameter, name: str) -> None:

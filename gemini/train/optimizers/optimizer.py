@@ -23,7 +23,6 @@ from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaled_backward import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
-from gemini.train.optimizers.adam_options import refuse_options
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of, stepping_in_backward
@@ -290,7 +289,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
         States are whole tensors on the CPU, for Adam in fp32. A bf16 param also has "residual" (int16), the other 16
-        bits of its master, and "residual_of", the CRC-32 of the weights that these complete.
+        bits of its master, and "residual_of", the CRC-32 of the weights that these complete. As in torch a param has no
+        states before its first step by this optimizer. What its master has beyond its weights by then, of the fp32
+        weights that it was made from or of an optimizer before, is in :func:`gemini.save_checkpoint`, and in
+        ``model.state_dict(dtype=torch.float32)``.
 
         Raises:
             GeminiError: if another optimizer has taken some of the params over.
@@ -494,7 +496,7 @@ class HybridAdam(HybridOptimizer):
         speculate: bool | None = None,
         **unknown: Any,
     ):
-        refuse_options(unknown)
+        checks.refuse_options(unknown)
         super().__init__(
             params,
             rules.ADAM,

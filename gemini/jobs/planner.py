@@ -1,0 +1,204 @@
+"""What ``gemini plan`` asks of the rooms of planning: a machine, and steps traced, placed and played."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gemini
+from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
+from gemini.jobs.errors import JobError
+from gemini.jobs.screen import stdout_closed_to_others
+from gemini.jobs.settings import PlanSettings
+from gemini.jobs.trace import params_of, take_trace
+from gemini.planning import document
+from gemini.planning.hardware import Hardware, load_hardware
+from gemini.planning.placement import fill_fastest
+from gemini.planning.plan import Plan
+from gemini.planning.planner import pose_problem
+from gemini.planning.timeline import Timeline
+from gemini.planning.trace import MemoryTrace
+from gemini.planning.working import MARGIN
+from gemini.tiers import Tier
+
+ROUNDED = 1.01
+"""More than a tier has by less than this is the number on its box: a card of 24 GiB shows 23.99."""
+
+
+class Machine(NamedTuple):
+    """What there is to plan for: bytes per tier of one machine and where each comes from; its speeds if known.
+
+    ``sharing``: ranks that divide its host memory and drives. ``beyond``: what it has of tiers that more was given of.
+    """
+
+    budgets: dict[Tier, int]
+    origins: dict[Tier, str]
+    hardware: Hardware | None
+    compute: Tier
+    ranks: int
+    sharing: int
+    beyond: dict[Tier, int]
+
+    @property
+    def budgets_of_rank(self) -> dict[Tier, int]:
+        return {tier: n if tier is Tier.GPU else n // self.sharing for tier, n in self.budgets.items()}
+
+    @property
+    def target(self) -> str:
+        """Whose workspaces are traced."""
+        return "cuda" if self.compute is Tier.GPU else "cpu"
+
+
+def machine_of(settings: PlanSettings) -> Machine:
+    """Budgets as given, else the share of the machine's capacities that the runtime takes of what is free.
+
+    Raises:
+        JobError: if there is nothing to plan for, or no such machine.
+    """
+    hardware = None if settings.machine is None else load_hardware(settings.machine)
+    budgets: dict[Tier, int] = {}
+    origins: dict[Tier, str] = {}
+    beyond: dict[Tier, int] = {}
+    for tier in Tier:
+        given = settings.given_bytes(tier)
+        capacity = None if hardware is None else hardware.capacity(tier)
+        if given is None and capacity is not None:
+            given, origins[tier] = int(capacity * MARGIN), f"({MARGIN:.0%} of {human_bytes(capacity)})"
+        if given and hardware is not None and capacity is not None and given > capacity:
+            # Who gives a size may know the machine: its speeds are taken, and what a named one has is said.
+            has = f"{hardware.name}: {human_bytes(capacity)}"
+            if given > ROUNDED * capacity:
+                beyond[tier] = capacity
+            origins[tier] = f"(MORE than it has, {has})" if tier in beyond else f"({has})"
+            hardware = hardware.with_figures("as given", **{f"{tier.value}_bytes": given})
+        if given:
+            budgets[tier] = given
+    if settings.compute == "cpu":
+        budgets.pop(Tier.GPU, None)
+    compute = Tier.GPU if Tier.GPU in budgets else Tier.CPU
+    if settings.compute == "gpu" and compute is not Tier.GPU:
+        raise JobError("--compute gpu needs the size of a GPU: --gpu 24GiB, or a --machine that has one.")
+    if Tier.CPU not in budgets:
+        raise JobError(
+            "A plan needs host memory, where whatever moves stands in between: give --cpu 64GiB, or --machine for "
+            f"{MARGIN:.0%} of what a machine has."
+        )
+    local = settings.gpus
+    if compute is Tier.GPU and hardware is not None and hardware.has("num_gpus"):
+        hardware = hardware.with_gpus(local)
+        num_gpus = int(hardware.get("num_gpus", needed_for="a plan for several GPUs"))
+        local = min(local, num_gpus)
+        if settings.gpus % local:
+            raise JobError(
+                f"--gpus {settings.gpus}: a {hardware.name} has {num_gpus}, so that many or fewer, or a multiple of it "
+                "for several machines."
+            )
+    beyond = {tier: capacity for tier, capacity in beyond.items() if tier in budgets}
+    return Machine(budgets, origins, hardware, compute, settings.gpus, local, beyond)
+
+
+class Way:
+    """A way to run a step: as it was asked for, or with some options changed. Each trace is taken once for all."""
+
+    def __init__(self, settings: PlanSettings, traces: _Traces | None = None):
+        self.settings = settings
+        self.machine = machine_of(settings)
+        self._traces = traces or _Traces()
+
+    def changed(self, **options: Any) -> Way:
+        return Way(replace(self.settings, **options), self._traces)
+
+    def trace(self, **more: Any) -> MemoryTrace:
+        """The step that is planned for: traced, or read and found to be of the model that was named.
+
+        Raises:
+            JobError, PlanMismatch: if there is no such model, or the file is no trace of it.
+        """
+        settings = self.settings
+        if settings.trace is not None:
+            return self._traces.read(settings.trace, settings.config, settings.layers)
+        return self._traces.take(replace(settings.traced(target=self.machine.target), **more))
+
+    def plan(self) -> Plan:
+        """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
+        try:
+            return self.plan_for(self.trace())
+        except ValueError as e:
+            asked = f"--optimizer {self.settings.optimizer} with --gpus {self.settings.gpus}"
+            raise JobError(f"{asked}: {e}.") from e
+
+    def plan_for(self, trace: MemoryTrace, **more: Any) -> Plan:
+        """The plan of another step than the whole one, as it was asked for, but for ``more``."""
+        settings, machine = self.settings, self.machine
+        asked: dict[str, Any] = {
+            "gradients": settings.kept_gradients,
+            "optimizer": settings.rule_in(trace.precision),
+            "compute": machine.compute,
+            "offload_activations": None if settings.offload_activations == "no" else settings.offload_activations,
+            "accumulate": settings.accumulate,
+            "ranks": machine.ranks,
+            "local_ranks": machine.sharing,
+            "schedule": settings.schedule,
+        }
+        with stdout_closed_to_others():
+            return gemini.plan(trace, machine.hardware, machine.budgets, **{**asked, **more})
+
+    def play(self, plan: Plan) -> Timeline:
+        """The step in time, on a machine whose speeds are known."""
+        assert self.machine.hardware is not None
+        return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
+
+    def outcome(self) -> tuple[bool, float | None]:
+        """Whether the step fits, and its tokens per second where the speeds of the machine are known."""
+        try:
+            plan = self.plan()
+        except BudgetExceeded:
+            return False, None
+        return True, None if self.machine.hardware is None else self.play(plan).tokens_per_second
+
+    def refusal(self, trace: MemoryTrace) -> BudgetExceeded | None:
+        """Why there is no placement at all, if so: quicker than looking for the best one."""
+        settings, offload = self.settings, self.settings.offload_activations
+        places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
+        found = None
+        for step, where in product(filter(None, (trace, trace.tiled)), places):
+            try:
+                fill_fastest(
+                    pose_problem(
+                        step,
+                        self.machine.budgets_of_rank,
+                        precision=trace.precision,
+                        gradients=settings.kept_gradients,
+                        compute=self.machine.compute,
+                        offload_activations=where,
+                        ranks=self.machine.ranks,
+                        rule=settings.rule_in(trace.precision),
+                    )
+                )
+                return None
+            except BudgetExceeded as e:
+                found = found or e
+        return found
+
+    def fits(self) -> bool:
+        return self.refusal(self.trace()) is None
+
+
+class _Traces:
+    """What was traced and read for one answer."""
+
+    def __init__(self) -> None:
+        self.take = cache(take_trace)
+        self.read = cache(_read_trace)
+
+
+def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:
+    trace = document.load(path, "--trace", MemoryTrace.from_json)
+    if not trace.moments:
+        raise PlanMismatch(f"--trace {path} has no moments: trace a whole forward and backward")
+    if config is not None:
+        params_of(config, layers, trace.precision).check_same_model(trace, what=f"--trace {path}")
+    return trace

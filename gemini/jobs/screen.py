@@ -1,0 +1,232 @@
+"""What commands print and write: lines and tables, a value as JSON, pictures of a step, and what became of budgets."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.status import Status
+
+from gemini.errors import BudgetExceeded, human_bytes
+from gemini.jobs.errors import JobError, as_job_error
+from gemini.planning.timeline import Timeline
+from gemini.tiers import Tier
+
+WIDEST = 100
+"""Columns that are used at most."""
+LABEL = 17
+"""Columns of what a line is about, where it begins with that."""
+
+_STYLES = {
+    "FITS, BUT": "bold yellow",
+    "FITS": "bold green",
+    "DOES NOT FIT": "bold red",
+    "who lives where": "bold",
+    "phase": "bold",
+    "most bytes": "bold",
+}
+"""How a line is shown on a terminal, by its beginning."""
+
+_SUFFIXES = (".png", ".svg", ".html", ".json")
+
+
+# ---- lines -----------------------------------------------------------------------------------------------------------
+
+
+def say(console: Console, lines: Sequence[str]) -> None:
+    """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
+    width = min(console.width, WIDEST)
+    for line in (part for whole in lines for part in _folded(whole, width)):
+        style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
+        console.print(line, style=style)
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """A line with a label is folded under its text."""
+    if len(line) <= width:
+        return [line]
+    indent = LABEL if line[LABEL - 1 : LABEL] == " " and (line[0] == " " or "  " in line[:LABEL]) else 2
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def fact(label: str, text: str) -> str:
+    """A line that begins with what it is about."""
+    return f"{label:<{LABEL}}{text}"
+
+
+def row(widths: Sequence[int], *cells: Any) -> str:
+    """A line of a table: cells end where their columns do, or where a width is negative begin there."""
+    sides = zip(widths, cells, strict=True)
+    return "".join(f"{cell:>{width}}" if width >= 0 else f"{cell:<{-width}}" for width, cell in sides).rstrip()
+
+
+def shown_bytes(num_bytes: int) -> str:
+    """Bytes in a table, where nothing is a point."""
+    return human_bytes(num_bytes) if num_bytes else "."
+
+
+def human_rate(rate: float) -> str:
+    """So many a second: "25,600", "12.67"."""
+    return f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"
+
+
+def human_count(number: int) -> str:
+    """Params as people say them: "69.0 G", "124.4 M"."""
+    for factor, unit in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number}"
+
+
+def progress(words: str) -> Status:
+    """Around work of seconds: on a terminal a line on stderr says what is being done; ``update`` says what now is."""
+    return Console(stderr=True).status(f"{words} ...")
+
+
+@contextmanager
+def stdout_closed_to_others() -> Iterator[None]:
+    """The solver inside scipy writes some lines straight to the process's standard output, whatever it is told."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is none
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+# ---- an answer, and its files ----------------------------------------------------------------------------------------
+
+
+def check_files(out: Path | None, pictures: tuple[Path, ...] = ()) -> None:
+    """Before anything is computed for them.
+
+    Raises:
+        JobError: for a folder that is not there, or a kind of file that there is no picture for.
+    """
+    check_file("--out", out)
+    for path in pictures:
+        check_file("--picture", path)
+        if path.suffix.lower() not in _SUFFIXES:
+            raise JobError(f"--picture {path}: a picture is one of {', '.join(_SUFFIXES)}, by the suffix of its name.")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Raises: JobError: for a folder, or a folder that is not there."""
+    if path is not None and not path.parent.is_dir():
+        raise JobError(f"{option} {path} cannot be written: there is no folder {path.parent}.")
+    if path is not None and path.is_dir():
+        raise JobError(f"{option} {path} is a folder: give the name of a file.")
+
+
+def write_file(path: Path, text: str, option: str = "--out") -> None:
+    """Raises: JobError: if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as e:
+        raise JobError(f"{option} {path} cannot be written: {e.strerror or e}. Choose a file you may write.") from e
+
+
+def answer(
+    settings: Any,
+    console: Console,
+    *,
+    json: str,
+    lines: Sequence[str],
+    value: str | None = None,
+    timeline: Timeline | None = None,
+    hint: str = "",
+) -> None:
+    """End a command of planning: print its answer as lines or as ``json``, write ``value`` to ``--out`` and a picture
+    of ``timeline`` to each ``--picture``, and say what was written, with a ``hint`` at what to do with it.
+
+    Raises:
+        JobError: for a file that cannot be written, or without the package that draws.
+    """
+    if settings.json:
+        print(json)
+    else:
+        say(console, lines)
+    written: list[str] = []
+    if settings.out is not None and value is not None:
+        write_file(settings.out, value)
+        written.append(f"{settings.out}{hint}")
+    if timeline is not None:
+        for path in settings.picture:
+            _draw(path, timeline)
+            written.append(str(path))
+    if written and not settings.json:
+        say(console, [""])
+        for words in written:  # never folded: a path is there to be copied
+            console.print(f"written to {words}")
+
+
+def _draw(path: Path, timeline: Timeline) -> None:
+    from gemini.pictures import draw
+
+    try:
+        with as_job_error(asked=f"--picture {path}"):
+            draw(path, timeline)
+    except ImportError as e:
+        raise JobError(f"--picture {path}: {e}") from e
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+_DRIVE = re.compile(r"nvme_path= and nvme=(\d+) (\w+)")
+
+
+def in_options(remedy: str, drive: str) -> str:
+    """What would make a model fit, in the words of a command whose options ``drive`` bring a drive in."""
+    return _DRIVE.sub(rf"{drive} \1\2", remedy)
+
+
+@contextmanager
+def refusing_in_options(drive: str, more: str) -> Iterator[None]:
+    """Say of a model that does not fit what options do, and nothing of one that is not trained; ``more`` stands behind.
+
+    Raises:
+        JobError: in the place of ``BudgetExceeded``.
+    """
+    try:
+        yield
+    except BudgetExceeded as e:
+        refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
+        raise JobError(f"{in_options(refusal, drive)}. {more}") from e
+
+
+def shares(memory: Any) -> dict[str, Any]:
+    """What ``budget_lines`` needs of a memory report, as plain values for the other ranks."""
+    tiers = [tier.value for tier in Tier if tier.value in memory]
+    return {tier: {"peak": memory[tier]["peak"], "budget": memory[tier]["budget"]} for tier in tiers}
+
+
+def budget_lines(*reports: Any) -> tuple[list[str], bool]:
+    """For each tier whether its peak stayed within its budget, in the reports of all ranks, and whether all did."""
+    lines, all_within = [], True
+    num = len(reports)
+    for tier in shares(reports[0]):
+        tiers = [report[tier] for report in reports]
+        within = all(tier["peak"] <= tier["budget"] for tier in tiers)
+        all_within = all_within and within
+        # Where all kept to it, the one that came closest; else the one that went furthest over.
+        rank, most = max(enumerate(tiers), key=lambda item: item[1]["peak"] - item[1]["budget"])
+        verdict = "stayed within" if within else "WENT OVER"
+        where = "" if num == 1 else f" on {'each' if within else 'some'} of {num} ranks"
+        who = "" if num == 1 else f"rank {rank} "
+        peak, budget = human_bytes(most["peak"]), human_bytes(most["budget"])
+        lines.append(f"{tier}: {verdict} its budget{where}, {who}peak {peak} of {budget}")
+    return lines, all_within

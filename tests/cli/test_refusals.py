@@ -1,0 +1,140 @@
+"""Each wrong request gets one paragraph that says what was asked, what is there and what to do; exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gemini.config import contradictions
+from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
+
+PRESET, PLAN = "train --data x --preset gpt2-small", "plan c.json --cpu 1GiB"
+MESH = "plan llama.json --machine dgx-a100 --gpus 16"
+TWO = "--machine dgx-h100 --gpus 2"
+REQUESTS = {
+    "train --data x": "one of --model (a config.json or a model folder) and --preset",
+    f"{PRESET} --model x": "one of --model",
+    f"{PRESET} --steps 0": "--steps must be at least 1, got 0",
+    f"{PRESET} --seq-len 1": "--seq-len must be at least 2",
+    f"{PRESET} --lr -1": "--lr must be a finite number and not negative",
+    f"{PRESET} --lr nan": "--lr must be a finite number",
+    f"{PRESET} --precision int8": "--precision must be one of bf16, fp16, fp32, got 'int8'",
+    f"{PRESET} --schedule step": "--schedule must be one of cosine, linear, constant",
+    f"{PRESET} --cpu-memory '5 parsecs'": "--cpu-memory 5 parsecs: size: unknown unit",
+    f"{PRESET} --cpu-memory -1GiB": "--cpu-memory -1GiB: size must not be negative",
+    f"{PRESET} --nvme-memory 1GiB": "--nvme-memory 1GiB needs --nvme-path",
+    f"{PRESET} --offload-activations cpu": "moves what --gradient-checkpointing keeps",
+    f"{PRESET} --offload-activations disk": "must be cpu or nvme, got 'disk'",
+    f"{PRESET} --gradient-checkpointing --offload-activations nvme": "--offload-activations nvme needs --nvme-path",
+    f"{PRESET} --ep 2 --tp 2": "--ep 2 goes with --replicas alone",
+    f"{PRESET} --tp 2 --tile-tokens 8": "--tp 2 and --tile-tokens: a model in slices has none",
+    f"{PRESET} --cp 2 --packing bfd": "--cp 2 and --packing bfd: packed rows cannot be cut",
+    f"{PRESET} --cp 3": "--cp 3 does not divide --seq-len 512",
+    f"{PRESET} --lora 4": "--lora 4 adapts trained weights, and a preset has none",
+    f"{PRESET} --load-in-4bit": "give --lora as well",
+    f"{PRESET} --durable-every 1": "--durable-every needs --nvme-path",
+    f"{PRESET} --eval-every 1": "--eval-every needs something to evaluate on",
+    f"{PRESET} --patience 1 --validation 1 --save-every 0": "--patience keeps the best weights in checkpoints",
+    f"{PRESET} --validation 1 --eval-data x": "--validation keeps a part of --data, and --eval-data brings other data",
+    f"{PRESET} --states compact --precision fp16": "which does not go with --precision fp16",
+    f"{PRESET} --learning-rate 1": "No such option: --learning-rate. Here it is --lr.",
+    f"{PRESET} --output_dir x": "No such option: --output_dir. Here it is --out.",
+    "plan": "Say what to plan for",
+    "plan c.json --gpu '24 parsecs' --cpu 1GiB": "--gpu 24 parsecs: size: unknown unit",
+    "plan c.json --cpu -1GiB": "--cpu -1GiB: size must not be negative",
+    f"{PLAN} --batch-size 0": "--batch-size must be at least 1, got 0",
+    f"{PLAN} --seq-len 1": "--seq-len must be at least 2",
+    f"{PLAN} --gpus 0": "--gpus must be at least 1",
+    f"{PLAN} --precision int8": "--precision must be one of bf16, fp16, fp32",
+    f"{PLAN} --gradients none": "--gradients must be one of transient, retain,",
+    f"{PLAN} --optimizer lamb": "--optimizer must be one of adamw, lion, sgd, plain-sgd, ",
+    f"{PLAN} --optimizer muon --states compact": "--optimizer muon: states=",
+    f"{PLAN} --states 8bit": "--states must be one of exact, compact, got '8bit'.",
+    f"{PLAN} --states compact --precision fp16": "--states compact keeps bf16 weights, which does not go with "
+    "--precision fp16.",
+    f"{PLAN} --compute tpu": "--compute must be one of gpu, cpu",
+    f"{PLAN} --schedule soon": "--schedule must be one of overlapped, serial",
+    f"{PLAN} --attn-implementation fast": "--attn-implementation must be one of auto",
+    f"{PLAN} --offload-activations disk": "must be one of auto, no, cpu, nvme",
+    f"{PLAN} --micro-batch 4": "--micro-batch must be auto, got '4'",
+    "plan c.json --gradients transient --accumulate 2": "has one backward per update, and --accumulate 2",
+    f"{PLAN} --gradients transient --precision fp16": "which does not go with --precision fp16",
+    "plan c.json --gpu 24": "--gpu 24: 24 bytes? Say the unit: --gpu 24GiB, or 24B if it is meant",
+    "plan c.json --gpu 24GiB": "A plan needs host memory",
+    f"{PLAN} --compute gpu": "--compute gpu needs the size of a GPU",
+    "plan c.json --machine rtx9999": "'rtx9999' is neither a machine that Gemini knows nor a file",
+    "plan c.json --machine dgx-h100 --gpus 12": "--gpus 12: a dgx-h100 has 8",
+    "plan absent.json": "absent.json: there is no such file or folder",
+    f"{PLAN} --picture x.png": "needs the speeds of a machine: --machine",
+    "plan --trace t.json --cpu 1GiB": "--trace t.json cannot be read: No such file",
+    f"{PLAN} --tile-tokens 1": "--tile-tokens must be auto or a number of tokens, 2 or more, got '1'",
+    f"{PLAN} --tile-tokens some": "--tile-tokens must be auto or a number of tokens, 2 or more, got 'some'",
+    f"{PLAN} --tile-tokens -3": "--tile-tokens must be auto or a number of tokens, 2 or more, got '-3'",
+    f"{PLAN} --lora 0": "--lora must be at least 1",
+    f"{PLAN} --load-in-4bit": "--load-in-4bit freezes the weights in 4 bits: give --lora as",
+    "plan --trace t.json --cpu 1GiB --load-in-4bit": "--load-in-4bit describes a step that is to be",
+    "plan --trace t.json --cpu 1GiB --lora 8": "--lora describes a step that is to be traced",
+    "plan --trace t.json --cpu 1GiB --seq-len 8": "--seq-len describes a step that is to be traced",
+    "plan c.json --lora 4 --tp 2": "--tp with --lora: leave one of the two out",
+    f"plan c.json {TWO} --tp 2 --alternatives": "--alternatives are those",
+    f"plan --trace t.json {TWO} --tp 2": "--tp needs a step of one rank of a mesh",
+    "plan llama.json --gpus 2 --tp 2 --gpu 24MiB --cpu 64MiB": "A plan over a mesh needs the speeds of a machine",
+    f"{MESH} --tp 3": "--gpus 16 with --tp 3, which are 3 GPUs together: a multiple of 3.",
+    f"{MESH} --pp 2": "--pp 2 with --accumulate 1: a pipeline takes a micro-batch for each of its stages at least",
+    f"{MESH} --tp 0": "--tp must be at least 1",
+    f"{MESH} --parallel best": "--parallel must be one of auto",
+    f"{MESH} --parallel auto --tp 2": "--parallel auto chooses the mesh: leave --tp, --pp and --cp out",
+    f"{MESH} --tp 2 --gradients transient": "--tp with --gradients transient",
+    f"{MESH} --pp 2 --precision fp16": "--pp with --precision fp16",
+    f"{MESH} --tp 2 --tile-tokens 16": "--tp with --tile-tokens: leave one of the two out",
+    f"{MESH} --tp 2 --out plan.json": "--out plan.json is for the plan of one model",
+    f"{MESH} --tp 16": "tensor parallel over 16 ranks: the model has num_attention_heads=8",
+    f"{MESH} --tp 2 --optimizer muon": "--tp 2 with --optimizer muon, which looks at whole params",
+    f"{MESH} --cp 2 --optimizer muon": "--cp 2: the rule 'Muon' updates whole params",
+    f"{MESH} --parallel auto --optimizer muon --pp 1": "--parallel auto: the rule 'Muon' updates",
+    f"{MESH} --optimizer muon": "--optimizer muon with --gpus 16: the rule 'Muon' updates whole params",
+    f"{MESH} --pp 8 --accumulate 8": "8 stages of LlamaForCausalLM, which has only 4 blocks",
+    "trace absent.json": "absent.json: there is no such file or folder",
+    "trace tiny.json --seq-len 64": "--seq-len 64 is more than the model's 32 positions",
+    "trace tiny.json --layers 0": "--layers must be at least 1",
+    "trace tiny.json --precision int8": "--precision must be one of bf16, fp16, fp32",
+    "trace tiny.json --target tpu": "--target must be one of cpu, cuda",
+    "trace tiny.json --attn-implementation flash_attention_2 --target cpu": "flash_attention_2 and --target cpu",
+    "trace tiny.json --out absent/trace.json": "--out absent/trace.json cannot be written",
+    "trace tiny.json --out .": "--out . is a folder: give the name of a file",
+    "trace odd.json": "config odd.json cannot be traced",
+    "trace text.txt": "is not a valid JSON file",
+    "doctor --json mine.json": "add --measure",
+    "doctor --measure --json absent/mine.json": "there is no folder absent",
+    "doctor --measure --json .": "is a folder",
+    "demo --cpu-memory 'a lot' --out out": "--cpu-memory a lot: size: cannot read 'a lot'",
+}
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_what_cannot_be_is_refused(
+    gemini_command: Command, tiny_values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, values in {"tiny": tiny_values, "odd": {**tiny_values, "n_head": 3}, "c": {"model_type": "gpt2"}}.items():
+        Path(f"{name}.json").write_text(json.dumps(values))
+    Path("text.txt").write_text("a text\n")
+    llama_config(Path("llama.json"), **FOUR_BLOCKS)
+    result = gemini_command(*shlex.split(request_))
+    if "No such option" in REQUESTS[request_]:
+        assert result.exit_code == 2 and REQUESTS[request_] in result.stderr
+    else:
+        refused(result, REQUESTS[request_])
+
+
+def test_conditions_of_what_does_not_go_together() -> None:
+    asked = SimpleNamespace(a=None, b="x", c=3, d=SimpleNamespace(e=""))
+    for holds in ("!a", "b", "b=x", "b!=y", "c>2", "a|b", "!d.e"):
+        assert [*contradictions(asked, {("b", holds): "no", (holds, "a"): "yes"})] == [("b", holds)], holds
+    for fails in ("a", "!b", "b=y", "b!=x", "a!=x", "c>3", "absent", "!absent", "a|absent", "d.e"):
+        assert not [*contradictions(asked, {("b", fails): "no", (fails, "b"): "yes"})], fails
