@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import handle_of
-from gemini.train.params.stepper import optimizer_of
+from gemini.train.params.handle import handle_of, optimizer_of
 
 from .rules import to_hybrid
 

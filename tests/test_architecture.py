@@ -61,7 +61,7 @@ FLOORS = [
 ]
 # Rooms of gemini.train, from the ground up: data flows one way, and nothing calls up.
 ROOMS = (
-    "own_work", "step", "write_observers", "observers", "params", "modules", "slices", "context", "gradients",
+    "step", "observers", "params", "modules", "slices", "context", "gradients",
     "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
     "checkpoint", "wrap", "adapters", "ddp", "loading",
 )  # fmt: skip

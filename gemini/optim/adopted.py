@@ -28,7 +28,7 @@ from gemini.interrupts import without_grad
 from gemini.planning.planes import ALIGN, FORMS, ITEMSIZES, FactorSpec, PlaneSpec, RuleSpec, shapes_of
 from gemini.rules import UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.factors import make_factors
+from gemini.train.params.handle import make_factors
 
 Hypers = tuple[tuple[str, Any], ...]
 """Hyperparameters by name, as a value that can be hashed."""

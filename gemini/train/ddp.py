@@ -37,7 +37,7 @@ from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.setup.arguments import refuse_stock_loop, refuse_unknown, refuse_wrong_device
+from gemini.train.setup.arguments import refuse_stock_loop, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 
 
@@ -76,8 +76,6 @@ class GeminiDDP(nn.Module):
         if cls is not GeminiDDP:
             # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
             return cls._gemini_original(*args, **kwargs)
-        unknown = {name: kwargs[name] for name in kwargs.keys() - {"model", "config", "process_group", "mesh"}}
-        refuse_unknown("GeminiDDP(model, ", unknown, "config, process_group and mesh")
         return _wrap(*args, **kwargs)
 
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:

@@ -35,26 +35,22 @@ from gemini.train.gradients.scaled_backward import LossScale, Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import Structure
-from gemini.train.modules.renormalized import Rewriting
 from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers
+from gemini.train.observers import ChangedChunks, Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.gathered import Gathering
+from gemini.train.params.gathered import Gathering, Rewriting
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import ParamSet, StageParam
 from gemini.train.params.tensor_slice import TensorSlice
-from gemini.train.passes.backward import BackwardPass, begin_backward_of, grad_hook
-from gemini.train.passes.forward import ForwardPass
+from gemini.train.passes.backward import BackwardPass, Recovery, begin_backward_of, grad_hook
+from gemini.train.passes.forward import ForwardPass, StrayReads
 from gemini.train.passes.hooks import Passes
 from gemini.train.passes.parts import Parts
-from gemini.train.passes.recovery import Recovery
 from gemini.train.passes.stepping import Stepping
-from gemini.train.passes.stray_reads import StrayReads
-from gemini.train.setup.adoption import Adoption, take_apart
+from gemini.train.setup.adoption import Adoption, TrainedParams, take_apart
 from gemini.train.setup.build import Built, build
 from gemini.train.setup.problem import prepare, reduce_dtype
-from gemini.train.setup.trained import TrainedParams
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
@@ -63,7 +59,6 @@ from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink, UsedAtOnce
 from gemini.train.update.updates import Updates
-from gemini.train.write_observers import ChangedChunks, WriteObservers
 
 
 class Engine:

@@ -29,8 +29,7 @@ from gemini.train.modules.reading import Structure, is_a
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.in_place import give_back as give_optimizer_back
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import StageParam
-from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.params.handle import StageParam, Stepper, optimizer_of
 from gemini.train.passes import hooks
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.experts import SpreadExperts, spread_experts

@@ -17,10 +17,10 @@ from gemini.memory.devices.windows import PageWindow
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.worker import Job
 from gemini.tiers import Ledger
+from gemini.train.observers import WriteObservers
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.stepping import Stepping
-from gemini.train.write_observers import WriteObservers
 
 KINDS = ("write: disk full", "read: i/o error", "adam: raises", "interrupt")
 BESIDE = "beside the books: interrupt"

@@ -37,7 +37,7 @@ from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest
 from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.tensor_file import STORED_DTYPES, Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
 from gemini.train.checkpoint.write import Buffer, CheckpointHome, Draft, Piece, PlanePart
-from gemini.train.write_observers import ChangedChunks
+from gemini.train.observers import ChangedChunks
 
 _AT_ONCE = 2**20
 """Bytes that are read at once to be summed."""

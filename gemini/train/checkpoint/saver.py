@@ -26,7 +26,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.ranks.agree import Handshake
 from gemini.tiers import Ledger, Tier
 from gemini.train.checkpoint.write import Buffer, CheckpointHome, Piece, write
-from gemini.train.write_observers import WriteObserver, WriteObservers
+from gemini.train.observers import WriteObserver, WriteObservers
 from gemini.waiting import PROGRESS, Latch, await_latch
 
 _HOLDER = "checkpoint"

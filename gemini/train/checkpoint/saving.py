@@ -41,9 +41,9 @@ from gemini.train.checkpoint.write import CheckpointHome, Draft, FolderHome, sou
 from gemini.train.engine import Engine
 from gemini.train.gradients.scaled_backward import LossScale
 from gemini.train.modules.injected import refuse_injected
+from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamSet
-from gemini.train.write_observers import ChangedChunks
 
 
 def save_checkpoint(

@@ -31,8 +31,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from gemini.errors import GeminiError
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import iter_tensors
-from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
-from gemini.train.params.stepper import optimizer_of, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, ParamSet, handle_of, optimizer_of, stepping_in_backward
 from gemini.train.step import StepState
 
 # ---- the model's own scale -------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from gemini.train.loading.skeleton import (
     replaced,
 )
 from gemini.train.params.by_name import ByName
-from gemini.train.setup.arguments import need_transformers, refuse_config_fields
+from gemini.train.setup.arguments import need_transformers
 
 
 def from_config(
@@ -74,7 +74,6 @@ def from_config(
             "read one with transformers.AutoConfig.from_pretrained(path), or make one (transformers.LlamaConfig(...)). "
             "gemini.from_pretrained(path) loads a model with its weights"
         )
-    refuse_config_fields("gemini.from_config(hf_config, ", kwargs)
     need_transformers("gemini.from_config")
     config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)

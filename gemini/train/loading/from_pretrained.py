@@ -34,7 +34,7 @@ from gemini.train.loading.stored_model import (
     without_progress,
 )
 from gemini.train.params.codes import WHAT_WORKS
-from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers, refuse_config_fields
+from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers
 
 
 def from_pretrained(
@@ -78,7 +78,6 @@ def from_pretrained(
         ValueError: for what cannot be streamed: quantized models, adapters, ``device_map=``, ``state_dict=``. Also if
             ``adapt`` makes a model that cannot be managed, or if FlashAttention cannot run.
     """
-    refuse_config_fields("gemini.from_pretrained(path, ", kwargs)
     need_transformers("gemini.from_pretrained")
     config = (GeminiConfig() if config is None else config).resolved()
     attention = Attention(attn_implementation, config.precision, config.device)

@@ -31,8 +31,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
 from gemini.train.modules.calls import CallRecord
-from gemini.train.observers import Observers
-from gemini.train.own_work import own_work
+from gemini.train.observers import Observers, own_work
 from gemini.train.params.handle import ParamHandle
 
 _hooks: Any = torch._C._autograd

@@ -18,8 +18,8 @@ import torch
 
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.grad_reads import note_converted
-from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
+from gemini.train.params.guard import note_converted
+from gemini.train.params.handle import give_to, optimizer_of, stepping_in_backward
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""

@@ -25,9 +25,8 @@ from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of, stepping_in_backward
 from gemini.train.params.owner import Owner, owner_of
-from gemini.train.params.stepper import give_to, optimizer_of, stepping_in_backward
 from gemini.train.passes.stepping import Stepping, stepping_of
 
 Group = dict[str, Any]

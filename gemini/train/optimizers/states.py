@@ -23,9 +23,8 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of
 from gemini.train.params.owner import owner_of
-from gemini.train.params.stepper import give_to, optimizer_of
 from gemini.train.passes.stepping import stepping_of
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
 from gemini.ranks.agree import Facts, value_facts
 from gemini.ranks.agreement import Point
-from gemini.train.own_work import without_transforms
+from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
-from gemini.train.write_observers import WriteObservers
 
 
 class WholeValues(Protocol):
@@ -302,7 +301,8 @@ class ByName:
         if value.shape != shape:
             raise ValueError(f"{kind} of {handle.name!r} has shape {tuple(value.shape)}, wanted {tuple(shape)}")
         handle.chunk.settle()
-        self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
+        with self._observers.writing(handle.chunk):
+            self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
@@ -319,10 +319,11 @@ class ByName:
             )
         if handle.param._version != handle.version:
             note_writes([handle])
-        old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
-        new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
-        if not chunk.resident:
-            self._write_range(chunk.weights, handle, new)
+        with self._observers.writing(chunk):
+            old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
+            new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
+            if not chunk.resident:
+                self._write_range(chunk.weights, handle, new)
 
     def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
         """What the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed elements
@@ -346,10 +347,9 @@ class ByName:
 
     def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
         """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
-        dtype.
+        dtype. Observers have been told that the chunk is written to.
         """
-        with self._observers.writing(handle.chunk):
-            store_range(self._mover, plane, handle.part.start + offset, source)
+        store_range(self._mover, plane, handle.part.start + offset, source)
 
 
 def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:

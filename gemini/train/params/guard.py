@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from gemini.errors import ParamAccessError
+from gemini.errors import ParamAccessError, warn
 from gemini.interrupts import call_without_grad
-from gemini.train.own_work import unwrapped, without_transforms
-from gemini.train.params.grad_reads import note_grad_read
+from gemini.train.observers import unwrapped, without_transforms
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 
@@ -41,7 +41,15 @@ class _NotSwapped(list[str]):
 
 
 class ManagedParameter(nn.Parameter):
-    """A managed param at rest."""
+    """A managed param at rest. What an operation on it does, the first that applies:
+
+    1. It has a handler of its own in :data:`AT_REST`: metadata, gradients, the entries of autograd.
+    2. The model computes: it is a call of its own, for which the weights are gathered.
+    3. Autograd records it (a loss that reads a weight): the same. A write is refused there, as torch does.
+    4. It writes whole values (``param.data = value``, ``copy_``): they become the master.
+    5. It detaches: the values are read later, at each use.
+    6. Anything else computes on copies of the values, and what it has written to these becomes the master.
+    """
 
     __slotnames__ = _NotSwapped()  # what `copyreg` keeps in a class; pickling, which reads it too, is refused below
 
@@ -49,62 +57,7 @@ class ManagedParameter(nn.Parameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in METADATA:
-            if func == _GET_GRAD:  # a new wrapper each time: equal, not identical
-                note_grad_read(args[0])
-            elif func in _FLIPS:
-                owner_of(args[0]._gemini).state.requires_grad_changed = True
-            elif func == _SET_GRAD and args[1] is None:
-                handle = args[0]._gemini
-                if handle.has_grad or handle.leftover:  # p.grad = None drops it, as in torch
-                    owner_of(handle).stepping.discard([handle])
-            elif func == _SET_GRAD:
-                raise ParamAccessError(
-                    f"a gradient cannot be assigned to managed param {args[0]._gemini.name!r}: gradients live in "
-                    "chunks. Let loss.backward() compute it"
-                )
-            elif func is torch.Tensor.data_ptr:
-                _refuse_reading_memory(args[0]._gemini)
-            if func in OF_MEMORY and args[0]._gemini.poisoned:
-                args = (args[0]._gemini.view, *args[1:])
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-                if func == torch.Tensor.register_post_accumulate_grad_hook:
-                    _come_last(args[0])
-                return result
-        params = [p for p in tensors_in((args, kwargs)) if isinstance(p, ManagedParameter)]
-        if func is torch.autograd.backward:  # inputs=params: their gradients are wanted, nobody else's
-            return func(*_edges_of(args), **_edges_of(kwargs))
-        if func is torch.autograd.grad:
-            raise ParamAccessError(
-                f"torch.{func.__module__.removeprefix('torch.')}.{func.__name__} with respect to managed params: their "
-                "gradients go into chunks. Use loss.backward() and model.full_grad(name)"
-            )
-        handles = [param._gemini for param in params]  # type: ignore[attr-defined]
-        for owner in map(owner_of, handles):
-            if owner.state.computing:  # params of another model are met again in the call that follows
-                return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
-        if _is_recorded(func, args, kwargs):
-            if (written := _written_param(func, args, kwargs)) is not None:
-                raise ParamAccessError(
-                    f"{func.__name__} writes to managed param {written._gemini.name!r} while autograd is on, which "
-                    "torch allows to no param that requires gradients, or is given what does. Write inside "
-                    "torch.no_grad(), or inside model.gathered([param], write=True)"
-                )
-            return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)  # a loss that reads weights itself
-        if func == _SET_DATA:
-            return _set_data(handles[0], args[1], sys._getframe(1).f_code)
-        if _copies(func, args):
-            return args[0]
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
-            raise ParamAccessError(
-                f"fully_shard cannot divide managed param {handles[0].name!r}: Gemini divides models among ranks itself"
-            )
-        if func in _DETACHES and sys._getframe(1).f_code is not nn.Module._save_to_state_dict.__code__:
-            return DetachedWeights.of(Source(handles[0]))
-        of = {id(handle.param): Source(handle) for handle in handles}
-        return _read_copies(func, args, kwargs, of, partial(call_without_grad, func))
+        return AT_REST.get(func, _use_values)(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ParamAccessError(
@@ -131,6 +84,109 @@ def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
     return type(
         kind.__name__, (ManagedParameter, kind), {"__module__": kind.__module__, "__slotnames__": _NotSwapped()}
     )
+
+
+# ---- operations on a param at rest -----------------------------------------------------------------------------------
+
+
+def _answer(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What is known without values."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+
+def _answer_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The place in the chunk, not that of the NaN which stands in for weights that are not gathered."""
+    handle: ParamHandle = args[0]._gemini
+    if func is torch.Tensor.data_ptr:
+        _refuse_reading_memory(handle)
+    return _answer(func, (handle.view, *args[1:]) if handle.poisoned else args, kwargs)
+
+
+def _get_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    note_grad_read(args[0])
+    return _answer(func, args, kwargs)
+
+
+def _set_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    handle: ParamHandle = args[0]._gemini
+    if args[1] is not None:
+        raise ParamAccessError(
+            f"a gradient cannot be assigned to managed param {handle.name!r}: gradients live in chunks. Let "
+            "loss.backward() compute it"
+        )
+    if handle.has_grad or handle.leftover:  # p.grad = None drops it, as in torch
+        owner_of(handle).stepping.discard([handle])
+    return _answer(func, args, kwargs)
+
+
+def _flip(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    owner_of(args[0]._gemini).state.requires_grad_changed = True
+    return _answer(func, args, kwargs)
+
+
+def _hook_gradient(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Our own hook takes the gradient away: those of the program look at ``param.grad`` before it."""
+    hook = _answer(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        hooks, own = args[0]._post_accumulate_grad_hooks, args[0]._gemini.hook
+    if own is not None and own.id in hooks:
+        hooks[own.id] = hooks.pop(own.id)
+    return hook
+
+
+def _run_backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """``inputs=params``: their gradients are wanted, nobody else's."""
+    return func(*_edges_of(args), **_edges_of(kwargs))
+
+
+def _refuse_autograd_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    raise ParamAccessError(
+        "torch.autograd.grad with respect to managed params: their gradients go into chunks. Use loss.backward() and "
+        "model.full_grad(name)"
+    )
+
+
+def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Steps 2 to 6 of :class:`ManagedParameter`."""
+    params = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ManagedParameter)]
+    handles: list[ParamHandle] = [param._gemini for param in params]  # type: ignore[attr-defined]
+    for owner in map(owner_of, handles):
+        if owner.state.computing:  # params of another model are met again in the call that follows
+            return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
+    if _is_recorded(func, args, kwargs):
+        if (written := _written_param(func, args, kwargs)) is not None:
+            raise ParamAccessError(
+                f"{func.__name__} writes to managed param {written._gemini.name!r} while autograd is on, which "
+                "torch allows to no param that requires gradients, or is given what does. Write inside "
+                "torch.no_grad(), or inside model.gathered([param], write=True)"
+            )
+        return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+    caller = _caller()
+    if func == _SET_DATA:
+        return _set_data(handles[0], args[1], caller.f_code)
+    if _copies(func, args):
+        return args[0]
+    if caller.f_globals.get("__name__", "").startswith("torch.distributed.fsdp"):
+        raise ParamAccessError(
+            f"fully_shard cannot divide managed param {handles[0].name!r}: Gemini divides models among ranks itself"
+        )
+    if func in _DETACHES and caller.f_code is not nn.Module._save_to_state_dict.__code__:
+        return DetachedWeights.of(Source(handles[0]))
+    of = {id(handle.param): Source(handle) for handle in handles}
+    return _read_copies(func, args, kwargs, of, partial(call_without_grad, func))
+
+
+def _caller() -> FrameType:
+    """The frame of the program, or of torch, that has called into this file."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
+    assert frame is not None
+    return frame
+
+
+# ---- detached --------------------------------------------------------------------------------------------------------
 
 
 class View(NamedTuple):
@@ -234,7 +290,7 @@ class DetachedWeights(torch.Tensor):
 
 def _refuse_reading_memory(handle: ParamHandle) -> None:
     """The address of weights says which they are, not where to read them: they may be elsewhere, or be updated now."""
-    caller = sys._getframe(2)
+    caller = _caller()
     if caller.f_globals.get("__name__") == "safetensors.torch" and caller.f_code.co_name in ("_to_ndarray", "_tobytes"):
         raise ParamAccessError(
             f"safetensors.torch reads the memory of managed param {handle.name!r}, whose values live in a chunk. Give "
@@ -270,13 +326,6 @@ def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not dtype.is_floating_point:
             return torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
         return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
-def _come_last(param: Any) -> None:
-    """Our own hook takes the gradient away: those of the program look at ``param.grad`` before it."""
-    hooks, own = param._post_accumulate_grad_hooks, param._gemini.hook
-    if own is not None and own.id in hooks:
-        hooks[own.id] = hooks.pop(own.id)
 
 
 def _edges_of(tree: Any) -> Any:
@@ -461,7 +510,6 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACHES: set[Any] = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 _FLIPS: set[Any] = {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
-# Answered by the place in the chunk, not by the NaN that stands in for weights that are not gathered.
 OF_MEMORY: set[Any] = {
     getattr(torch.Tensor, name) for name in "stride storage_offset is_contiguous data_ptr untyped_storage".split()
 }
@@ -485,3 +533,86 @@ METADATA: set[Any] = _getters() | {
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
     torch.promote_types, torch.result_type,
 }  # fmt: skip
+
+_Handler = Callable[[Callable[..., Any], Any, Any], Any]
+
+AT_REST: dict[Any, _Handler] = {
+    **dict.fromkeys(METADATA, _answer),
+    **dict.fromkeys(OF_MEMORY, _answer_of_memory),
+    **dict.fromkeys(_FLIPS, _flip),
+    _GET_GRAD: _get_grad,
+    _SET_GRAD: _set_grad,
+    torch.Tensor.register_post_accumulate_grad_hook: _hook_gradient,
+    torch.autograd.backward: _run_backward,
+    torch.autograd.grad: _refuse_autograd_grad,
+}
+"""What answers on a param at rest by itself, whatever else is going on."""
+
+
+# ---- ``p.grad``: None to the outside, for gradients live in chunks ---------------------------------------------------
+
+
+def _code(function: Any) -> Any:
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function.__code__
+
+
+_BLIND = {
+    _code(function): (
+        f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
+        "live in chunks. Use model.clip_grad_norm_(max_norm)"
+    )
+    for name, function in vars(nn.utils).items()
+    if name.startswith("clip_") and name.endswith("_")
+}
+_CONVERTED: set[Any] = set()
+_ZERO_GRAD = _code(nn.Module.zero_grad)
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def refuse_in(function: Callable[..., Any], message: str) -> None:
+    """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
+    _BLIND[_code(function)] = message
+
+
+def note_converted(function: Callable[..., Any]) -> None:
+    """``function`` steps optimizers of torch, of which one was converted: what is kept of it from before is refused."""
+    _CONVERTED.add(_code(function))
+
+
+def note_grad_read(param: Any) -> None:
+    """Somebody reads ``p.grad`` of a managed param at rest.
+
+    ``zero_grad()`` of a part of the model would find nothing to forget: what is in the chunk is forgotten for it.
+
+    Raises:
+        ParamAccessError: in a function that would do nothing, silently.
+    """
+    frame = _caller()
+    for _ in range(3):  # the getter, perhaps a comprehension, torch's function
+        if frame.f_code in _BLIND:
+            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
+        if frame.f_code in _CONVERTED:
+            raise ParamAccessError(
+                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
+                f"find no gradient of {param._gemini.name!r}: call optimizer.step(), and keep no step from before"
+            )
+        if frame.f_code is _ZERO_GRAD and (owner := param._gemini.owner()) is not None:
+            owner.stepping.discard([param._gemini], to_zero=not frame.f_locals.get("set_to_none", True))
+            return
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    handle, owner = param._gemini, param._gemini.owner()
+    if owner is None or owner in _warned or torch._C._current_graph_task_id() != -1:
+        return  # inside a backward it is our own hook that looks
+    if not (handle.has_grad or owner.state.num_unreduced or owner.state.updated_in_backward):
+        return
+    _warned.add(owner)
+    warn(
+        f"p.grad of managed param {param._gemini.name!r} was read after a backward: it is always None, since "
+        "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "
+        "nothing. Read them with model.full_grad(name), clip them with model.clip_grad_norm_(max_norm). This is said "
+        "once per model"
+    )

@@ -7,20 +7,21 @@ its weights are evicted and before they are updated: a write that is none of our
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError
 from gemini.kernels import Sums
 from gemini.memory.chunks.chunk import Chunk
 from gemini.patches import patch
 from gemini.planning.layout import Part, Slot
-from gemini.train.params.stepper import Stepper
+from gemini.planning.planes import RuleSpec, shapes_of
 from gemini.train.params.tensor_slice import TensorSlice
 
 _FINGERPRINT_TILE = 2**18
@@ -295,3 +296,75 @@ def _data_of(param: nn.Parameter) -> torch.Tensor:
 # torch counts no writes to param.data, and would hide them from us. Those to param.detach() are counted with the
 # param's, and the two are the same otherwise. There is no other way to see ``param.data`` of an ordinary nn.Parameter.
 patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.data.__doc__))
+
+
+# ---- the optimizer that a param was given to -------------------------------------------------------------------------
+
+
+class Stepper(Protocol):
+    """What a model asks of the optimizer that updates its params (``HybridOptimizer``)."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    step_in_backward: bool
+    speculate: bool
+    """Whether what it does in backward is a guess, which its step confirms."""
+    may_guess: bool
+    """Whether it may begin to by itself."""
+    rule: Any
+    """Its :class:`gemini.rules.UpdateRule`."""
+    state: Any
+    """Of its plain params, as in torch."""
+
+    def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable:
+        """What to update a param with whose gradient has just become complete, times ``scale``."""
+
+    def adopt_plain_states(self) -> None:
+        """Params became managed: their states move into chunks."""
+
+
+stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
+"""The optimizers that do; where there is none, nobody looks for them in backward."""
+
+
+def begin_guessing(optimizer: Stepper) -> None:
+    """Recent steps say that it pays."""
+    if not optimizer.speculate:
+        optimizer.step_in_backward = optimizer.speculate = True
+        stepping_in_backward.add(optimizer)
+
+
+_owners = WeakTensorKeyDictionary()
+"""Params to weak references. Not an attribute of the param: with a weak reference in it, it could not be pickled."""
+
+
+def optimizer_of(param: Any) -> Stepper | None:
+    """The HybridAdam that was given ``param``, if it still lives."""
+    handle = getattr(param, "_gemini", None)
+    reference = reference_to_optimizer_of(param) if handle is None else handle.optimizer
+    return None if reference is None else reference()
+
+
+def reference_to_optimizer_of(param: Any) -> weakref.ref[Stepper] | None:
+    """Of a param that may be managed later, or was."""
+    return _owners.get(param)
+
+
+def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
+    """From now on :func:`optimizer_of` these params is this one, or none."""
+    reference = None if optimizer is None else weakref.ref(optimizer)
+    for param in params:
+        _owners[param] = reference
+        handle = getattr(param, "_gemini", None)
+        if handle is not None:
+            handle.optimizer = reference
+
+
+# ---- states that are no planes ---------------------------------------------------------------------------------------
+
+
+def make_factors(rule: RuleSpec, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Of a trained param of ``shape``; whoever calls has reserved them."""
+    with torch.inference_mode(False):
+        found = shapes_of(rule.factors, shape)
+        return {name: torch.zeros(own, dtype=torch.float32, device="cpu") for name, own in found.items()}

@@ -16,10 +16,12 @@ from gemini.planning.planes import GRAD
 from gemini.train.gradients import scaled_backward
 from gemini.train.gradients.store import refuse_grad
 from gemini.train.modules.calls import CallRecord
-from gemini.train.own_work import own_work
-from gemini.train.params.handle import Leftover, ParamHandle
+from gemini.train.observers import own_work
+from gemini.train.params.exposure import hide
+from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
 from gemini.train.params.owner import Probe, owner_of
-from gemini.train.params.stepper import stepping_in_backward
+from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
@@ -289,3 +291,41 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
     if passes is None:
         refuse_deleted()
     passes.backward.begin_of(record)
+
+
+# ---- after an interrupt ----------------------------------------------------------------------------------------------
+
+
+class Recovery:
+    """Of one model."""
+
+    def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
+        self._params, self._manager, self._state = parts.params, parts.store.manager, parts.state
+        self._forward, self._backward, self._exposure = forward, backward, parts.exposure
+        self._activations, self._gradients, self._updates = parts.activations, parts.gradients, parts.updates
+
+    def forget_interrupted(self) -> None:
+        """End what was under way, if anything is; nothing if a backward is running in this thread."""
+        state = self._state
+        if not state.num_open or torch._C._current_graph_task_id() != -1:
+            return
+        WHOLE.let_go()
+        self._forward.abandon()
+        self._updates.forget_collected()
+        self._updates.await_held()
+        # The backward broke off: what is landing of it is of no use.
+        self._gradients.start_over(alone=not self._backward.is_reduced)
+        self._manager.foresight.interrupt()
+        self._activations.recover()
+        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+            for handle in self._params.handles:
+                handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        if state.in_backward:
+            self._backward.abandon()
+        self._exposure.rest_if_idle()
+        if not state.computing:
+            # An interrupt may have come between making params ordinary and noting it.
+            hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
+            state.num_open = 0
+        if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
+            self._manager.start_over()

@@ -33,13 +33,12 @@ from gemini.train.modules.compiled import (
     refuse_inside_compiled,
 )
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
-from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
-from gemini.train.modules.renormalized import Rewriting, renormalized_by, resident_chunks, taking_over
-from gemini.train.own_work import innermost_transform
-from gemini.train.params.handle import ParamSet, handle_of
-from gemini.train.passes.backward import BackwardPass, begin_backward_of, refuse_deleted
+from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
+from gemini.train.observers import innermost_transform
+from gemini.train.params.gathered import Rewriting, handles_of, resident_chunks
+from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
+from gemini.train.passes.backward import BackwardPass, Recovery, begin_backward_of, refuse_deleted
 from gemini.train.passes.forward import ForwardPass
-from gemini.train.passes.recovery import Recovery
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
@@ -48,6 +47,10 @@ ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 
 NUM_ROOT_HOOKS = 3
 """Of the list of hooks the first ones are the root's, which run while others change."""
+
+
+Pre = Callable[[nn.Module, Any], None]
+Post = Callable[[nn.Module, Any, Any], Any]
 
 
 class Passes(Protocol):
@@ -90,7 +93,7 @@ def _attach_parts(
     for path, module, params, *_ in structure.readers:
         chunks, resident = _chunks_to_gather(params), waits.get(path, ())
         entrance = ENTRANCE.fullmatch(path) is not None
-        rewritten = renormalized_by(module)
+        rewritten = handles_of(rewritten_by(module))
         if is_a(type(module), "ParamWrapper"):
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is not model and (chunks or rewritten or (entrance and id(module) in structure.holders)):
@@ -98,7 +101,7 @@ def _attach_parts(
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
             if not passes.store.moves:
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
-            hooks += hook_around(module, *taking_over(_rewriting(ref), rewritten, pre, post))
+            hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
         if is_tuner_layer(module):
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
     dtype = COMPUTE_DTYPES[passes.config.precision]
@@ -185,17 +188,29 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     return passes
 
 
-def _rewriting(ref: weakref.ref[Passes]) -> Callable[[], Rewriting | None]:
-    def rewriting() -> Rewriting | None:
-        passes = ref()
-        return None if passes is None else passes.rewriting
+def _taking_over(ref: weakref.ref[Passes], handles: tuple[ParamHandle, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
+    """The hooks of a module that may write to ``handles``: what they are together with its ordinary hooks."""
+    if not handles:
+        return pre, post
+    of_threads: dict[int, dict[str, torch.Tensor]] = {}
+    """By thread: what weights were that are rewritten in place, where nothing else tells."""
 
-    return rewriting
+    def begin(module: nn.Module, args: Any) -> None:
+        pre(module, args)
+        of_threads[threading.get_ident()] = passes_of(ref).rewriting.begin(handles)
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        before, passes = of_threads.pop(threading.get_ident(), None), ref()
+        if before is not None and passes is not None:
+            passes.rewriting.end(handles, before)
+        return post(module, args, output)
+
+    return begin, end
 
 
 def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
     ref, model = weakref.ref(passes), structure.model
-    chunks, rewritten = _chunks_to_gather(structure.visits[0].params), renormalized_by(model)
+    chunks, rewritten = _chunks_to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
     resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
 
@@ -217,7 +232,7 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
             passes.forward.follow_flips()
         passes.forward.begin_call(module, chunks, resident)
 
-    pre, post = taking_over(_rewriting(ref), rewritten, root_pre, _post(ref, is_root=True))
+    pre, post = _taking_over(ref, rewritten, root_pre, _post(ref, is_root=True))
     dtype = COMPUTE_DTYPES[passes.config.precision]
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
@@ -266,9 +281,7 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
         restore()
 
 
-def _pre(
-    ref: weakref.ref[Passes], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool
-) -> Callable[[nn.Module, Any], None]:
+def _pre(ref: weakref.ref[Passes], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool) -> Pre:
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
         state = passes.state
@@ -285,9 +298,9 @@ def _unless_inside(
     ref: weakref.ref[Passes],
     state: StepState,
     resident: tuple[Chunk, ...],
-    pre: Callable[[nn.Module, Any], None],
-    post: Callable[[nn.Module, Any, Any], Any],
-) -> tuple[Callable[[nn.Module, Any], None], Callable[[nn.Module, Any, Any], Any]]:
+    pre: Pre,
+    post: Post,
+) -> tuple[Pre, Post]:
     """The same where no weight ever moves: inside another module there is nothing to do but wait for updates, and when
     those are over, nothing at all.
     """
@@ -311,7 +324,7 @@ def _unless_inside(
     return pre_unless_inside, post_unless_inside
 
 
-def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Callable[[nn.Module, Any, Any], Any]:
+def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes = passes_of(ref)
         record = passes.forward.end_call(module)

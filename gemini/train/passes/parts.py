@@ -12,7 +12,7 @@ from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.saved_weights import SavedWeights
-from gemini.train.observers import Observers
+from gemini.train.observers import Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import ParamSet
@@ -22,7 +22,6 @@ from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink
 from gemini.train.update.updates import Updates
-from gemini.train.write_observers import WriteObservers
 
 
 @dataclass(frozen=True)

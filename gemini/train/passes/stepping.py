@@ -17,12 +17,18 @@ from gemini import kernels
 from gemini.errors import GeminiError, warn
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
-from gemini.train.params.handle import Leftover, ParamHandle, note_writes, written_to
+from gemini.train.params.handle import (
+    Leftover,
+    ParamHandle,
+    Stepper,
+    begin_guessing,
+    note_writes,
+    stepping_in_backward,
+    written_to,
+)
 from gemini.train.params.owner import owner_of
-from gemini.train.params.stepper import Stepper, begin_guessing, stepping_in_backward
-from gemini.train.passes.backward import BackwardPass
+from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.parts import Parts
-from gemini.train.passes.recovery import Recovery
 from gemini.train.sharding.step_sync import facts_of_step
 from gemini.train.update.tiles import ParamUpdate
 

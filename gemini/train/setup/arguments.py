@@ -4,51 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError
 from gemini.train.params.guard import tensors_in
-
-CONFIG_FIELDS = frozenset(field.name for field in fields(GeminiConfig))
-
-
-def refuse_config_fields(call: str, given: Mapping[str, Any], allowed: tuple[str, ...] = ()) -> None:
-    """Refuse keyword arguments that are fields of a config.
-
-    Args:
-        call: how the call begins, such as "GeminiDDP(model, ".
-        given: the keyword arguments that the call has no place for.
-        allowed: of the names of fields, those that mean something else there.
-
-    Raises:
-        TypeError: with the call as it is meant.
-    """
-    meant = {name: value for name, value in given.items() if name in CONFIG_FIELDS and name not in allowed}
-    if meant:
-        listed = ", ".join(f"{name}={value!r}" for name, value in meant.items())
-        raise TypeError(
-            f"{call}{listed}): {' and '.join(meant)} {'belong' if len(meant) > 1 else 'belongs'} to the config. Write "
-            f"{call}gemini.GeminiConfig({listed}))"
-        )
-
-
-def refuse_unknown(call: str, given: Mapping[str, Any], known: str) -> None:
-    """Refuse keyword arguments that nobody knows.
-
-    Raises:
-        TypeError: naming those there are.
-    """
-    refuse_config_fields(call, given)
-    if given:
-        raise TypeError(f"{call}...) has no argument {', '.join(map(repr, given))}; it takes {known}")
-
 
 _LOOPS = {
     "transformers.trainer": (

@@ -37,8 +37,7 @@ from gemini.ranks.group import Ranks
 from gemini.tiers import DRIVE, Ledger, Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
-from gemini.train.params.factors import make_factors
-from gemini.train.params.handle import ParamHandle, ParamSet
+from gemini.train.params.handle import ParamHandle, ParamSet, make_factors
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
 

@@ -33,10 +33,8 @@ from gemini.rules import UpdateRule, refuse_other
 from gemini.tiers import DRIVE, Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, structure_of
-from gemini.train.modules.renormalized import refuse_on_ranks
 from gemini.train.params.codes import WHAT_WORKS, check_coded, scales_in
-from gemini.train.params.handle import handle_of
-from gemini.train.params.stepper import optimizer_of
+from gemini.train.params.handle import handle_of, optimizer_of
 from gemini.train.setup.structure import trace_of
 from gemini.version import __version__
 
@@ -86,6 +84,21 @@ def collect_params(model: nn.Module | Structure) -> list[NamedParam]:
     return named
 
 
+def _refuse_renormalizing(structure: Structure) -> None:
+    """Refuse embeddings that every rank would renormalize for its own batch, so that weights would part.
+
+    Raises:
+        ValueError: naming the module.
+    """
+    for path, module in structure.modules:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{path or 'the model'!r} ({type(module).__name__}) has max_norm={module.max_norm}: it rewrites the "
+                "rows of its batch in every forward, and on several ranks each would rewrite others. Set max_norm=None "
+                "and renormalize between steps, inside model.gathered([weight], write=True)"
+            )
+
+
 def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
     """Refuse params that an optimizer of another rule has already.
 
@@ -126,7 +139,7 @@ def prepare(
             'itself whether a step overflowed. Use precision="bf16"'
         )
     if ranks.shares_params:
-        refuse_on_ranks(structure)
+        _refuse_renormalizing(structure)
     named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"

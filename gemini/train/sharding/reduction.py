@@ -28,8 +28,7 @@ from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.store import adds_up
-from gemini.train.params.handle import Leftover, ParamHandle
-from gemini.train.params.stepper import Stepper, stepping_in_backward
+from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
 from gemini.train.sharding.shards import Shards

@@ -17,8 +17,7 @@ from gemini.ranks.agree import Facts, plain
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaled_backward import Scaling
-from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.params.stepper import Stepper, optimizer_of
+from gemini.train.params.handle import ParamHandle, Stepper, handle_of, optimizer_of
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState

@@ -15,8 +15,15 @@ from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
-from gemini.train.params.handle import Leftover, ParamHandle, ParamSet, is_in_stages
-from gemini.train.params.stepper import Stepper, optimizer_of, stepping_in_backward
+from gemini.train.params.handle import (
+    Leftover,
+    ParamHandle,
+    ParamSet,
+    Stepper,
+    is_in_stages,
+    optimizer_of,
+    stepping_in_backward,
+)
 from gemini.train.step import StepState
 from gemini.train.update.tiles import ParamUpdate
 from gemini.train.update.updates import Updates

@@ -13,8 +13,7 @@ import torch
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.params.handle import ParamHandle
-from gemini.train.params.stepper import Stepper, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, Stepper, stepping_in_backward
 from gemini.train.step import StepState
 from gemini.train.update.in_backward import InBackward
 

@@ -24,6 +24,7 @@ from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
 from gemini.tiers import OF_BUDGET, Tier, Turn, Want
 from gemini.train.gradients.store import HOLDER
+from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.handle import note_writes
 from gemini.train.step import StepState
@@ -40,7 +41,6 @@ from gemini.train.update.tiles import (
     tiles_of,
 )
 from gemini.train.update.worker import UpdateJob, UpdateWorker, update_threads
-from gemini.train.write_observers import WriteObservers
 
 _WAITING = OF_BUDGET - {Turn.FLIGHTS}
 """Asked for gradients that wait for their update: those before them."""

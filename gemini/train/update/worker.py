@@ -26,9 +26,9 @@ from gemini.memory.movement.transfers import Lane, Transfer
 from gemini.memory.movement.worker import JobThread
 from gemini.memory.watching import Moved
 from gemini.tiers import Tier
+from gemini.train.observers import WriteObservers
 from gemini.train.update.guess import Guess
 from gemini.train.update.tiles import STREAM, ChunkUpdate, Path, Tile, check_finite, streamed_tiles, tiles_of
-from gemini.train.write_observers import WriteObservers
 
 
 class Books(Protocol):
