@@ -18,17 +18,18 @@ TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
 
 
-ELSEWHERE = {
-    "--learning-rate": "--lr", "--max-steps": "--steps", "--num-train-epochs": "--epochs", "--output-dir": "--out",
-    "--per-device-train-batch-size": "--batch-size", "--model-name-or-path": "--model", "--max-length": "--seq-len",
-    "--max-grad-norm": "--clip", "--lora-r": "--lora", "--save-steps": "--save-every", "--eval-steps": "--eval-every",
-    "--logging-steps": "--log-every", "--save-total-limit": "--keep", "--resume-from-checkpoint": "--resume",
-    "--dataset": "--data", "--optim": "--optimizer", "--bf16": "--precision", "--fp16": "--precision",
-    "--cpu": "--cpu-memory", "--gpu": "--gpu-memory", "--nvme": "--nvme-memory", "--cpu-memory": "--cpu",
-    "--gpu-memory": "--gpu", "--nvme-memory": "--nvme", "--early-stopping": "--patience",
-    "--early-stopping-patience": "--patience", "--num-epochs": "--epochs", "--max-seq-length": "--seq-len",
-    "--warmup-steps": "--warmup", "--lr-scheduler-type": "--schedule", "--gradient-accumulation-steps": "--accumulate",
-}  # fmt: skip
+_ELSEWHERE = (
+    "--learning-rate=--lr --max-steps=--steps --num-train-epochs=--epochs --output-dir=--out "
+    "--per-device-train-batch-size=--batch-size --model-name-or-path=--model --max-length=--seq-len "
+    "--max-grad-norm=--clip --lora-r=--lora --save-steps=--save-every --eval-steps=--eval-every "
+    "--logging-steps=--log-every --save-total-limit=--keep --resume-from-checkpoint=--resume --dataset=--data "
+    "--optim=--optimizer --bf16=--precision --fp16=--precision --cpu=--cpu-memory --gpu=--gpu-memory "
+    "--nvme=--nvme-memory --cpu-memory=--cpu --gpu-memory=--gpu --nvme-memory=--nvme "
+    "--early-stopping=--patience --early-stopping-patience=--patience --num-epochs=--epochs "
+    "--max-seq-length=--seq-len --warmup-steps=--warmup --lr-scheduler-type=--schedule "
+    "--gradient-accumulation-steps=--accumulate"
+)
+ELSEWHERE = dict(pair.split("=") for pair in _ELSEWHERE.split())
 """What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
 
 

@@ -103,12 +103,23 @@ _CONTROLS = bytes(set(range(32)) - {*b"\t\n\v\f\r\b\x1a\x1b"}) + b"\x7f"
 
 _BY_SUFFIX = {".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON"}
 _BY_BEGINNING = {
-    b"\x1f\x8b": "compressed (gzip)", b"PK\x03\x04": "compressed (zip)", b"BZh": "compressed (bzip2)",
-    b"\xfd7zXZ\x00": "compressed (xz)", b"\x28\xb5\x2f\xfd": "compressed (zstd)", b"7z\xbc\xaf": "compressed (7z)",
-    b"PAR1": "Parquet", b"ARROW1": "Arrow", b"%PDF-": "PDF", b"\x7fELF": "a program (ELF)", b"\x89PNG": "an image",
-    b"\xff\xd8\xff": "an image", b"GIF8": "an image", b"SQLite format 3\x00": "a database",
-    b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
-}  # fmt: skip
+    b"\x1f\x8b": "compressed (gzip)",
+    b"PK\x03\x04": "compressed (zip)",
+    b"BZh": "compressed (bzip2)",
+    b"\xfd7zXZ\x00": "compressed (xz)",
+    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
+    b"7z\xbc\xaf": "compressed (7z)",
+    b"PAR1": "Parquet",
+    b"ARROW1": "Arrow",
+    b"%PDF-": "PDF",
+    b"\x7fELF": "a program (ELF)",
+    b"\x89PNG": "an image",
+    b"\xff\xd8\xff": "an image",
+    b"GIF8": "an image",
+    b"SQLite format 3\x00": "a database",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 
 
 def only_text(files: Sequence[TextFile], roots: Sequence[Path]) -> tuple[list[TextFile], str]:

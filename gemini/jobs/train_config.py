@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,9 +39,13 @@ def make_config(
         JobError: for options that cannot be used together.
         PlanMismatch: for a plan that cannot be read.
     """
-    plan, kind = None, registered_device(settings.device)
+    plan: gemini.Plan | None = None
+    budgets: Mapping[Tier, int] = {}
+    gradients = "accumulate" if settings.accumulate > 1 else "retain"
+    kind = registered_device(settings.device)
     if settings.plan is not None:
         plan = document.load(settings.plan, "--plan", gemini.Plan.from_json)
+        budgets, gradients = plan.problem.budgets, plan.problem.gradients
         notes += check_step(
             plan,
             settings,
@@ -58,14 +62,14 @@ def make_config(
             precision=settings.precision,
             states=settings.states,
             memory=gemini.MemoryBudget(
-                gpu=settings.gpu_memory or _planned(plan, Tier.GPU),
-                cpu=settings.cpu_memory or _planned(plan, Tier.CPU),
-                nvme=settings.nvme_memory or _planned(plan, Tier.NVME),
+                gpu=settings.gpu_memory or budgets.get(Tier.GPU),
+                cpu=settings.cpu_memory or budgets.get(Tier.CPU),
+                nvme=settings.nvme_memory or budgets.get(Tier.NVME),
                 nvme_path=settings.nvme_path,
                 durable=settings.durable_every > 0,
             ),
             placement="auto" if plan is None else plan,
-            gradients=_gradients(settings, plan),
+            gradients=gradients,
             device=str(device) if kind is None else settings.device,
             activations=settings.activations,
             offload_activations=settings.offload_activations,
@@ -73,12 +77,6 @@ def make_config(
             tile_tokens=settings.tile_tokens,
             optimizer=rule_named(settings.optimizer),
         )
-
-
-def _gradients(settings: TrainSettings, plan: gemini.Plan | None) -> str:
-    if plan is not None:
-        return plan.problem.gradients
-    return "accumulate" if settings.accumulate > 1 else "retain"
 
 
 def parallelism_of(settings: TrainSettings, num_processes: int) -> ParallelismConfig | None:
@@ -166,10 +164,6 @@ _OF_THE_STEP = (
     "offload_activations"
 ).split()
 """Options that ``gemini plan`` has too, with the same meaning and default."""
-
-
-def _planned(plan: gemini.Plan | None, tier: Tier) -> int | None:
-    return None if plan is None else plan.problem.budgets.get(tier)
 
 
 # ---- the step of a plan ----------------------------------------------------------------------------------------------

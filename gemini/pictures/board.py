@@ -179,11 +179,8 @@ def _column(
 def _heading(made: Board, timeline: Timeline, box: Box) -> None:
     parts = [f"step {human_seconds(timeline.step_seconds)}"]
     if timeline.tokens and timeline.step_seconds:
-        parts.append(
-            f"{timeline.tokens_per_second:,.4g} tokens/s"
-            if timeline.tokens_per_second < 1000
-            else f"{timeline.tokens_per_second:,.0f} tokens/s"
-        )
+        rate = timeline.tokens_per_second
+        parts.append(f"{rate:,.4g} tokens/s" if rate < 1000 else f"{rate:,.0f} tokens/s")
     if timeline.flops and timeline.step_seconds:
         parts.append(f"{timeline.flops / timeline.step_seconds / 1e12:,.3g} TFLOP/s per rank")
     if timeline.spans:
@@ -221,14 +218,8 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
     unit, unit_name = series.byte_unit(top)
     shown = series.stack(timeline, tier)
     held = [sample.held.get(tier, {}) for sample in shown.samples]
-    _pile(
-        axes,
-        shown.edges,
-        [
-            (colour_of(holder), [sample.get(holder, 0) / unit for sample in held])
-            for holder in series.holders(timelines, tier)
-        ],
-    )
+    names = series.holders(timelines, tier)
+    _pile(axes, shown.edges, [(colour_of(name), [sample.get(name, 0) / unit for sample in held]) for name in names])
     axes.set(xlim=(0, end), ylim=(0, top * 1.06 / unit), xticks=[])
     axes.locator_params(axis="y", nbins=4)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} {unit_name}" if value else "0")
@@ -240,16 +231,7 @@ def _memory(axes: Any, timelines: list[Timeline], timeline: Timeline, tier: Tier
         caption += f" of {human_bytes(budget)} ({f'{share:.1%}' if 0.99 < share < 1 else f'{share:.0%}'})"
         if budget <= top:
             axes.axhline(budget / unit, color=INK, linewidth=1.1, linestyle=(0, (4, 2)))
-            axes.annotate(
-                "budget",
-                (1, budget / unit),
-                xycoords=("axes fraction", "data"),
-                xytext=(3, 0),
-                textcoords="offset points",
-                fontsize=8.5,
-                color=INK,
-                va="center",
-            )
+            _beside(axes, "budget", budget / unit, coords="data", points=3)
     axes.text(0, 1.03, caption, transform=axes.transAxes, fontsize=9.5, fontweight="bold", color=INK, va="bottom")
 
 
@@ -279,29 +261,38 @@ def _track(axes: Any, timeline: Timeline, track: Track, end: float, *, is_first:
     axes.tick_params(axis="y", length=0, labelsize=8.5)
     share = timeline.busy.get(track, 0.0) / timeline.step_seconds if timeline.step_seconds else 0.0
     if is_first:
-        axes.annotate(
-            "busy", (1, 1), xycoords="axes fraction", xytext=(4, 1), textcoords="offset points", fontsize=7.5, color=INK
-        )
+        _beside(axes, "busy", 1, size=7.5, align="baseline")
+    _beside(axes, f"{share:.0%}", 0.5)
+
+
+def _beside(
+    axes: Any,
+    words: str,
+    y: float,
+    *,
+    coords: str = "axes fraction",
+    points: float = 4,
+    size: float = 8.5,
+    align: str = "center",
+) -> None:
+    """Words at the right end of a panel, so many points away from it."""
     axes.annotate(
-        f"{share:.0%}",
-        (1, 0.5),
-        xycoords="axes fraction",
-        xytext=(4, 0),
+        words,
+        (1, y),
+        xycoords=("axes fraction", coords),
+        xytext=(points, 0 if align == "center" else 1),
         textcoords="offset points",
-        fontsize=8.5,
+        fontsize=size,
         color=INK,
-        va="center",
+        va=align,
     )
 
 
 def _shares(axes: Any, busy: series.Busy, *, downwards: bool = False) -> None:
     """Shares of time by activity, upwards or downwards."""
     up = -1.0 if downwards else 1.0
-    _pile(
-        axes,
-        busy.edges,
-        [(series.ACTIVITIES[name], [up * share for share in shares]) for name, shares in busy.shares.items()],
-    )
+    layers = [(series.ACTIVITIES[name], [up * share for share in shares]) for name, shares in busy.shares.items()]
+    _pile(axes, busy.edges, layers)
 
 
 def _pile(axes: Any, edges: list[float], layers: list[tuple[str, list[float]]]) -> None:

@@ -20,17 +20,35 @@ COLUMNS = 480
 # Okabe and Ito's colours for what is held, Paul Tol's "bright" ones for what is done: people with any kind of colour
 # vision tell them apart.
 HOLDERS = {
-    "weights": "#0072B2", "residual": "#009E73", "exp_avg": "#E69F00", "exp_avg_sq": "#F0E442", "grad": "#D55E00",
-    "windows": "#56B4E9", "pool": "#B8DDF2", "gradients in flight": "#A0522D", "activations": "#CC79A7",
-    "buffers": "#6A3D9A", "staging": "#8C8C8C", "exchange": "#5A5A5A",
-}  # fmt: skip
+    "weights": "#0072B2",
+    "residual": "#009E73",
+    "exp_avg": "#E69F00",
+    "exp_avg_sq": "#F0E442",
+    "grad": "#D55E00",
+    "windows": "#56B4E9",
+    "pool": "#B8DDF2",
+    "gradients in flight": "#A0522D",
+    "activations": "#CC79A7",
+    "buffers": "#6A3D9A",
+    "staging": "#8C8C8C",
+    "exchange": "#5A5A5A",
+}
 """From the bottom of a stack to its top, what stays and then what comes and goes; with their colours."""
 
 ACTIVITIES = {
-    "forward": "#4477AA", "recompute": "#99BBDD", "backward": "#AA3377", "other computing": "#8C8C8C",
-    "waiting": "#d9d9d9", "fetch weights": "#228833", "gradients": "#EE6677", "update": "#CCBB44",
-    "activations": "#66CCEE", "all-gather": "#44AA99", "reduce-scatter": "#997700", "other moves": "#5A5A5A",
-}  # fmt: skip
+    "forward": "#4477AA",
+    "recompute": "#99BBDD",
+    "backward": "#AA3377",
+    "other computing": "#8C8C8C",
+    "waiting": "#d9d9d9",
+    "fetch weights": "#228833",
+    "gradients": "#EE6677",
+    "update": "#CCBB44",
+    "activations": "#66CCEE",
+    "all-gather": "#44AA99",
+    "reduce-scatter": "#997700",
+    "other moves": "#5A5A5A",
+}
 """What tracks do, in the order of legends, with their colours. "waiting" is what is left of computing."""
 
 _INTO = {Track.H2D: Tier.GPU, Track.D2H: Tier.CPU, Track.NVME_READ: Tier.CPU, Track.NVME_WRITE: Tier.NVME}

@@ -31,7 +31,7 @@ class Product(NamedTuple):
     m: int
     n: int
     k: int
-    times: float = 1
+    times: int | float = 1  # a whole number stays one in a file that is read and written again
 
     @property
     def flops(self) -> float:

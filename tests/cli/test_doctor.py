@@ -1,16 +1,24 @@
-"""``gemini doctor`` answers for every part of the machine, and fails only where asked about something unusable."""
+"""``gemini doctor`` answers for every part of the machine, and fails only where asked about something unusable; of a
+durable store it says what is in it and what is broken, to a stranger, and changes nothing.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import gemini
 from gemini.machines.measure import Sizes
 from gemini.planning.hardware import load_hardware
+from gemini.train.checkpoint.stored import SlotReader
 from tests.cli.commands import Command
+from tests.train.helpers import train
+from tests.train.test_durable import durable, end
 
 
 def test_doctor_speaks_of_every_part(gemini_command: Command) -> None:
@@ -76,3 +84,143 @@ def test_doctor_says_that_others_were_at_work(
 def test_doctor_does_not_measure_on_a_drive_that_cannot_be_used(gemini_command: Command, tmp_path: Path) -> None:
     result = gemini_command("doctor", "--measure", "--nvme-path", tmp_path / "absent")
     assert result.exit_code == 1 and "Measured" not in result.stdout
+
+
+# ---- in a durable store ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Two commits, of steps 1 and 3."""
+    path = tmp_path / "store"
+    path.mkdir()
+    model, optimizer = durable("disk", path)
+    train(model, optimizer, [0])
+    gemini.save_checkpoint(path, model, optimizer)
+    train(model, optimizer, [1, 2])
+    gemini.save_checkpoint(path, model, optimizer, extra={"global_step": 3, "run": "/runs/a", "files": {}})
+    end(model)
+    return path
+
+
+def files_of(store: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in store.rglob("*") if path.is_file()}
+
+
+def test_a_stranger_reads_what_is_in_a_store(gemini_command: Command, store: Path) -> None:
+    (store / "LOCK-00000").unlink()
+    before = files_of(store)
+    result = gemini_command.ok("doctor", store)
+    assert files_of(store) == before
+    said = result.stdout
+    for words in (
+        "in use by nobody",
+        "last: commit 2, step 3, ",
+        "before: commit 1, step 1, ",
+        ", 0:00:0",
+        " ago, format version",
+        "To be resumed\n  commit 2, step 3, saved by 1 rank; by any number of ranks\n",
+        "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 4",
+        "step 3 of the run in /runs/a",
+        f"by gemini train --resume {store}",
+        "twice on the drive",
+        "records: 2 of 2 whole",
+        "data: reading 840 KiB",
+        "data: all of it is what was written",
+    ):
+        assert words in said, words
+    sizes = dict(line.split(maxsplit=1) for line in said.split("Slots\n")[1].splitlines()[:4])
+    assert sizes == {"weights": "140 KiB", "residual": "140 KiB", "exp_avg": "280 KiB", "exp_avg_sq": "280 KiB"}
+    assert "Problems" not in said and "Versions" not in said
+
+
+def test_a_store_in_use_says_by_whom(gemini_command: Command, tmp_path: Path) -> None:
+    model, optimizer = durable("disk", tmp_path)
+    none = gemini_command("doctor", tmp_path)
+    assert none.exit_code == 1 and "has no commit" in none.stdout
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    result = gemini_command.ok("doctor", tmp_path)
+    assert f"in use by process {os.getpid()} on " in result.stdout
+    with pytest.raises(gemini.StorageError, match=f"in use by another run.*process {os.getpid()} on "):
+        durable("disk", tmp_path)
+    gemini.save_checkpoint(tmp_path, model, optimizer)  # the lock is still its own
+    end(model)
+
+
+def test_what_a_run_overwrites_meanwhile_is_no_damage(
+    gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report has read the records of one commit when the run makes two more."""
+    model, optimizer = durable("disk", tmp_path)
+    gemini.save_checkpoint(tmp_path, model, optimizer)
+    told = SlotReader.damage
+
+    def late(reader: Any) -> list[str]:
+        for _ in range(2):
+            train(model, optimizer, [0])
+            gemini.save_checkpoint(tmp_path, model, optimizer)
+        return [*told(reader)]
+
+    monkeypatch.setattr("gemini.train.checkpoint.stored.SlotReader.damage", late)
+    result = gemini_command.ok("doctor", tmp_path)
+    assert "data: the run has overwritten it since" in result.stdout
+    end(model)
+
+
+def _tear(store: Path) -> None:
+    newest = max((store / "store-0001").glob("record-*"), key=lambda path: path.stat().st_mtime_ns)
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+
+def _newer(store: Path) -> None:
+    for path in (store / "store-0001").glob("record-*"):
+        path.write_bytes(path.read_bytes()[:8] + b"\x63\0\0\0" + path.read_bytes()[12:])
+
+
+def _cut(store: Path) -> None:
+    os.truncate(store / "store-0001" / "slots-00000", 4096)
+
+
+def _flip(store: Path) -> None:
+    with open(store / "store-0001" / "slots-00000", "r+b") as file:
+        data = bytearray(file.read())
+        file.seek(0)
+        file.write(bytes(255 - byte for byte in data))  # of both slots: one of them is committed
+
+
+def _no_records(store: Path) -> None:
+    for path in (store / "store-0001").glob("record-*"):
+        path.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("damage", "code", "says"),
+    [
+        (_tear, 0, "To be resumed\n  commit 1, step 1"),
+        (_newer, 1, "load the store with the Gemini that wrote it"),
+        (_cut, 1, "is cut short"),
+        (_flip, 1, "is damaged in the exp_avg of chunk 0, of exp_avg/"),
+        (_no_records, 1, "Start anew, or load a checkpoint"),
+    ],
+)
+def test_a_broken_store_says_what_to_do(
+    damage: Any, code: int, says: str, gemini_command: Command, store: Path
+) -> None:
+    damage(store)
+    result = gemini_command("doctor", store)
+    assert result.exit_code == code and says in result.stdout, result.output
+    assert ("Problems" in result.stdout) == bool(code)
+    assert code or "is not whole: it is being written, or a power cut" in result.stdout
+
+
+def test_what_is_no_store_is_said_to_be_none(gemini_command: Command, tmp_path: Path) -> None:
+    for path, why in ((tmp_path, "has no folder store-0001"), (tmp_path / "absent", "is not a folder")):
+        result = gemini_command("doctor", path)
+        assert result.exit_code == 1 and why in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_that_another_model_began_beside_it_is_said(gemini_command: Command, store: Path) -> None:
+    (store / "store-0002").mkdir()
+    result = gemini_command.ok("doctor", store)
+    assert "store-0001 beside store-0002" in result.stdout and "last: commit 2, step 3" in result.stdout

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from gemini import cli
 from gemini.jobs.checkpoints import check_room, choose, num_bytes
 from gemini.jobs.demo import ResidentPeak, resident_bytes
 from gemini.jobs.errors import JobError
@@ -216,3 +217,23 @@ def test_a_yaml_that_is_wrong_is_refused(tmp_path: Path, text: str, says: str) -
     with pytest.raises(JobError) as caught:
         from_yaml(path, TrainSettings)
     assert says in str(caught.value)
+
+
+# ---- how threads wait ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ids=["nothing", "spins", "policy"],
+)
+def test_how_threads_wait(given: dict[str, str], found: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(cli, "app", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    cli.main()
+    assert seen == [found]

@@ -69,6 +69,16 @@ def test_every_file_has_a_row_in_the_table_of_its_folder() -> None:
     assert not [name for name, words in rows.items() if not 15 < len(words) < 250 or "``" in words]
 
 
+def test_files_that_the_pages_on_the_inside_name_are_there() -> None:
+    named = 0
+    for page in (DOCS / "architecture.md", *(DOCS / "internals").glob("*.md")):
+        for name in re.findall(r"`((?:\w+/)+\w+\.\w+)`", page.read_text()):
+            assert (ROOT / "gemini" / name).exists() or (ROOT / name).exists(), f"{page.name} names {name}"
+            named += 1
+    assert named > 60
+    assert len((DOCS / "architecture.md").read_text().splitlines()) <= 120, "the page to begin with is short"
+
+
 def test_first_sentences_end_where_they_end(tmp_path: Path) -> None:
     path = tmp_path / "some.py"
     for text, first in {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.hunts.program_parts import Habit
-from tests.hunts.program_parts import make_habit as _habit
-from tests.hunts.program_writes import EVALUATE
+import re
+from dataclasses import replace
+
+from tests.hunts.program_parts import Habit, before, stepped
 
 TARGETS = r'target_modules=r".*\b(fc|up|down|qkv|out|a|b|conv|energy)"'
 TARGETED = ("linear", "norm", "mlp", "attention")
@@ -57,28 +58,29 @@ def make(name: str) -> str:
     return f"    model = peft.get_peft_model(Model(), {config}){second}\n    return model"
 
 
-def _adapter(place: str, source: str) -> Habit:
-    return _habit(place, source.replace("<EVALUATE>", EVALUATE.strip()), needs="adapter")
+def _noting(source: str) -> str:
+    """What PEFT writes into trained base weights is noted, as every write of a program's own."""
+    return re.sub(
+        r"^( *)(model\S*merge_adapter\(.*\)|first = .*|take\(.*)$",
+        r"\1with side.writing(list(model.parameters())):\n\1    \2",
+        source,
+        flags=re.MULTILINE,
+    )
 
 
-ADAPTER_HABITS: dict[str, Habit] = {
-    "adapter_off": _adapter("stepped", "with model.disable_adapter():\n    side.see('off', take(model, model(x)))"),
-    "adapter_off_trained": _adapter(
-        "before",
-        "with model.disable_adapter():\n    reference = take(model, {call}(x)).detach()\nside.see('r', reference)",
+_HABITS: dict[str, Habit] = {
+    "adapter_off": stepped("with model.disable_adapter():\n    side.see('off', take(model, model(x)))"),
+    "adapter_off_trained": before(
+        "with model.disable_adapter():\n    reference = take(model, {call}(x)).detach()\nside.see('r', reference)"
     ),
-    "adapter_merged": _adapter(
-        "stepped",
-        "model.merge_adapter()\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()\n<EVALUATE>",
+    "adapter_merged": stepped(
+        "model.merge_adapter()\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()\n<EVALUATE>"
     ),
-    "adapter_merged_safely": _adapter(
-        "stepped",
-        "model.merge_adapter(safe_merge=True)\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()",
+    "adapter_merged_safely": stepped(
+        "model.merge_adapter(safe_merge=True)\nside.lay_out()\n<EVALUATE>\nmodel.unmerge_adapter()\nside.lay_out()"
     ),
-    "adapter_stays_merged": _adapter("stepped", "if step == {last}:\n    model.merge_adapter()"),
-    "adapter_merged_and_off": _adapter(
-        "stepped",
-        """
+    "adapter_stays_merged": stepped("if step == {last}:\n    model.merge_adapter()"),
+    "adapter_merged_and_off": stepped("""
         model.merge_adapter()
         side.lay_out()
         try:
@@ -91,11 +93,8 @@ ADAPTER_HABITS: dict[str, Habit] = {
         finally:
             model.unmerge_adapter()
             side.lay_out()
-        """,
-    ),
-    "adapter_merged_off_caught": _adapter(
-        "stepped",
-        """
+        """),
+    "adapter_merged_off_caught": stepped("""
         model.merge_adapter()
         side.lay_out()
         with torch.no_grad(), model.disable_adapter():
@@ -105,57 +104,43 @@ ADAPTER_HABITS: dict[str, Habit] = {
             side.lay_out()
             side.see("after", take(model, {call}(batch(side, 70 + step))))
         model.train()
-        """,
+        """),
+    "adapter_layers_off": stepped(
+        "model.base_model.disable_adapter_layers()\n<EVALUATE>\nmodel.base_model.enable_adapter_layers()\n<EVALUATE>"
     ),
-    "adapter_layers_off": _adapter(
-        "stepped",
-        "model.base_model.disable_adapter_layers()\n<EVALUATE>\nmodel.base_model.enable_adapter_layers()\n<EVALUATE>",
+    "adapter_other": before(
+        'if "other" in model.peft_config:\n    model.set_adapter("other" if step % 2 else "default")'
     ),
-    "adapter_other": _adapter(
-        "before", 'if "other" in model.peft_config:\n    model.set_adapter("other" if step % 2 else "default")'
-    ),
-    "adapter_other_merged": _adapter(
-        "stepped",
-        """
+    "adapter_other_merged": stepped("""
         if "other" in model.peft_config:
             model.base_model.merge_adapter(adapter_names=["other"])
             model.unmerge_adapter()
             side.lay_out()
-        """,
+        """),
+    "adapter_added_late": stepped(
+        'if step == 0:\n    model.add_adapter("late", copy.deepcopy(model.peft_config["default"]))'
     ),
-    "adapter_added_late": _adapter(
-        "stepped", 'if step == 0:\n    model.add_adapter("late", copy.deepcopy(model.peft_config["default"]))'
-    ),
-    "adapter_deleted": _adapter(
-        "stepped", 'if step == 0 and "other" in model.peft_config:\n    model.delete_adapter("other")'
-    ),
-    "adapter_weighted": _adapter(
-        "stepped",
+    "adapter_deleted": stepped('if step == 0 and "other" in model.peft_config:\n    model.delete_adapter("other")'),
+    "adapter_weighted": stepped(
         'if step == 0 and "other" in model.peft_config:\n'
-        '    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mean", combination_type="linear")',
+        '    model.add_weighted_adapter(["default", "other"], [0.5, 0.5], "mean", combination_type="linear")'
     ),
-    "adapter_state": _adapter(
-        "stepped",
-        """
+    "adapter_state": stepped("""
         values = peft.get_peft_model_state_dict(model)
         for name, value in values.items():
             side.see(name, value)
         with side.writing([p for p in model.parameters() if p.requires_grad], whole=True):
             peft.set_peft_model_state_dict(model, {name: value * 0.9 for name, value in values.items()})
-        """,
+        """),
+    "adapter_requires_grad": before(
+        'if "other" in model.peft_config:\n    model.set_requires_grad("other", step % 2 == 0)'
     ),
-    "adapter_requires_grad": _adapter(
-        "before", 'if "other" in model.peft_config:\n    model.set_requires_grad("other", step % 2 == 0)'
-    ),
-    "adapter_status": _adapter(
-        "stepped",
+    "adapter_status": stepped(
         "side.see('status', str(model.get_model_status()))\n"
         "side.see('layers', [str(s) for s in model.get_layer_status()])\n"
-        "side.see('trainable', list(model.get_nb_trainable_parameters()))",
+        "side.see('trainable', list(model.get_nb_trainable_parameters()))"
     ),
-    "adapter_saved": _adapter(
-        "stepped",
-        """
+    "adapter_saved": stepped("""
         if step == 1:
             folder = side.folder("adapter")
             model.save_pretrained(folder)
@@ -164,43 +149,33 @@ ADAPTER_HABITS: dict[str, Habit] = {
                 opened = peft.PeftModel.from_pretrained(side.cast(Model()), folder, autocast_adapter_dtype=False)
             side.see("saved", sorted(peft.get_peft_model_state_dict(opened)))
             side.see("saved values", [v for _, v in sorted(peft.get_peft_model_state_dict(opened).items())])
-        """,
-    ),
-    "adapter_loaded": _adapter(
-        "stepped",
-        """
+        """),
+    "adapter_loaded": stepped("""
         if step == 0:
             folder = side.folder("adapter")
             model.save_pretrained(folder)
         if step == 1:
             with side.writing([p for p in model.parameters() if p.requires_grad], whole=True):
                 model.load_adapter(folder, "default", is_trainable=True, autocast_adapter_dtype=False)
-        """,
-    ),
-    "adapter_scaled": _adapter(
-        "stepped",
-        """
+        """),
+    "adapter_scaled": stepped("""
         for m in model.modules():
             if hasattr(m, "set_scale") and step == 0:
                 m.set_scale("default", 0.5)
-        """,
-    ),
-    "adapter_unloaded": _adapter(
-        "stepped",
-        """
+        """),
+    "adapter_unloaded": stepped("""
         if step == {last}:
             bare = model.unload()
             side.see("bare", sorted(bare.state_dict()))
             return
-        """,
-    ),
-    "adapter_merged_and_unloaded": _adapter(
-        "stepped",
-        """
+        """),
+    "adapter_merged_and_unloaded": stepped("""
         if step == {last}:
             merged = model.merge_and_unload()
             side.see("merged", [v for v in merged.state_dict().values() if torch.is_tensor(v)])
             return
-        """,
-    ),
+        """),
+}
+ADAPTER_HABITS = {
+    name: replace(habit, source=_noting(habit.source), needs="adapter") for name, habit in _HABITS.items()
 }

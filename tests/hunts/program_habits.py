@@ -8,98 +8,75 @@ from __future__ import annotations
 
 from tests.hunts.program_adapters import ADAPTER_HABITS
 from tests.hunts.program_beside import BESIDE
-from tests.hunts.program_parts import Habit
-from tests.hunts.program_parts import make_habit as _habit
+from tests.hunts.program_parts import EVALUATE, Habit, after, at_setup, at_zero, before, stepped
 from tests.hunts.program_resumes import RESUMES
-from tests.hunts.program_writes import EVALUATE, WRITES
+from tests.hunts.program_writes import WRITES
 
 HABITS: dict[str, Habit] = {
     **RESUMES,
     # Once, before the first step.
-    "collecting_hook": _habit(
-        "setup", '{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'
+    "collecting_hook": at_setup('{block}.register_forward_hook(lambda m, a, out: side.see("hook", tensors_in(out)))'),
+    "backward_hook": at_setup(
+        '{block}.register_full_backward_hook(lambda m, gi, go: side.see("go", [g for g in go if g is not None]))'
     ),
-    "backward_hook": _habit(
-        "setup",
-        '{block}.register_full_backward_hook(lambda m, gi, go: side.see("go", [g for g in go if g is not None]))',
-    ),
-    "input_hook": _habit("setup", "{block}.register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))"),
-    "output_hook": _habit("setup", "{block}.register_forward_hook(lambda m, a, out: tree_map(out))"),
-    "param_hook": _habit(
-        "setup", "for p in {block}.parameters():\n    if p.requires_grad:\n        p.register_hook(lambda g: g * 0.5)"
+    "input_hook": at_setup("{block}.register_forward_pre_hook(lambda m, args: (args[0] * 0.5, *args[1:]))"),
+    "output_hook": at_setup("{block}.register_forward_hook(lambda m, a, out: tree_map(out))"),
+    "param_hook": at_setup(
+        "for p in {block}.parameters():\n    if p.requires_grad:\n        p.register_hook(lambda g: g * 0.5)"
     ),
     # Before the objective.
-    "evaluate_before": _habit("before", EVALUATE),
-    "inference_before": _habit(
-        "before", 'with torch.inference_mode():\n    side.see("inference", take(model, {call}(batch(side, 70 + step))))'
+    "evaluate_before": before(EVALUATE),
+    "inference_before": before(
+        'with torch.inference_mode():\n    side.see("inference", take(model, {call}(batch(side, 70 + step))))'
     ),
-    "freeze": _habit("before", "{block}.requires_grad_(step % 2 == 1)"),
-    "unfreeze_later": _habit("before", "{block}.requires_grad_(step > 0)"),
-    "gathered_read": _habit(
-        "before",
-        """
+    "freeze": before("{block}.requires_grad_(step % 2 == 1)"),
+    "unfreeze_later": before("{block}.requires_grad_(step > 0)"),
+    "gathered_read": before("""
         with side.gathered():
             for name, p in model.named_parameters():
                 side.see(f"gathered {name}", p)
-        """,
-    ),
-    "gathered_write": _habit(
-        "before",
-        """
+        """),
+    "gathered_write": before("""
         if step == 1:
             some = list({block}.parameters()) or list(model.parameters())
             with torch.no_grad(), side.gathered(some, write=True):
                 for p in some:
                     p.view(-1)[::2] *= 0.75
-        """,
+        """),
+    "norms": before(
+        'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())'
     ),
-    "norms": _habit(
-        "before",
-        'with torch.no_grad():\n    for p in model.parameters():\n        side.see("norm", p.float().square().sum())',
-    ),
-    "state_dict": _habit("before", "for name, value in model.state_dict().items():\n    side.see(name, value)"),
-    "load_state_dict": _habit(
-        "before",
-        """
+    "state_dict": before("for name, value in model.state_dict().items():\n    side.see(name, value)"),
+    "load_state_dict": before("""
         if step == 0:
             saved = {name: value.clone() for name, value in model.state_dict().items()}
         if step == 2:
             side.load(saved)
-        """,
-    ),
-    "optimizer_state": _habit("before", "optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
-    "metadata": _habit(
-        "before",
+        """),
+    "optimizer_state": before("optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))"),
+    "metadata": before(
         'side.see("metadata", [str((n, p.shape, p.dtype, p.requires_grad, p.numel(), p.is_leaf)) '
-        "for n, p in model.named_parameters()])",
+        "for n, p in model.named_parameters()])"
     ),
-    "learning_rate": _habit("before", 'for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
-    "zero_first": _habit("before", "optimizer.zero_grad()"),
+    "learning_rate": before('for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
+    "zero_first": before("optimizer.zero_grad()"),
     # Gradients are there.
-    "grads": _habit("after", "side.grads()", transient=False),
-    "noisy_grads": _habit(
-        "after", "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)", transient=False
+    "grads": after("side.grads()"),
+    "noisy_grads": after("for p in model.parameters():\n    if p.grad is not None:\n        p.grad.add_(0.01)"),
+    "log_grads": after(
+        'side.see("grad norm", float(sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None)))'
     ),
-    "log_grads": _habit(
-        "after",
-        'side.see("grad norm", float(sum(p.grad.float().norm() for p in model.parameters() if p.grad is not None)))',
-        transient=False,
-    ),
-    "drop_grads": _habit("after", "for p in {block}.parameters():\n    p.grad = None", transient=False),
-    "part_zero_grad": _habit("after", "{block}.zero_grad()", transient=False),
-    "torch_clip": _habit("after", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)", transient=False),
-    "clip_value": _habit("after", "torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)", transient=False),
-    "evaluate_after": _habit("after", EVALUATE, transient=False),
-    "clip": _habit("after", 'side.see("norm", side.clip(0.05))', transient=False),
+    "drop_grads": after("for p in {block}.parameters():\n    p.grad = None"),
+    "part_zero_grad": after("{block}.zero_grad()"),
+    "torch_clip": after("torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)"),
+    "clip_value": after("torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)"),
+    "evaluate_after": after(EVALUATE),
+    "clip": after('side.see("norm", side.clip(0.05))'),
     # Weights are new.
-    "evaluate": _habit("stepped", EVALUATE),
-    "evaluate_twice": _habit("stepped", EVALUATE + EVALUATE),
-    "evaluate_part": _habit(
-        "stepped", 'with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'
-    ),
-    "evaluate_in_threads": _habit(
-        "stepped",
-        """
+    "evaluate": stepped(EVALUATE),
+    "evaluate_twice": stepped(EVALUATE + EVALUATE),
+    "evaluate_part": stepped('with torch.no_grad():\n    side.see("part", take_block({block}({batch_of_block})))'),
+    "evaluate_in_threads": stepped("""
         model.eval()
         with torch.no_grad():
             alone = [take(model, {call}(batch(side, 70 + k))) for k in range(3)]
@@ -107,21 +84,18 @@ HABITS: dict[str, Habit] = {
         side.see("alone", alone)
         side.see("in threads", found)
         model.train()
-        """,
+        """),
+    "full_params": stepped(
+        'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
     ),
-    "full_params": _habit(
-        "stepped", 'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
-    ),
-    "step_twice": _habit(
-        "stepped", "optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"
-    ),
-    "new_optimizer": _habit("stepped", "if step == 0:\n    optimizer = side.adam(model.parameters())"),
+    "step_twice": stepped("optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"),
+    "new_optimizer": stepped("if step == 0:\n    optimizer = side.adam(model.parameters())"),
     # How gradients are forgotten.
-    "model_zero_grad": _habit("zero", "model.zero_grad()"),
-    "to_zero": _habit("zero", "optimizer.zero_grad(set_to_none=False)"),
+    "model_zero_grad": at_zero("model.zero_grad()"),
+    "to_zero": at_zero("optimizer.zero_grad(set_to_none=False)"),
     **WRITES,
     **ADAPTER_HABITS,
-    **{f"beside {name}": _habit("stepped", f'side.beside("{name}")') for name in BESIDE},
+    **{f"beside {name}": stepped(f'side.beside("{name}")') for name in BESIDE},
 }
 
 ADAMS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from textwrap import dedent
 
 
@@ -56,5 +57,20 @@ class Habit:
     needs: str = ""
 
 
-def make_habit(place: str, source: str, *, transient: bool = True, needs: str = "") -> Habit:
-    return Habit(place, dedent(source).strip(), transient, needs)
+EVALUATE = """model.eval()
+with torch.no_grad():
+    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
+model.train()
+"""
+
+
+def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
+    return Habit(place, dedent(source).strip().replace("<EVALUATE>", EVALUATE.strip()), transient)
+
+
+at_setup = partial(_habit, "setup")
+before = partial(_habit, "before")
+after = partial(_habit, "after", transient=False)
+"""Updates inside backward leave no gradients to look at."""
+stepped = partial(_habit, "stepped")
+at_zero = partial(_habit, "zero")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-from tests.hunts.program_parts import Habit
-from tests.hunts.program_parts import make_habit as _habit
+from tests.hunts.program_parts import Habit, before
 
 ORDERS = (
     "model, optimizer", "optimizer, model", "parts", "parts around", "twice", "set_state_dict", "set one by one",
@@ -19,37 +18,33 @@ ORDERS = (
 
 
 def _anew(order: str) -> Habit:
-    return _habit(
-        "before",
+    return before(
         f"""
         if step == 1:
             saved = side.saved(model, optimizer, scheduler, {order!r})
             model = side.anew(make())
             {{optimizer}}
             side.restore(saved, model, optimizer, scheduler, {order!r})
-        """,
+        """
     )
 
 
 def _back(order: str) -> Habit:
     name = re.sub(r"\W+", "_", order)  # a program may have several of these
-    return _habit(
-        "before",
+    return before(
         f"""
         if step == 1:
             saved_{name} = side.saved(model, optimizer, scheduler, {order!r})
         if step == 2:
             side.restore(saved_{name}, model, optimizer, scheduler, {order!r})
-        """,
+        """
     )
 
 
 RESUMES: dict[str, Habit] = {
     **{f"anew from {order}": _anew(order) for order in ORDERS},
     **{f"back to {order}": _back(order) for order in ORDERS},
-    "state_dict_hooks": _habit(
-        "before",
-        """
+    "state_dict_hooks": before("""
         if step == 0:
             seen = []
             model.register_state_dict_post_hook(lambda m, values, prefix, meta: seen.append(len(values)))
@@ -61,11 +56,8 @@ RESUMES: dict[str, Habit] = {
         saved = side.saved(model, optimizer, None, "model, optimizer")
         side.restore(saved, model, optimizer, None, "model, optimizer")
         side.see("hooks", sorted({str(value) for value in seen}))
-        """,
-    ),
-    "strict_loading": _habit(
-        "before",
-        """
+        """),
+    "strict_loading": before("""
         if step == 1:
             values = {name: value.clone() for name, value in model.state_dict().items()}
             name = next(iter(values))
@@ -75,19 +67,14 @@ RESUMES: dict[str, Habit] = {
                     model.load_state_dict(wrong)
                 except RuntimeError:
                     side.see("strict", 1)
-        """,
+        """),
+    "state_of_a_part": before(
+        'for name, value in {block}.state_dict(prefix="part.").items():\n    side.see(name, value)'
     ),
-    "state_of_a_part": _habit(
-        "before",
-        'for name, value in {block}.state_dict(prefix="part.").items():\n    side.see(name, value)',
-    ),
-    "loading_a_part": _habit(
-        "before",
-        """
+    "loading_a_part": before("""
         if step == 0:
             part = {name: value.clone() for name, value in {block}.state_dict().items()}
         if step == 2:
             side.load(part, {block})
-        """,
-    ),
+        """),
 }

@@ -277,6 +277,18 @@ class PlainSide(Side):
             getattr(new, name).update(getattr(old, name))
         return new
 
+    def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
+        """A state dict has nothing of params without a step by this optimizer; a checkpoint has their masters."""
+        if order.startswith("checkpoint"):
+            return super()._saved(model, optimizer, scheduler, order)
+        masters = {p: state for p, state in optimizer.state.items() if not state.get("step")}
+        for param in masters:
+            del optimizer.state[param]
+        try:
+            return super()._saved(model, optimizer, scheduler, order)
+        finally:
+            optimizer.state.update(masters)
+
     def _keep_master(self, param: nn.Parameter, optimizer: gemini.HybridAdam) -> None:
         """A new optimizer begins with states of zero; the master is the model's, and stays exact."""
         for old in self._optimizers:

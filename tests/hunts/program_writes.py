@@ -7,22 +7,11 @@ value becomes the master of every element, as in ``copy_``; else of those that c
 
 from __future__ import annotations
 
-from dataclasses import replace
 from textwrap import indent
 
-from tests.hunts.program_parts import Habit, make_habit
+from tests.hunts.program_parts import Habit, after, at_setup, before, stepped
 
 PARAMS = "params = list({block}.parameters()) or list(model.parameters())\n"
-EVALUATE = """model.eval()
-with torch.no_grad():
-    side.see("evaluation", take(model, {call}(batch(side, 70 + step))))
-model.train()
-"""
-
-
-def _habit(place: str, source: str, *, transient: bool = True) -> Habit:
-    made = make_habit(place, source, transient=transient)
-    return replace(made, source=made.source.replace("<EVALUATE>", EVALUATE.strip()))
 
 
 def _write(lines: str, *, whole: bool = False, when: int | None = None) -> Habit:
@@ -30,7 +19,7 @@ def _write(lines: str, *, whole: bool = False, when: int | None = None) -> Habit
     each = lines if "params" in lines else f"for p in params:\n{indent(lines, '    ')}"
     spoken = f"with torch.no_grad(), side.writing(params{', whole=True' * whole}):\n{indent(each, '    ')}"
     text = PARAMS + spoken
-    return _habit("stepped", text if when is None else f"if step == {when}:\n{indent(text, '    ')}")
+    return stepped(text if when is None else f"if step == {when}:\n{indent(text, '    ')}")
 
 
 WRITES: dict[str, Habit] = {
@@ -77,36 +66,27 @@ WRITES: dict[str, Habit] = {
         "vector = nn.utils.parameters_to_vector(params)\nnn.utils.vector_to_parameters(vector * 0.5, params)", when=1
     ),
     "swap_tensors": _write("torch.utils.swap_tensors(params[0], nn.Parameter(params[0] * 0.5))", when=1),
-    "gathered_copy_": _habit(
-        "stepped",
+    "gathered_copy_": stepped(
         PARAMS + "with torch.no_grad(), side.gathered(params, write=True):\n    for p in params:\n        p.lerp_("
-        "torch.zeros_like(p), 0.1)",
+        "torch.zeros_like(p), 0.1)"
     ),
     # Averages of weights.
-    "ema": _habit(
-        "stepped",
-        """
+    "ema": stepped("""
         if step == 0:
             average = {name: p.detach().clone().float() for name, p in model.named_parameters()}
         for name, p in model.named_parameters():
             average[name].lerp_(p.detach().float(), 0.1)
             side.see(f"average {name}", average[name])
-        """,
-    ),
-    "ema_mul_add": _habit(
-        "stepped",
-        """
+        """),
+    "ema_mul_add": stepped("""
         if step == 0:
             average = [p.data.clone() for p in model.parameters()]
         with torch.no_grad():
             for a, p in zip(average, model.parameters()):
                 a.mul_(0.9).add_(p, alpha=0.1)
         side.see("average", average)
-        """,
-    ),
-    "ema_foreach": _habit(
-        "stepped",
-        """
+        """),
+    "ema_foreach": stepped("""
         with torch.no_grad():
             if step == 0:
                 average = [p.clone() for p in model.parameters()]
@@ -114,22 +94,16 @@ WRITES: dict[str, Habit] = {
             torch._foreach_mul_(average, 0.99)
             torch._foreach_add_(average, [p.data for p in model.parameters()], alpha=0.01)
         side.see("average", average)
-        """,
-    ),
-    "ema_of_state": _habit(
-        "stepped",
-        """
+        """),
+    "ema_of_state": stepped("""
         if step == 0:
             average = copy.deepcopy(model.state_dict())
         for name, value in model.state_dict().items():
             if torch.is_tensor(value) and value.is_floating_point() and value.shape == average[name].shape:
                 average[name].mul_(0.9).add_(value, alpha=0.1)
                 side.see(f"average {name}", average[name])
-        """,
-    ),
-    "ema_swapped": _habit(
-        "stepped",
-        """
+        """),
+    "ema_swapped": stepped("""
         if step == 0:
             average = [p.detach().clone() for p in model.parameters()]
         for a, p in zip(average, model.parameters()):
@@ -142,51 +116,36 @@ WRITES: dict[str, Habit] = {
         with side.writing(list(model.parameters()), whole=True):
             for b, p in zip(backup, model.parameters()):
                 p.data.copy_(b.data)
-        """,
-    ),
-    "ema_loaded": _habit(
-        "stepped",
-        """
+        """),
+    "ema_loaded": stepped("""
         now = {name: value.clone() for name, value in model.state_dict().items()
                if torch.is_tensor(value) and value.is_floating_point()}
         backup = copy.deepcopy(model.state_dict())
         side.load({**backup, **{name: value * 0.5 for name, value in now.items()}})
         <EVALUATE>
         side.load(backup)
-        """,
-    ),
-    "averaged_model": _habit(
-        "stepped",
-        """
+        """),
+    "averaged_model": stepped("""
         if step == 0:
             average = torch.optim.swa_utils.AveragedModel(side.cast(make()))
         average.update_parameters(model)
         side.see("average", list(average.module.parameters()))
-        """,
-    ),
-    "averaged_managed": _habit(
-        "stepped",
-        """
+        """),
+    "averaged_managed": stepped("""
         if step == 0:
             average = torch.optim.swa_utils.AveragedModel(model)
         average.update_parameters(model)
         side.see("average", list(average.module.parameters()))
-        """,
-    ),
-    "target_network": _habit(
-        "stepped",
-        """
+        """),
+    "target_network": stepped("""
         if step == 0:
             target = side.cast(make()).requires_grad_(False)
         with torch.no_grad():
             for t, p in zip(target.parameters(), model.parameters()):
                 t.data.mul_(0.9).add_(0.1 * p.data)
         side.see("target", list(target.parameters()))
-        """,
-    ),
-    "managed_target": _habit(
-        "stepped",
-        """
+        """),
+    "managed_target": stepped("""
         if step == 0:
             target = side.another(make().requires_grad_(False))
         with torch.no_grad(), side.writing(list(target.parameters()), whole=True):
@@ -194,115 +153,83 @@ WRITES: dict[str, Habit] = {
                 t.data.lerp_(p.data, 0.1)
         with torch.no_grad():
             side.see("target", take(target, target(batch(side, 70 + step))))
-        """,
-    ),
-    "hard_target": _habit(
-        "stepped",
-        """
+        """),
+    "hard_target": stepped("""
         if step == 0:
             target = side.another(make().requires_grad_(False))
         target.load_state_dict(model.state_dict())
         with torch.no_grad():
             side.see("target", take(target, target(batch(side, 70 + step))))
-        """,
-    ),
-    "deepcopied": _habit("stepped", "frozen = copy.deepcopy(model)\nside.see('copy', list(frozen.parameters()))"),
+        """),
+    "deepcopied": stepped("frozen = copy.deepcopy(model)\nside.see('copy', list(frozen.parameters()))"),
     # What a module offers.
-    "to_cpu": _habit("before", 'model.to("cpu")\nmodel.cpu()'),
-    "to_own_dtype": _habit("before", "side.to_own_dtype()"),
-    "to_double": _habit("before", "if step == 1:\n    model.double()"),
-    "type_of": _habit("before", "if step == 1:\n    model.type(torch.float64)"),
-    "shared": _habit("before", "if step == 0:\n    model.share_memory()"),
-    "applied": _habit(
-        "before",
-        'model.apply(lambda m: side.see("applied", sum(float(p.float().sum()) for p in m.parameters(recurse=False))))',
+    "to_cpu": before('model.to("cpu")\nmodel.cpu()'),
+    "to_own_dtype": before("side.to_own_dtype()"),
+    "to_double": before("if step == 1:\n    model.double()"),
+    "type_of": before("if step == 1:\n    model.type(torch.float64)"),
+    "shared": before("if step == 0:\n    model.share_memory()"),
+    "applied": before(
+        'model.apply(lambda m: side.see("applied", sum(float(p.float().sum()) for p in m.parameters(recurse=False))))'
     ),
-    "late_param": _habit(
-        "before", 'if step == 1:\n    {block}.register_parameter("late", nn.Parameter(torch.ones(2, dtype=side.dtype)))'
+    "late_param": before(
+        'if step == 1:\n    {block}.register_parameter("late", nn.Parameter(torch.ones(2, dtype=side.dtype)))'
     ),
-    "late_buffer_registered": _habit("before", 'if step == 1:\n    {block}.register_buffer("late", torch.ones(2))'),
-    "late_module": _habit("before", 'if step == 1:\n    model.add_module("late", nn.Identity())'),
-    "replaced_param": _habit(
-        "before",
-        """
+    "late_buffer_registered": before('if step == 1:\n    {block}.register_buffer("late", torch.ones(2))'),
+    "late_module": before('if step == 1:\n    model.add_module("late", nn.Identity())'),
+    "replaced_param": before("""
         if step == 1:
             name, p = next(iter(model.named_parameters()))
             whose, _, last = name.rpartition(".")
             setattr(model.get_submodule(whose), last, nn.Parameter(p.detach().clone()))
-        """,
-    ),
-    "parametrized_later": _habit(
-        "before",
-        """
+        """),
+    "parametrized_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if isinstance(m, nn.Linear):
                     nn.utils.parametrizations.weight_norm(m)
-        """,
-    ),
-    "unparametrized_later": _habit(
-        "before",
-        """
+        """),
+    "unparametrized_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if nn.utils.parametrize.is_parametrized(m, "weight"):
                     nn.utils.parametrize.remove_parametrizations(m, "weight")
-        """,
-    ),
-    "pruned_later": _habit(
-        "before",
-        """
+        """),
+    "pruned_later": before("""
         if step == 1:
             for m in {block}.modules():
                 if isinstance(m, nn.Linear):
                     nn.utils.prune.l1_unstructured(m, "weight", amount=0.5)
-        """,
+        """),
+    "vector_read": before('side.see("vector", nn.utils.parameters_to_vector(model.parameters()))'),
+    "norms_read": before(
+        'side.see("norms", nn.utils.get_total_norm([p.detach().float() for p in model.parameters()]))'
     ),
-    "vector_read": _habit("before", 'side.see("vector", nn.utils.parameters_to_vector(model.parameters()))'),
-    "norms_read": _habit(
-        "before",
-        'side.see("norms", nn.utils.get_total_norm([p.detach().float() for p in model.parameters()]))',
+    "grad_total_norm": after(
+        "side.see('norm', nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))"
     ),
-    "grad_total_norm": _habit(
-        "after",
-        "side.see('norm', nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))",
-        transient=False,
-    ),
-    "clip_with_norm": _habit(
-        "after", "nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(1.0))", transient=False
-    ),
+    "clip_with_norm": after("nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, torch.tensor(1.0))"),
     # What an optimizer offers.
-    "step_hooks": _habit(
-        "setup",
-        """
+    "step_hooks": at_setup("""
         optimizer.register_step_pre_hook(lambda o, args, kwargs: side.see("pre", len(o.param_groups)))
         optimizer.register_step_post_hook(
             lambda o, args, kwargs: side.see("post", [p.detach() for g in o.param_groups for p in g["params"]])
         )
-        """,
-    ),
-    "closure": _habit("stepped", 'optimizer.zero_grad()\nside.see("closure", 1)'),
-    "read_states": _habit(
-        "stepped",
-        """
+        """),
+    "closure": stepped('optimizer.zero_grad()\nside.see("closure", 1)'),
+    "read_states": stepped("""
         for number, p in enumerate(p for g in optimizer.param_groups for p in g["params"]):
             for name in ("step", "exp_avg", "exp_avg_sq"):
                 if name in optimizer.state.get(p, {}):
                     side.see(f"{name} {number}", optimizer.state[p][name].float())
-        """,
+        """),
+    "read_defaults": at_setup(
+        'side.see("defaults", [[name, optimizer.defaults[name]] for name in ("lr", "betas", "eps", "weight_decay")])'
     ),
-    "read_defaults": _habit(
-        "setup",
-        'side.see("defaults", [[name, optimizer.defaults[name]] for name in ("lr", "betas", "eps", "weight_decay")])',
-    ),
-    "new_group": _habit(
-        "before",
-        """
+    "new_group": before("""
         if step == 1:
             owned = {id(p) for g in optimizer.param_groups for p in g["params"]}
             rest = [p for p in model.parameters() if id(p) not in owned]
             if rest:
                 optimizer.add_param_group({"params": rest, "lr": 0.01})
-        """,
-    ),
+        """),
 }

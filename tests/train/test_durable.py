@@ -352,7 +352,8 @@ def test_a_store_of_another_model_is_refused(tmp_path: Path) -> None:
         gemini.load_checkpoint(tmp_path, other, adam(other))
 
 
-# ---- A durable store on a drive that fails, is full, tears or loses what was written, and in the hands of others -----
+# ---- a drive that fails, is full, tears or loses what was written, and in the hands of others ------------------------
+
 
 # A clear error or the step before, never a wrong number.
 

@@ -519,7 +519,7 @@ def test_the_compute_dtype_is_given_to_buffers_as_torch_gives_it(precision: str,
         assert buffer.dtype is (before if name in stay else plain)[name], name
 
 
-# ---- A model that casts its own params inside forward (some routers do): refused in half precision, exact in fp32 ----
+# ---- a model that casts its own params inside forward, as some routers do --------------------------------------------
 
 
 class CastsItself(nn.Module):

@@ -267,7 +267,8 @@ def test_momentum_that_a_model_has_no_plane_for_is_refused_by_name() -> None:
         optim.SGD(model.parameters(), momentum=0.9).step()
 
 
-# ---- Sophia: its rules against the paper's, and estimates of the diagonal of the Hessian of a managed model ----------
+# ---- Sophia: its rules against the paper's, and estimates of the diagonal of the Hessian -----------------------------
+
 
 # Both rules are written down here again from the paper (Liu et al., 2023, arXiv:2305.14342), in fp64, in its variables.
 

@@ -307,7 +307,7 @@ def test_an_interrupted_step_is_whole(where: str, clip: float, tmp_path: Path, m
         assert_same_state(model, plain)
 
 
-# ---- Guessed updates of what has no second slot: copies in memory, which nobody needs more ---------------------------
+# ---- copies in memory of what has no second slot ---------------------------------------------------------------------
 
 
 def held(model: Any) -> int:
@@ -403,7 +403,7 @@ def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatc
     assert not held(model)
 
 
-# ---- Guessed updates on a durable store: its slots, its sums, and what a crash leaves --------------------------------
+# ---- a durable store: its slots, its sums, and what a crash leaves ---------------------------------------------------
 
 
 def test_what_was_trained_since_a_commit_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def test_a_scope_in_a_scope_is_refused_and_one_that_fails_ends(tmp_path: Path) -
     world_of(model).check()
 
 
-# ---- The phases of a step: a table, and nothing beside it ------------------------------------------------------------
+# ---- the phases of a step: a table, and nothing beside it ------------------------------------------------------------
 
 
 LEGAL = {

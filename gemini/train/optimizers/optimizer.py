@@ -290,7 +290,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
 
         States are whole tensors on the CPU, for Adam in fp32. A bf16 param also has "residual" (int16), the other 16
-        bits of its master, and "residual_of", the CRC-32 of the weights that these complete.
+        bits of its master, and "residual_of", the CRC-32 of the weights that these complete. As in torch a param has no
+        states before its first step by this optimizer. What its master has beyond its weights by then, of the fp32
+        weights that it was made from or of an optimizer before, is in :func:`gemini.save_checkpoint`, and in
+        ``model.state_dict(dtype=torch.float32)``.
 
         Raises:
             GeminiError: if another optimizer has taken some of the params over.
