@@ -33,7 +33,7 @@ from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.guard import refuse_in
 from gemini.train.passes.hooks import call_as_forward
 
-from .lightning_optimizers import hybrids_of
+from .rules import hybrids_of
 from .settings import warn_half
 
 try:

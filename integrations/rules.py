@@ -7,7 +7,7 @@ the names of ``TrainingArguments(optim=)`` those are known here whose rule Gemin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from gemini.train.optimizers.in_place import class_in_place_of, convert
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.owner import owner_of
+from gemini.train.params.handle import optimizer_of
 
 _STOCK = ("sgd", "adagrad", "rmsprop")
 """transformers' names of classes of torch, beside Adam's."""
@@ -68,6 +69,26 @@ def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
             f"gemini.HybridOptimizer(params, rule), or say GeminiConfig(optimizer={rule_in_words(kind)})"
         )
     return convert(optimizer, rule, step_in_backward=config.gradients == "transient")
+
+
+def hybrids_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[HybridOptimizer]:
+    """The optimizers of one run, converted. A new one starts without states and step counts, as one of torch's does,
+    and so does one whose params another optimizer has taken over since.
+
+    Raises:
+        ValueError: for other optimizers and options than Adam has here, and for a param in two of them.
+    """
+    owner: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if owner.setdefault(id(param), number) != number:
+                name = getattr(handle_of(param), "name", "a param")
+                raise ValueError(f"{name!r} is in two optimizers: its master and states belong to one of them")
+    hybrids = [to_hybrid(optimizer) for optimizer in optimizers]
+    for hybrid in hybrids:
+        if any(optimizer_of(param) is not hybrid for group in hybrid.param_groups for param in group["params"]):
+            hybrid.start_anew()
+    return hybrids
 
 
 def class_of(rule: UpdateRule) -> type[HybridOptimizer]:

@@ -157,6 +157,13 @@ def trainer(strategy: Any = "gemini", **how: Any) -> L.Trainer:
     return L.Trainer(strategy=strategy, **settings | how)
 
 
+def fit(module: Any, strategy: Any = "gemini", num: int = 24, ckpt_path: Any = None, **how: Any) -> L.Trainer:
+    """A Trainer that has trained the module on ``num`` rows."""
+    run = trainer(strategy, **how)
+    run.fit(module, loader(num), ckpt_path=ckpt_path)
+    return run
+
+
 def plain_loop(
     model: Any, settings: gemini.GeminiConfig, batches: Any, *, accumulate: int = 1, clip: float | None = None,
     epochs: int = 1,

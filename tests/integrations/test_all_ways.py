@@ -18,7 +18,7 @@ from gemini.integrations.lightning import GeminiStrategy
 
 import gemini
 from tests.integrations.lightning_cases import alone  # noqa: F401 - a fixture for this module
-from tests.integrations.trainer_cases import Sentences, llama, make, masters, rows
+from tests.integrations.trainer_cases import Sentences, llama, masters, rows, train_new
 from tests.train.helpers import Plain
 
 STEPS, LR, CLIP, DECAY = 6, 1e-2, 0.5, 0.1
@@ -60,12 +60,11 @@ def by_hand(precision: str, folder: Path) -> dict[str, torch.Tensor]:
 def trainer(precision: str, folder: Path) -> dict[str, torch.Tensor]:
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY)  # its own has no decay on norms
-    made, _ = make(
+    made, _ = train_new(
         folder, model=model, gemini_config=config(precision), optimizers=(optimizer, None), max_steps=STEPS,
         gradient_accumulation_steps=1, lr_scheduler_type="constant", warmup_steps=0, max_grad_norm=CLIP,
         train_sampling_strategy="sequential", save_strategy="no",
     )  # fmt: skip
-    made.train()
     return masters(made.model)
 
 

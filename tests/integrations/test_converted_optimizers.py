@@ -27,7 +27,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 import gemini
 from gemini import optim
-from tests.integrations.trainer_cases import llama, make, masters, rows
+from tests.integrations.trainer_cases import llama, make, masters, rows, train_new
 
 Config = gemini.GeminiConfig
 STEPS = 3
@@ -118,11 +118,10 @@ def by_trainer(kind: Kind, managed: bool, folder: Path) -> Any:
     model = llama()
     optimizer, schedule, called = made(kind, model)
     ours = {"gemini_config": Config(optimizer=kind.rule)} if managed else {"kind": Trainer}
-    run, _ = make(
+    run, _ = train_new(
         folder, model=model, optimizers=(optimizer, schedule), max_steps=STEPS, save_strategy="no",
         max_grad_norm=0.0, **ours,
     )  # fmt: skip
-    run.train()
     assert run.optimizer.optimizer is optimizer
     for name in HOOKS[2:]:
         del called[name]  # as above
@@ -203,8 +202,7 @@ def rates(folder: Path, name: str, schedule: str, ours: bool) -> tuple[list[floa
         how["model"] = model
     else:
         how["optim"] = name.split()[0]
-    run, record = make(folder, kind=GeminiTrainer if ours else Trainer, **how)
-    run.train()
+    run, record = train_new(folder, kind=GeminiTrainer if ours else Trainer, **how)
     return record.of("learning_rate"), run.optimizer.optimizer
 
 
@@ -219,8 +217,7 @@ def test_schedules_set_the_rates_of_the_stock_trainer(name: str, schedule: str, 
 
 
 def test_a_run_goes_on_with_another_implementation_of_its_optimizer(tmp_path: Path) -> None:
-    whole, _ = make(tmp_path, optim="adamw_torch_fused")
-    whole.train()
+    whole, _ = train_new(tmp_path, optim="adamw_torch_fused")
     again, _ = make(tmp_path, optim="adamw_torch")
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     other = masters(again.model)

@@ -17,7 +17,7 @@ from transformers import Trainer
 
 import gemini
 from tests.integrations.test_accelerate_loop import Run
-from tests.integrations.trainer_cases import Stop, assert_same_run, llama, make, masters, rows
+from tests.integrations.trainer_cases import Stop, assert_same_run, llama, make, masters, rows, train_new
 
 
 class Tracked(nn.Module):
@@ -47,17 +47,14 @@ class Tracked(nn.Module):
 
 
 def test_a_resumed_trainer(tmp_path: Path) -> None:
-    whole, record = make(tmp_path / "whole", model=Tracked())
-    whole.train()
-    half, _ = make(tmp_path / "half", model=Tracked(), callbacks=[Stop(3)])
-    half.train()
+    whole, record = train_new(tmp_path / "whole", model=Tracked())
+    half, _ = train_new(tmp_path / "half", model=Tracked(), callbacks=[Stop(3)])
     again, rest = make(tmp_path / "half", model=Tracked())
     again.train(resume_from_checkpoint=True)
     assert rest.of("loss") == record.of("loss")[3:]
     assert_same_run(whole, again)
     assert again.model.top == whole.model.top and torch.equal(again.model.order, whole.model.order)
-    stock, plain = make(tmp_path / "stock", Trainer, model=Tracked())
-    stock.train()
+    stock, plain = train_new(tmp_path / "stock", Trainer, model=Tracked())
     assert record.of("loss") == pytest.approx(plain.of("loss"), rel=1e-4)
 
 

@@ -11,7 +11,7 @@ from gemini.integrations.huggingface import GeminiTrainer
 from transformers import Trainer, get_scheduler
 
 import gemini
-from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, make, masters, rows
+from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, masters, rows, train_new
 from tests.train.helpers import Plain
 
 STEPS, MICRO = 6, 2
@@ -61,9 +61,7 @@ def by_hand(precision: str) -> tuple[Any, gemini.HybridAdam, list[float], list[f
 
 def trained(folder: Path, precision: str, **changes: Any) -> tuple[Any, Any]:
     flags = {} if precision == "fp32" else {precision: True}
-    trainer, record = make(folder, train_sampling_strategy="sequential", save_strategy="no", **flags, **changes)
-    trainer.train()
-    return trainer, record
+    return train_new(folder, train_sampling_strategy="sequential", save_strategy="no", **flags, **changes)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -129,10 +127,8 @@ def test_random_order_and_epochs_follow_the_stock_trainer(tmp_path: Path) -> Non
     """Shuffled data, an epoch that does not divide by the micro-batches of a step, a fraction of an epoch."""
     how: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 1.5, "save_strategy": "no"}
     how["train_dataset"] = Sentences(14)
-    stock, wanted = make(tmp_path / "stock", Trainer, **how)
-    stock.train()
-    ours, record = make(tmp_path / "ours", **how)
-    ours.train()
+    stock, wanted = train_new(tmp_path / "stock", Trainer, **how)
+    ours, record = train_new(tmp_path / "ours", **how)
     assert len(record.of("loss")) == ours.state.global_step == 6
     assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=2e-5)
     assert record.of("grad_norm") == pytest.approx(wanted.of("grad_norm"), rel=2e-5)

@@ -10,7 +10,7 @@ import torch
 
 import gemini
 from gemini.integrations import huggingface_args
-from tests.integrations.trainer_cases import arguments, llama, make
+from tests.integrations.trainer_cases import arguments, llama, make, train_new
 
 Config = gemini.GeminiConfig
 
@@ -69,8 +69,9 @@ def test_a_model_that_was_managed_otherwise(tmp_path: Path) -> None:
         make(tmp_path, model=model, bf16=True)
     with pytest.raises(ValueError, match="managed already, with another config"):
         make(tmp_path, model=model, gemini_config=Config(memory=gemini.MemoryBudget(cpu="1GiB"), precision="fp32"))
-    trainer, _ = make(tmp_path, model=model, gemini_config=Config(precision="fp32"), max_steps=1, save_strategy="no")
-    trainer.train()
+    trainer, _ = train_new(
+        tmp_path, model=model, gemini_config=Config(precision="fp32"), max_steps=1, save_strategy="no"
+    )
 
 
 def test_configs_and_devices(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import gemini
 from gemini.errors import PlanMismatch
-from tests.integrations.trainer_cases import Sentences, Stop, assert_same_run, llama, make
+from tests.integrations.trainer_cases import Sentences, Stop, assert_same_run, llama, make, train_new
 from tests.train.helpers import mixtral
 
 
@@ -35,8 +35,7 @@ def resumed(folder: Path, source: Any = True, **changes: Any) -> Any:
 
 
 def uninterrupted(folder: Path, **changes: Any) -> Any:
-    trainer, _ = make(folder, model=llama(tied=True, dropout=0.2), **changes)
-    trainer.train()
+    trainer, _ = train_new(folder, model=llama(tied=True, dropout=0.2), **changes)
     return trainer
 
 
@@ -74,8 +73,7 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path, changes: dict[str, Any]) 
 
 def test_fused_experts_are_resumed_too(tmp_path: Path) -> None:
     """The weights file has each expert by itself: looked for by the names of the model, they would be left out."""
-    whole, _ = make(tmp_path, model=mixtral(), bf16=True)
-    whole.train()
+    whole, _ = train_new(tmp_path, model=mixtral(), bf16=True)
     shutil.rmtree(tmp_path / "checkpoint-6")
     again, _ = make(tmp_path, model=mixtral(), bf16=True)
     again.train(resume_from_checkpoint=True)
@@ -245,8 +243,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_a_run_of_the_stock_trainer_goes_on(tmp_path: Path) -> None:
     """From its weights, its AdamW's moments and its schedule; one update agrees to 1e-6."""
-    stock, wanted = make(tmp_path, Trainer)
-    stock.train()
+    stock, wanted = train_new(tmp_path, Trainer)
     trainer, record = make(tmp_path)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert record.of("loss") == pytest.approx(wanted.of("loss")[3:], rel=2e-5)

@@ -13,7 +13,17 @@ from gemini.integrations.huggingface import GeminiSeq2SeqTrainer
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 
 import gemini
-from tests.integrations.trainer_cases import Record, Sentences, Stop, arguments, assert_same_run, llama, make, masters
+from tests.integrations.trainer_cases import (
+    Record,
+    Sentences,
+    Stop,
+    arguments,
+    assert_same_run,
+    llama,
+    make,
+    masters,
+    train_new,
+)
 from tests.train.helpers import t5
 from tests.world import world_of
 
@@ -22,10 +32,8 @@ from tests.world import world_of
 
 def test_gradients_are_clipped_and_their_norm_is_logged(tmp_path: Path) -> None:
     """Where the Trainer looked at ``p.grad`` the norm would be 0, and clipping silently off."""
-    loose, loose_log = make(tmp_path / "loose", max_grad_norm=1e9, max_steps=2, save_strategy="no")
-    loose.train()
-    tight, tight_log = make(tmp_path / "tight", max_grad_norm=1e-3, max_steps=2, save_strategy="no")
-    tight.train()
+    loose, loose_log = train_new(tmp_path / "loose", max_grad_norm=1e9, max_steps=2, save_strategy="no")
+    tight, tight_log = train_new(tmp_path / "tight", max_grad_norm=1e-3, max_steps=2, save_strategy="no")
     assert loose_log.of("grad_norm")[0] == tight_log.of("grad_norm")[0] > 0.5
     first_moments = [
         sum(t.optimizer.optimizer.full_state(n)["exp_avg"].square().sum() for n, _ in t.model.named_parameters()).sqrt()
@@ -35,8 +43,7 @@ def test_gradients_are_clipped_and_their_norm_is_logged(tmp_path: Path) -> None:
 
 
 def test_without_clipping_the_norm_is_logged_all_the_same(tmp_path: Path) -> None:
-    trainer, record = make(tmp_path, max_grad_norm=0, max_steps=2, save_strategy="no")
-    trainer.train()
+    trainer, record = train_new(tmp_path, max_grad_norm=0, max_steps=2, save_strategy="no")
     assert min(record.of("grad_norm")) > 0.5
 
 
@@ -44,11 +51,10 @@ def test_gradients_of_params_outside_the_optimizer_do_not_pile_up(tmp_path: Path
     """The Trainer calls ``model.zero_grad()``, never the optimizer's."""
     model = llama()
     only_norms = [p for n, p in model.named_parameters() if "norm" in n]
-    trainer, record = make(
+    trainer, record = train_new(
         tmp_path, model=model, optimizers=(torch.optim.AdamW(only_norms, lr=0.0), None), max_steps=3,
         save_strategy="no", train_dataset=Sentences(4),
     )  # fmt: skip
-    trainer.train()
     assert all(trainer.model.full_grad(name) is None for name, _ in trainer.model.named_parameters())
     assert record.of("grad_norm")[2] == pytest.approx(record.of("grad_norm")[0], rel=1e-3), "the same rows, lr 0"
 
@@ -61,8 +67,7 @@ def test_optimizer_states_are_not_copied_to_the_device(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(gemini.HybridAdam, "state_dict", copied)
     monkeypatch.setattr(gemini.HybridAdam, "load_state_dict", copied)
-    trainer, _ = make(tmp_path, max_steps=2, save_steps=1)
-    trainer.train()
+    trainer, _ = train_new(tmp_path, max_steps=2, save_steps=1)
     assert isinstance(trainer.optimizer.optimizer, gemini.HybridAdam)
 
 
@@ -73,8 +78,7 @@ def test_precision_flags_bring_no_autocast_and_no_other_scaler(tmp_path: Path, f
     model.model.layers[0].register_forward_hook(
         lambda module, args, output: seen.add((torch.is_autocast_enabled("cpu"), args[0].dtype))
     )
-    trainer, _ = make(tmp_path, model=model, max_steps=1, save_strategy="no", **{flag: True})
-    trainer.train()
+    trainer, _ = train_new(tmp_path, model=model, max_steps=1, save_strategy="no", **{flag: True})
     assert seen == {(False, {"bf16": torch.bfloat16, "fp16": torch.float16}[flag])}
     assert isinstance(trainer.accelerator.scaler, gemini.GradScaler if flag == "fp16" else type(None))
     assert not trainer.accelerator.native_amp
@@ -107,8 +111,7 @@ def test_a_step_that_fp16_skips_does_not_move_the_schedule(tmp_path: Path) -> No
     assert rates[0] == rates[1] == rates[2] == 1e-2
     assert trainer.accelerator.scaler.get_scale() == 2.0**37
     assert trainer.accelerator.optimizer_step_was_skipped
-    trainer, record = make(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no")
-    trainer.train()
+    trainer, record = train_new(tmp_path, fp16=True, max_steps=3, warmup_steps=0, save_strategy="no")
     assert record.of("learning_rate")[2] < 1e-2 and not trainer.accelerator.optimizer_step_was_skipped
 
 
@@ -116,9 +119,7 @@ def test_a_step_that_fp16_skips_does_not_move_the_schedule(tmp_path: Path) -> No
 
 
 def quick(folder: Path, **changes: Any) -> tuple[Any, Record]:
-    trainer, record = make(folder, max_steps=3, save_strategy="no", **changes)
-    trainer.train()
-    return trainer, record
+    return train_new(folder, max_steps=3, save_strategy="no", **changes)
 
 
 @pytest.mark.parametrize(
@@ -205,14 +206,12 @@ def test_updates_inside_backward(tmp_path: Path) -> None:
 
 
 def test_a_model_init_and_training_twice(tmp_path: Path) -> None:
-    trainer, record = make(tmp_path, model_init=lambda: llama(), max_steps=2, save_strategy="no")
-    trainer.train()
+    trainer, record = train_new(tmp_path, model_init=lambda: llama(), max_steps=2, save_strategy="no")
     first = masters(trainer.model)
     trainer.train()  # a new model from the same seed
     assert record.of("loss")[:2] == record.of("loss")[2:]
     assert all(torch.equal(value, first[name]) for name, value in masters(trainer.model).items())
-    again, record = make(tmp_path, max_steps=2, save_strategy="no")
-    again.train()
+    again, record = train_new(tmp_path, max_steps=2, save_strategy="no")
     again.train()  # the same model goes on
     assert record.of("loss")[2] < record.of("loss")[0]
     assert again.optimizer.optimizer.full_state("lm_head.weight")["step"] == 4

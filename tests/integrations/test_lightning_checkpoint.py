@@ -18,19 +18,25 @@ import torch
 from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
-from lightning_cases import L, Tiny, alone, assert_same, clean_environment, config, loader, on_disk, state_of, trainer  # noqa: F401
+from lightning_cases import (  # noqa: F401
+    L,
+    Tiny,
+    alone,
+    assert_same,
+    clean_environment,
+    config,
+    fit,
+    loader,
+    on_disk,
+    state_of,
+    trainer,
+)
 
 import gemini
 from benchmarks._progress import run as watched_run
 from tests.world import world_of
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def fit(module: Any, strategy: Any, num: int = 24, ckpt_path: Any = None, **how: Any) -> Any:
-    run = trainer(strategy, **how)
-    run.fit(module, loader(num), ckpt_path=ckpt_path)
-    return run
 
 
 @pytest.mark.parametrize(("precision", "then"), [("fp32", "disk"), ("bf16", "ram"), ("bf16", "disk"), ("fp16", "disk")])

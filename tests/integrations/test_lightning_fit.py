@@ -21,6 +21,7 @@ from lightning_cases import (
     alone,  # noqa: F401
     assert_same,
     config,
+    fit,
     loader,
     on_disk,
     plain_loop,
@@ -31,12 +32,6 @@ from torch import nn
 
 import gemini
 from tests.world import world_of
-
-
-def fit(module: Any, strategy: Any = "gemini", num: int = 24, **how: Any) -> Any:
-    run = trainer(strategy, **how)
-    run.fit(module, loader(num))
-    return run
 
 
 @pytest.mark.parametrize("where", ["ram", "disk"])

@@ -10,17 +10,11 @@ import pytest
 import torch
 from gemini.integrations.lightning import GeminiStrategy
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
-from lightning_cases import L, Tiny, alone, assert_same, config, loader, on_disk, plain_loop, state_of, trainer  # noqa: F401
+from lightning_cases import L, Tiny, alone, assert_same, config, fit, loader, on_disk, plain_loop, state_of, trainer  # noqa: F401
 from torch import nn
 
 import gemini
 from tests.world import world_of
-
-
-def fit(module: Any, strategy: Any, num: int = 8, **how: Any) -> Any:
-    run = trainer(strategy, **how)
-    run.fit(module, loader(num))
-    return run
 
 
 def test_the_model_stays_where_it_is(monkeypatch: Any) -> None:
@@ -35,18 +29,18 @@ def test_the_model_stays_where_it_is(monkeypatch: Any) -> None:
     settings = gemini.GeminiConfig(
         precision="bf16", device="standin", memory=gemini.MemoryBudget(gpu="8MiB", cpu="64MiB")
     )
-    run = fit(module, GeminiStrategy(settings))
+    run = fit(module, GeminiStrategy(settings), 8)
     run.test(module, loader(8), verbose=False)
     assert isinstance(module, gemini.GeminiDDP) and world_of(run.strategy.managed).device.tier is gemini.Tier.GPU
     other = Tiny()
-    fit(other, GeminiStrategy(config("bf16")))
+    fit(other, GeminiStrategy(config("bf16")), 8)
     assert_same(state_of(module), state_of(other))
 
 
 def test_fit_twice_begins_anew_as_torch_does(tmp_path: Path) -> None:
     """The second fit has a new optimizer: no states, no step counts, the masters as they are."""
     module = Tiny()
-    run = fit(module, GeminiStrategy(on_disk(tmp_path, "bf16")))
+    run = fit(module, GeminiStrategy(on_disk(tmp_path, "bf16")), 8)
     masters = {name: value for name, value in state_of(module).items() if name.startswith("master")}
     run.fit_loop.max_epochs = 2
     run.fit(module, loader(8))
@@ -67,8 +61,8 @@ def test_an_optimizer_given_again_goes_on() -> None:
             return self.kept
 
     module = Keeping()
-    fit(module, GeminiStrategy(config()))
-    fit(module, GeminiStrategy(config()))
+    fit(module, GeminiStrategy(config()), 8)
+    fit(module, GeminiStrategy(config()), 8)
     assert state_of(module)["step/scale"] == 4
 
 
@@ -86,7 +80,7 @@ def test_evaluating_first_changes_nothing(precision: str, tmp_path: Path) -> Non
     (after,) = run.test(module, loader(8), verbose=False)
     assert after["test_loss"] < before["val_loss"]
     direct = Tiny()
-    fit(direct, GeminiStrategy(config(precision)))
+    fit(direct, GeminiStrategy(config(precision)), 8)
     assert_same(state_of(module), state_of(direct))
     world_of(run.strategy.managed).check()
 
@@ -115,7 +109,7 @@ def test_inference_mode_and_reads_in_validation(tmp_path: Path) -> None:
     (expected,) = trainer("ddp").validate(plain, loader(4), verbose=False)
     assert result == expected
     world_of(module).check()
-    fit(module, GeminiStrategy(on_disk(tmp_path)))
+    fit(module, GeminiStrategy(on_disk(tmp_path)), 8)
 
 
 class Lazy(Tiny):
@@ -136,7 +130,7 @@ class Lazy(Tiny):
 
 def test_configure_model(tmp_path: Path) -> None:
     module = Lazy()
-    run = fit(module, GeminiStrategy(config("bf16")))
+    run = fit(module, GeminiStrategy(config("bf16")), 8)
     run.save_checkpoint(tmp_path / "x.ckpt")
     again = Lazy()
     run = trainer(GeminiStrategy(config("bf16")))
@@ -186,16 +180,16 @@ def test_an_exception_leaves_a_model_that_goes_on(where: str, kind: type[BaseExc
     settings = on_disk(tmp_path, "bf16")
     # Lightning turns Ctrl-C into the end of the program.
     with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else RuntimeError):
-        fit(module, GeminiStrategy(settings), callbacks=[Failing(where, error)])
+        fit(module, GeminiStrategy(settings), 8, callbacks=[Failing(where, error)])
     world_of(module).check()
     assert all(module.full_grad(name) is None for name, _ in module.named_parameters())
     module.error = None
     once = Tiny()
     fit(once, GeminiStrategy(config("bf16")), 4)
     assert_same(state_of(module), state_of(once))
-    run = fit(module, GeminiStrategy(settings))
+    run = fit(module, GeminiStrategy(settings), 8)
     run.test(module, loader(4), verbose=False)
-    fit(once, GeminiStrategy(config("bf16")))
+    fit(once, GeminiStrategy(config("bf16")), 8)
     assert_same(state_of(module), state_of(once))
 
 
@@ -217,14 +211,14 @@ def test_a_model_that_does_not_fit_is_refused_and_stays_plain() -> None:
     module = Tiny()
     settings = gemini.GeminiConfig(precision="bf16", memory=gemini.MemoryBudget(cpu="8KiB"))
     with pytest.raises(gemini.BudgetExceeded):
-        fit(module, GeminiStrategy(settings))
+        fit(module, GeminiStrategy(settings), 8)
     assert not isinstance(module, gemini.GeminiDDP)
-    fit(module, GeminiStrategy(config("bf16")))
+    fit(module, GeminiStrategy(config("bf16")), 8)
 
 
 def test_a_device_that_is_not_trainers_is_refused() -> None:
     with pytest.raises(ValueError, match=r"device='cuda:0'.*accelerator \(cpu\)"):
-        fit(Tiny(), GeminiStrategy(config(device="cuda:0")))
+        fit(Tiny(), GeminiStrategy(config(device="cuda:0")), 8)
 
 
 def test_metrics_and_other_parts_are_moved_by_themselves() -> None:
@@ -237,7 +231,7 @@ def test_metrics_and_other_parts_are_moved_by_themselves() -> None:
 
     module = Tiny()
     module.metric = Metric()
-    fit(module, GeminiStrategy(config()))
+    fit(module, GeminiStrategy(config()), 8)
     assert module.metric.moved == 1
 
 

@@ -12,7 +12,7 @@ from gemini.integrations.accelerate import GeminiAccelerator
 from gemini.integrations.lightning import GeminiStrategy
 from lightning_cases import Tiny, loader
 from lightning_cases import trainer as lightning_trainer
-from trainer_cases import llama, make
+from trainer_cases import llama, make, train_new
 
 import gemini
 from gemini import GeminiConfig as Config
@@ -51,10 +51,10 @@ def test_in_the_trainer(tmp_path: Path, flag: str, said: str | None) -> None:
 
 
 def test_the_trainer_computes_in_fp32_without_flags_and_refuses_early_what_cannot_be(tmp_path: Path) -> None:
-    plain, without = make(tmp_path / "plain", max_steps=2, save_strategy="no")
-    plain.train()
-    budgets, with_config = make(tmp_path / "said", max_steps=2, save_strategy="no", gemini_config=Config(memory=ROOM))
-    budgets.train()
+    plain, without = train_new(tmp_path / "plain", max_steps=2, save_strategy="no")
+    budgets, with_config = train_new(
+        tmp_path / "said", max_steps=2, save_strategy="no", gemini_config=Config(memory=ROOM)
+    )
     assert without.of("loss") == with_config.of("loss") and without.of("grad_norm") == with_config.of("grad_norm")
     with pytest.raises(ValueError, match="transient"):
         make(tmp_path, fp16=True, gemini_config=Config(gradients="transient"))

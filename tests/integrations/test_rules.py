@@ -17,7 +17,7 @@ import gemini
 from gemini import optim
 from tests.integrations.test_lightning_fit import fit
 from tests.integrations.test_lightning_optimizers import optimizing
-from tests.integrations.trainer_cases import llama, make, masters
+from tests.integrations.trainer_cases import llama, make, masters, train_new
 from tests.train.helpers import on_batch
 from tests.world import world_of
 
@@ -35,10 +35,8 @@ STOCK: dict[str, dict[str, Any]] = {
 def test_a_stock_name_trains_as_the_stock_trainer_does(which: str, tmp_path: Path) -> None:
     """The same losses; for adopted classes the same bits, gradients being summed in fp32 by both."""
     how = {**STOCK[which], "max_grad_norm": 0.0, "learning_rate": 1e-3, "train_sampling_strategy": "sequential"}
-    stock, wanted = make(tmp_path / "stock", kind=Trainer, save_strategy="no", **how)
-    stock.train()
-    ours, record = make(tmp_path / "ours", **how)
-    ours.train()
+    stock, wanted = train_new(tmp_path / "stock", kind=Trainer, save_strategy="no", **how)
+    ours, record = train_new(tmp_path / "ours", **how)
     exact = not which.startswith("sgd")
     rule = ours.optimizer.optimizer.rule
     assert isinstance(rule, optim.AdoptedRule if exact else (optim.SGDRule, optim.PlainSGDRule))
@@ -64,10 +62,9 @@ def test_a_stock_name_trains_as_the_stock_trainer_does(which: str, tmp_path: Pat
     ],
 )
 def test_names_whose_rule_gemini_has(name: str, kind: type, hypers: dict[str, Any], tmp_path: Path) -> None:
-    trainer, record = make(
+    trainer, record = train_new(
         tmp_path, optim=name, learning_rate=1e-3, adam_beta1=0.8, adam_beta2=0.9, warmup_steps=0, save_strategy="no"
     )
-    trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert type(optimizer.rule) is kind and world_of(trainer.model).config.optimizer == optimizer.rule
     assert all(optimizer.defaults[key] == value or key == "weight_decay" for key, value in hypers.items())
@@ -77,8 +74,7 @@ def test_names_whose_rule_gemini_has(name: str, kind: type, hypers: dict[str, An
 
 def test_the_config_says_the_rule(tmp_path: Path) -> None:
     rule = optim.adopt(torch.optim.NAdam, momentum_decay=0.1)
-    trainer, _ = make(tmp_path, gemini_config=Config(optimizer=rule), save_strategy="no", learning_rate=1e-4)
-    trainer.train()
+    trainer, _ = train_new(tmp_path, gemini_config=Config(optimizer=rule), save_strategy="no", learning_rate=1e-4)
     (first, _) = trainer.optimizer.optimizer.param_groups
     assert trainer.optimizer.optimizer.rule == rule and first["momentum_decay"] == 0.1 and first["initial_lr"] == 1e-4
     with pytest.raises(ValueError, match=r"optim='sgd' is PlainSGDRule\(\), .* managed for gemini.optim.adopt"):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer
 
 import gemini
-from tests.integrations.trainer_cases import Record, assert_same_run, llama, make
+from tests.integrations.trainer_cases import Record, assert_same_run, llama, make, train_new
 from tests.world import world_of
 
 WORDS = "the a cat dog sat ran on under mat tree and then slept".split()
@@ -88,11 +88,9 @@ def test_lora_through_the_trainer(tmp_path: Path) -> None:
         model = llama()
         return peft.get_peft_model(model, peft.LoraConfig(**LORA))
 
-    stock, wanted = make(tmp_path / "stock", Trainer, model=adapted(), save_strategy="no")
-    stock.train()
+    stock, wanted = train_new(tmp_path / "stock", Trainer, model=adapted(), save_strategy="no")
     how: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
-    trainer, record = make(tmp_path / "ours", model=adapted(), **how)
-    trainer.train()
+    trainer, record = train_new(tmp_path / "ours", model=adapted(), **how)
     assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=2e-5)
     assert record.of("grad_norm") == pytest.approx(wanted.of("grad_norm"), rel=2e-4)
     trainer.save_model(str(tmp_path / "out"))

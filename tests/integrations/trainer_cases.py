@@ -95,6 +95,13 @@ def make(
     return kind(model=model, args=arguments(folder, **for_args), **said), record
 
 
+def train_new(*args: Any, **changes: Any) -> tuple[Any, Record]:
+    """A trainer of :func:`make` that has trained, and the record of its logs."""
+    trainer, record = make(*args, **changes)
+    trainer.train()
+    return trainer, record
+
+
 def masters(model: Any) -> dict[str, torch.Tensor]:
     """The exact fp32 weights by name."""
     return {name: model.full_param(name, torch.float32) for name, _ in model.named_parameters()}
