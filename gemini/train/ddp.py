@@ -476,7 +476,14 @@ def _no_such_method(self: Any) -> None:
 # ---- wrapping --------------------------------------------------------------------------------------------------------
 
 
-def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
+def _wrap(
+    model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None, **unknown: Any
+) -> nn.Module:
+    if unknown:
+        raise TypeError(
+            f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, unknown))}: it takes model, config, "
+            "process_group and mesh. Settings are fields of the config: GeminiDDP(model, gemini.GeminiConfig(...))"
+        )
     config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
