@@ -76,6 +76,12 @@ class GeminiDDP(nn.Module):
         if cls is not GeminiDDP:
             # type(model)(...) and type(model).from_pretrained(...) mean a new, ordinary model of the original class.
             return cls._gemini_original(*args, **kwargs)
+        if unknown := kwargs.keys() - {"model", "config", "process_group", "mesh"}:
+            raise TypeError(
+                f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: it takes model, "
+                "config, process_group and mesh. Settings are fields of the config: "
+                "GeminiDDP(model, gemini.GeminiConfig(...))"
+            )
         return _wrap(*args, **kwargs)
 
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
@@ -476,14 +482,7 @@ def _no_such_method(self: Any) -> None:
 # ---- wrapping --------------------------------------------------------------------------------------------------------
 
 
-def _wrap(
-    model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None, **unknown: Any
-) -> nn.Module:
-    if unknown:
-        raise TypeError(
-            f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, unknown))}: it takes model, config, "
-            "process_group and mesh. Settings are fields of the config: GeminiDDP(model, gemini.GeminiConfig(...))"
-        )
+def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> nn.Module:
     config = GeminiConfig() if config is None else config
     if not isinstance(model, nn.Module):
         raise TypeError(f"GeminiDDP(model, config) wraps an nn.Module, got {type(model).__name__}")
