@@ -78,8 +78,8 @@ class GeminiDDP(nn.Module):
             return cls._gemini_original(*args, **kwargs)
         if unknown := kwargs.keys() - {"model", "config", "process_group", "mesh"}:
             raise TypeError(
-                f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: it takes model, "
-                "config, process_group and mesh. Settings are fields of the config: "
+                f"GeminiDDP() got an unexpected keyword argument {', '.join(map(repr, sorted(unknown)))}: it takes "
+                "model, config, process_group and mesh. Settings are fields of the config: "
                 "GeminiDDP(model, gemini.GeminiConfig(...))"
             )
         return _wrap(*args, **kwargs)
