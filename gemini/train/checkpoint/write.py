@@ -63,6 +63,7 @@ class PlanePart(NamedTuple):
 def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
     """Every source of this rank, chunk after chunk."""
     found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
+    # Chunk after chunk: behind the training each is free to change as soon as its last piece is written.
     return sorted(found, key=lambda source: source.handle.chunk.spec.index)
 
 
@@ -104,6 +105,7 @@ class Piece(NamedTuple):
         """Their items in the buffer, as bytes, with zeros up to the end of a page."""
         plane, size = self.plane, self.plane.dtype.itemsize
         first = self.start // plane.block * size
+        # Files are read in whole pages. Behind the items stand those of another param, or nothing.
         end = min(plane.num_bytes, -(-(first + self.num_bytes) // PAGE) * PAGE)
         staged = buffer(end - first)
         items = staged[: self.num_bytes].view(plane.dtype)
@@ -114,12 +116,13 @@ class Piece(NamedTuple):
             device.copy(items, there, "checkpoint").wait()
         else:
             plane.load(self.start, self.start + (end - first) // size, staged.view(plane.dtype))
+        # Else the drive would get what the buffer held before.
         staged[self.num_bytes :].zero_()
         return staged
 
 
 class Draft(NamedTuple):
-    """Everything but masters and states, as it was when the checkpoint was asked for."""
+    """All that a checkpoint holds but masters and states, as it was when the checkpoint was asked for."""
 
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
@@ -190,13 +193,16 @@ def write(
     def put_all() -> None:
         for piece in order(home.pieces):
             if piece.chunk_index in home.pending:
+                # The checkpoint has what the update makes, not what it began with.
                 home.pending[piece.chunk_index].wait()
             home.put(piece, device, buffer)
+        # Also those of chunks without a piece: they write to the drive themselves, and are flushed with the rest.
         for update in home.pending.values():
             update.wait()
         home.flush()  # last of all: nobody who waits for a piece waits for the disk itself
 
     try:
+        # In this order on every rank: none commits before all have flushed.
         home.begin(ranks)
         ranks.step(put_all, lambda _: None)
         home.commit(ranks)
@@ -223,10 +229,12 @@ class FolderHome(CheckpointHome):
             for source in self._sources.values()
             for start, stop in tiles(0, source.numel, piece)
         ]
+        # Asked of an empty range, a plane says whether the host can read it where it is.
         self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
         self.held, self.pending = set(), {}
         self._files: dict[str, TensorFileWriter] = {}
         """By source."""
+        # By source, in the order of its pieces, which therefore must be put in order.
         self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
         self._made: Path | None = None
 
@@ -242,14 +250,17 @@ class FolderHome(CheckpointHome):
         return self._made.name
 
     def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        # With the first piece: a replica that puts nothing makes no files.
         if not self._files:
             self._open()
         source = self._sources[piece.of]
+        # In items of the tensor in the file.
         start = (piece.start - source.place(0)) // piece.plane.block
         self._sums[piece.of].append(self._files[piece.of].write(source.spec.name, start, piece.read(device, buffer)))
 
     def _open(self) -> None:
         """Make the files, of about ``FILE_BYTES`` each."""
+        # A folder that only the first rank sees would make each rank save a part that nobody finds.
         if not self._work.is_dir():
             raise StorageError(
                 f"{self._work}, which the first rank has made, is not there: ranks on several machines need a "
@@ -293,6 +304,7 @@ class FolderHome(CheckpointHome):
         files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
         for of_rank in listed:
             files.update(of_rank)
+        # Last: a folder without a manifest is no checkpoint.
         write_manifest(self._made, self.draft.manifest)
         check_target(self.place, self.place)  # again: the writing may have taken long
         replacing.swap(self._made, self.place)
