@@ -47,7 +47,7 @@ class Facts:
         self.values, self.names = values, names
 
     def __or__(self, other: Facts) -> Facts:
-        """These and those of ``other``, about the same params."""
+        """Join with the facts of ``other``, about the same params."""
         return Facts({**self.values, **other.values}, self.names or other.names)
 
     @property
@@ -182,7 +182,7 @@ class Handshake:
         return concluded
 
     def _gather(self, said: Any) -> list[Any]:
-        """On the first rank what each rank says, elsewhere nothing."""
+        """Collect what each rank says, on the first one; elsewhere nothing."""
         # torch wants the global rank of the receiver, also in a group of some ranks.
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
         first = self._global_rank(0)

@@ -104,6 +104,7 @@ class Watch:
         return _line_of(self._waiting.thread, at_work=False)
 
     def _look(self) -> bool:
+        """Write down or read where ranks stand, if it is time; False without a model. Runs on the watch's thread."""
         inside, waiting, now = self._is_inside(), self._waiting, time.monotonic()
         # Read once: the training thread goes on and changes them meanwhile.
         since, number = waiting.waiting_since, waiting.num_exchanges
@@ -179,6 +180,6 @@ def _line_of(thread: int, *, at_work: bool = True) -> str | None:
 
 @partial(register, "atexit.register")
 def _stop_all() -> None:
-    """Before the interpreter ends: a thread must not come back from the store into what is half gone."""
+    """End all before the interpreter does: a thread must not come back from the store into what is half gone."""
     for watch in list(_running):
         watch.stop()

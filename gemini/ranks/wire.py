@@ -323,7 +323,7 @@ _GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed?
 
 @contextmanager
 def collectives_of(whom: str) -> Iterator[None]:
-    """Around code of ``whom``: a collective of torch in it that fails because a rank is gone is a lost rank.
+    """Turn what a collective of torch in code of ``whom`` raises because a rank is gone into a lost rank.
 
     Raises:
         RankLost: instead of torch's error; it names the rank where there is one other only.

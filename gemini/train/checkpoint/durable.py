@@ -87,7 +87,7 @@ class StoreHome(CheckpointHome):
         self._sequence = ranks.step(lambda: (self.draft.rng, self._store.highest), self._next)
 
     def _next(self, given: list[tuple[Any, int]]) -> int:
-        """On the first rank: the number of the commit."""
+        """Choose the number of the commit, on the first rank."""
         self.draft.take_rng([rng for rng, _ in given])
         # Higher than any rank has seen, so that what a commit that broke off has left is never taken for one of this.
         return 1 + max(highest for _, highest in given)
@@ -130,7 +130,7 @@ class StoreHome(CheckpointHome):
 
 
 def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
-    """Which slots there are, and where in them each master and state of this rank begins."""
+    """Describe which slots there are, and where in them each master and state of this rank begins."""
     return {
         "sizes": [[name, pair.num_bytes] for name, pair in store.slots.pairs.items()],
         "tensors": {
@@ -169,7 +169,7 @@ class Stored(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """So many pages of a plane from ``first`` on, in which slot they are, and their CRC-32."""
+    """A run of pages of a plane from ``first`` on: how many, in which slot they are, and their CRC-32."""
 
     first: int
     pages: int
@@ -234,7 +234,7 @@ class SlotReader(TensorFile):
         return iter(())
 
     def damage(self) -> Iterator[str]:
-        """What of the committed slots is not as it was written, in words."""
+        """Find what of the committed slots is not as it was written, in words."""
         for plane, (_, _, size) in self.slots.items():
             for run in self._runs(plane, 0, size):
                 try:
@@ -243,7 +243,7 @@ class SlotReader(TensorFile):
                     yield str(e)
 
     def _runs(self, plane: str, start: int, stop: int) -> Iterator[_Run]:
-        """Those that have any of the bytes ``[start, stop)`` of a plane."""
+        """Find the runs that have any of the bytes ``[start, stop)`` of a plane."""
         page = 0
         for count, slot, crc in self.slots[plane][0]:
             if page * PAGE < stop and start < (page + count) * PAGE:

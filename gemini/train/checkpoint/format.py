@@ -63,7 +63,7 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp32: bool = False
 
     def slice_of(self, rank: int) -> TensorSlice | None:
-        """What a rank had; None for all of it."""
+        """Make the slice that a rank had; None for all of it."""
         return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
 
 
@@ -142,7 +142,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What stands in the manifest.
+    """Read what stands in the manifest.
 
     Raises:
         StorageError: if it is missing, damaged, of another format or version, or no checkpoint has it.
@@ -361,7 +361,7 @@ def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
 
 
 def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
+    """Shape of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
     return tuple(shape) if math.prod(shape) == numel else (numel,)
 
 

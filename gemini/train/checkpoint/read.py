@@ -105,7 +105,7 @@ class Form(NamedTuple):
 
 @dataclass
 class Loss:
-    """What exact states lost in becoming compact."""
+    """Counts what exact states lost in becoming compact."""
 
     params: int = 0
     elements: int = 0
@@ -260,7 +260,7 @@ class Reader:
                 store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
     def _runs(self, key: str, handle: ParamHandle) -> list[_Run]:
-        """What holds a saved plane of the slice that a param is here."""
+        """Find the tensors that hold a saved plane of the slice that a param is here."""
         own = 0 if handle.cut is None else handle.cut.rank
         return [run for run in self._saved.get(key, []) if run.slice == own]
 
@@ -303,7 +303,7 @@ class Reader:
                 yield start - offset, stop - offset, run, start - run.start
 
     def _fill(self, source: PlanePart, start: int, stop: int, run: _Run, at: int) -> None:
-        """In place where the host can write it, else through a staging area."""
+        """Read a range, in place where the host can write it, else through a staging area."""
         in_place = source.plane.host_view(source.place(start), source.place(stop))
         if in_place is not None:
             run.file.read_into(run.name, at, in_place)

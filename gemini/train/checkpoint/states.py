@@ -66,7 +66,7 @@ def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tens
 
 
 def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
-    """What :func:`factors_of` gave, if it is of these params; those that were frozen then have none in it.
+    """Check what :func:`factors_of` gave, and return it, if it is of these params; those frozen then have none in it.
 
     Raises:
         Malformed: if it holds what no rule can have left.
@@ -98,7 +98,7 @@ def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torc
 def check_groups(
     path: Path, saved: Any, here: list[dict[str, Any]], optimizer: HybridOptimizer
 ) -> list[dict[str, Any]]:
-    """What of saved groups is to be taken over, if an optimizer whose groups are ``here`` can go on with them.
+    """Check that an optimizer with groups ``here`` can go on with saved ones, and return what is to be taken over.
 
     Raises:
         Malformed: if they hold what no optimizer can have.
@@ -188,7 +188,7 @@ _STATES_OF = {torch.bfloat16: "residual", torch.float16: "master"}
 
 
 def check_plain_states(path: Path, optimizer: HybridOptimizer, states: Any) -> dict[int, dict[str, Any]]:
-    """What :func:`plain_states` gave, by number, if it is of these params.
+    """Check what :func:`plain_states` gave, and return it by number, if it is of these params.
 
     Raises:
         Malformed: if it holds what no optimizer can have.
@@ -313,7 +313,7 @@ def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict
 
 
 def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
-    """What two values must have in common, so that one can take the place of the other in a model's state."""
+    """The form that two values must share, so that one can take the place of the other in a model's state."""
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 

@@ -97,7 +97,7 @@ class TensorFileWriter:
         return checksum
 
     def close(self) -> None:
-        """Everything was written: let it reach the disk. Idempotent."""
+        """Let the file reach the disk, when everything was written. Idempotent."""
         # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
         if self._closed:

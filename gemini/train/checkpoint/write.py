@@ -52,7 +52,7 @@ class PlanePart(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where in the whole param's items they begin."""
+        """The place in the whole param's items at which they begin."""
         return self.handle.part.offset // self.plane.block
 
     def place(self, start: int) -> int:
@@ -130,7 +130,7 @@ class Draft(NamedTuple):
     """Of this rank; None where one that has another slice of the same params says it."""
 
     def take_rng(self, rng: list[Any]) -> None:
-        """On the first rank: note the RNG states of all."""
+        """Note the RNG states of all ranks, on the first one."""
         self.manifest["rng"] = encode([one for one in rng if one is not None], self.tensors, "rng")
 
 
@@ -243,7 +243,7 @@ class FolderHome(CheckpointHome):
         self._work, self._rank = self.place.parent / name, ranks.rank
 
     def _make(self, rng: list[Any]) -> str:
-        """On the first rank: the folder that all write into, beside the final one."""
+        """Make the folder that all write into, beside the final one; on the first rank."""
         self._made = replacing.begin(self.place)
         self._made.mkdir()
         self.draft.take_rng(rng)
@@ -287,7 +287,7 @@ class FolderHome(CheckpointHome):
         ranks.step(self._listed, self._finish)
 
     def _listed(self) -> dict[str, Any]:
-        """What the manifest says of the files of this rank."""
+        """List what the manifest says of the files of this rank."""
         listed: dict[str, Any] = {}
         for key, source in self._sources.items():
             file = self._files[key]
@@ -299,7 +299,7 @@ class FolderHome(CheckpointHome):
         return listed
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:
-        """On the first rank, when all have written: values and manifest, then the new one takes the old one's place."""
+        """Write values and manifest, when all have written, and let the new one take the old one's place; first rank only."""
         assert self._made is not None
         files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
         for of_rank in listed:

@@ -88,6 +88,7 @@ class OtherSlices:
         rows = self._wire.swap(Tag.VALUES, said, "the gradient norm of slices").T.tolist()
         totals: list[float | None] = []
         for handle, row in zip(handles, rows, strict=True):
+            # On all ranks the same rows, so that all of them raise or none.
             missing = [total == _NONE for total in row]
             if any(missing) and not all(missing):
                 ranks = [
