@@ -272,7 +272,7 @@ def agree(
     words: str = "values",
     refused: type[GeminiError] = GeminiError,
 ) -> None:
-    """All ranks of ``wire`` come here, and go on together or not at all.
+    """Let all ranks of ``wire``, which all come here, go on together or not at all.
 
     Args:
         facts: what must be alike on all of them; not asked for where a rank is alone or refuses.
@@ -308,7 +308,7 @@ def tell(
     words: str = "values",
     refused: type[GeminiError] = GeminiError,
 ) -> NoReturn:
-    """All ranks of ``wire`` come here when they do not agree; raises as :func:`agree`, always."""
+    """Raise as :func:`agree` does, always: all ranks of ``wire`` come here when they do not agree."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
     heard = [json.loads(text) for text in wire.exchange_texts(json.dumps(said, default=str), doing)]
     # Only now: the others needed this rank's words.

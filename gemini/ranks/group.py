@@ -449,7 +449,7 @@ def _timeout(group: dist.ProcessGroup) -> Any:
 
 
 def _count_local(job: Wire, most: int) -> int:
-    """Ranks of the job on this machine, of ``most``: as the launcher says, else those with the same host and boot."""
+    """Count the ranks on this machine, of ``most``: as the launcher says, else those with the same host and boot."""
     if "LOCAL_WORLD_SIZE" in os.environ:
         # The launcher may have started processes here that are not of this job.
         return min(int(os.environ["LOCAL_WORLD_SIZE"]), most)

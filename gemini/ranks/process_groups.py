@@ -123,7 +123,7 @@ class WaitingGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """None for a rank alone."""
+        """The group, made when it is asked for first, by all of its ranks; None for a rank alone."""
         if self._group is None and len(self._ranks) > 1:
             # Torch's own timeout: a rank may write to its disk for longer than a step may take.
             self._group = make_subgroup(self._ranks, "gloo")

@@ -116,7 +116,7 @@ class Wire:
         return Pending(works, self.global_ranks, what)
 
     def swap(self, tag: Tag, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Every rank's ``value``, stacked in the order of ranks; on the CPU, or by the library for CUDA tensors."""
+        """Hear every rank's ``value``, stacked in their order; on the CPU, or by the library for CUDA tensors."""
         if self.library is not None and value.is_cuda:
             stacked = value.new_empty((self.size, *value.shape))
             self.all_gather_by_library(tag, stacked.flatten(), value.contiguous().flatten(), what)
@@ -178,7 +178,7 @@ class Wire:
             self.start(tag, {}, {source: value}, what).wait()
 
     def exchange_texts(self, text: str, what: str) -> list[str]:
-        """Every rank's ``text``."""
+        """Hear every rank's ``text``, in the order of ranks."""
         # torch takes no empty buffer: an empty text goes as a blank.
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         # Rows of a swap are equally long: the sizes first, then the texts, padded.

@@ -275,8 +275,8 @@ def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None
 
 
 def check_model_state(path: Path, model: nn.Module, here: dict[str, Any], saved: Any, version: int) -> dict[str, Any]:
-    """What the model is given of its saved state, that has ``here`` beside its params. Whether it takes that is its own
-    matter, but for tensors that nothing can be written to.
+    """Check and return what the model, with ``here`` beside its params, is given of its saved state. Whether it takes
+    that is its own matter, but for tensors that nothing can be written to.
 
     Raises:
         Malformed: if it is no such state.
@@ -506,7 +506,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
-    """All stages together, in the order of the whole model.
+    """Put all stages together, in the order of the whole model.
 
     Raises:
         RankMismatch: if they have other numbers of param groups.

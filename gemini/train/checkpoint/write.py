@@ -61,7 +61,7 @@ class PlanePart(NamedTuple):
 
 
 def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
-    """Every source of this rank, chunk after chunk."""
+    """List every source of this rank, chunk after chunk."""
     found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
     # Chunk after chunk: behind the training each is free to change as soon as its last piece is written.
     return sorted(found, key=lambda source: source.handle.chunk.spec.index)
@@ -299,7 +299,7 @@ class FolderHome(CheckpointHome):
         return listed
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:
-        """Write values and manifest, when all have written, and let the new one take the old one's place; first rank only."""
+        """Write values and manifest, on the first rank when all are done, and let the new one replace the old one."""
         assert self._made is not None
         files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
         for of_rank in listed:

@@ -28,7 +28,7 @@ _WHAT = "an exchange of attention (context parallel)"
 
 
 class Exchange:
-    """Among the ranks of one context group.
+    """The exchange among the ranks of one context group.
 
     Args:
         meet: waits until every rank of the model stands at such an exchange, serving those that still need weights. So
@@ -81,8 +81,8 @@ class ImaginedExchange(Exchange):
 
 
 def exchange_dims(exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Exchange tensors of which each rank has a part along dim ``join`` for tensors that are whole there, and of which it
-    has a part along dim ``split``. All are of one dtype, and travel together.
+    """Exchange tensors of which each rank has a part along dim ``join`` for tensors that are whole there, with a
+    part along dim ``split``. All are of one dtype, and travel together.
     """
     return _ExchangeDims.apply(exchange, split, join, *parts)  # type: ignore[no-any-return]
 

@@ -78,7 +78,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_of_first(ranks: Ranks) -> Iterator[None]:
-    """All ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
+    """Let all ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
     if ranks.are_alone:
         yield
         return

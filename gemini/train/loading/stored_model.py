@@ -360,7 +360,7 @@ class _ReadAtTouch:
         param.data = value
 
     def end(self) -> set[int]:
-        """No value comes any more; returns the ``id`` of those that nobody changed, as far as they are away."""
+        """End the reading at touch; returns the ``id`` of those that nobody changed, as far as they are away."""
         untouched = set()
         for param in self._params:
             if isinstance(param, PagedParameter):

@@ -15,7 +15,7 @@ from gemini.train.passes.stepping import Stepping
 
 
 def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Every rank is about to load the same state into managed params; called when this rank has nothing against it.
+    """See that every rank is about to load the same state into managed params; this one has nothing against it.
 
     Raises:
         RankMismatch: on every rank, naming what differs; nothing was changed.

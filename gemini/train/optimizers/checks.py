@@ -344,7 +344,7 @@ def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
 
 
 def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:
-    """Take from a saved group what goes into the optimizer's: not its params, nor the kind of Adam (compared before)."""
+    """Take from a saved group what goes into the optimizer's: neither params nor the kind of Adam (compared before)."""
     left = {"params", "decoupled", "decoupled_weight_decay"} if "decoupled" in mine else {"params", "decoupled"}
     kept = {k: v for k, v in saved.items() if k not in left}
     return copy.deepcopy(kept)  # a learning rate may be a tensor, which a scheduler fills, or a label a list

@@ -161,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         return {**super().__getstate__(), "_current": None}
 
     def _forget_current(self) -> None:
-        """Gradients keep the scale that they have: its value is read before it changes."""
+        """Let gradients keep the scale that they have: its value is read before it changes."""
         if self._enabled and self._current is not None:
             self._current.snapshot()
             self._current = None

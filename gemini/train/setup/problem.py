@@ -427,7 +427,7 @@ def pose(
     *,
     overlap: bool,
 ) -> Problem:
-    """All that placing needs to know."""
+    """Pose the problem: all that placing needs to know."""
     return pose_problem(
         trace,
         budgets,

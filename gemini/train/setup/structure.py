@@ -22,7 +22,7 @@ from gemini.train.params.handle import is_in_stages
 
 
 def distinct_params(model: nn.Module) -> list[NamedParam]:
-    """Every param once, in declaration order, with all names it goes by."""
+    """List every param once, in declaration order, with all names it goes by."""
     return structure_of(model).params
 
 

@@ -155,7 +155,7 @@ class Reduction(GradientSink):
             whole.arrived.add(handle.name)
 
     def complete(self, chunk: Chunk) -> None:
-        """Every gradient of a chunk has arrived on this rank."""
+        """Begin or await the reduction of a chunk, every gradient of which has arrived on this rank."""
         index = chunk.spec.index
         self._completions.note(index, self._manager.foresight.place, self.state.backward_number)
         if not self.reduces:
@@ -193,7 +193,7 @@ class Reduction(GradientSink):
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
-        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
+        """End a script that all ranks have followed; ``has_all``: this one has nothing else of this backward to reduce.
         True if that holds for all.
         """
         return self._sync.end_script(has_all=has_all and not self._whole)
@@ -260,7 +260,7 @@ class Reduction(GradientSink):
         self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
 
     def _wait_for_first(self) -> None:
-        """Until the first reduction behind backward is over, or will not be."""
+        """Wait until the first reduction behind backward is over, or will not be."""
         index, job = next(iter(self._behind.items()))
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
@@ -471,7 +471,7 @@ class Reduction(GradientSink):
         self._replicas.leave()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
-        """Ranks compare what they did."""
+        """Note a clipping, which ranks compare in the step."""
         self._sync.note_clipping(max_norm, handles)
 
     def settle(self) -> None:

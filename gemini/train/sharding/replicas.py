@@ -112,7 +112,7 @@ class ReplicaSums:
             self._reopen(chunk)
 
     def landed(self, index: int, backward: int) -> None:
-        """Note that all gradients of a chunk are there, in the backward of that number. From any thread, in any order."""
+        """Note that all gradients of a chunk are there, in that backward. Called by any thread, in any order."""
         if self._lane is None or index not in self._by_chunk:
             return
         with WHOLE, self._lock:
@@ -149,8 +149,8 @@ class ReplicaSums:
             self._left.append(step)
 
     def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
-        """Gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the sum
-        over replicas. They come here for one chunk after another, in the order of backward.
+        """Add up gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the
+        sum over replicas. They come here for one chunk after another, in the order of backward.
 
         Args:
             present: who has a gradient in it.
@@ -200,7 +200,7 @@ class ReplicaSums:
         self._expect()
 
     def give_up(self) -> None:
-        """Gradients are about to be dropped: those of a backward that has failed are not added up any further."""
+        """Stop adding up what a backward that has failed has left: gradients are about to be dropped."""
         if self._jobs:
             self._finish()
 

@@ -58,8 +58,8 @@ _TRAFFIC = {
 
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
-    """Make what tells another thread whether a call of the model is under way; None when there is no model any more, which
-    it does not keep alive.
+    """Make what tells another thread whether a call of the model is under way; None when there is no model any more. It
+    keeps none alive.
     """
 
     def is_inside() -> bool | None:

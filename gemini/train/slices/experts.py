@@ -48,7 +48,7 @@ _WORDS = {
 
 
 class ExpertExchange:
-    """Among the ranks that have the experts of the same layers.
+    """The exchange among the ranks that have the experts of the same layers.
 
     Args:
         names: of the modules that have experts.

@@ -107,7 +107,7 @@ class OtherSlices:
         return totals
 
     def compare(self, facts: Facts) -> None:
-        """Ranks with slices of the same params are about to make a step of these facts.
+        """Compare these facts of a step among ranks with slices of the same params, which are about to make it.
 
         Raises:
             RankMismatch: on every rank, naming the first fact that differs; no weight was changed.
