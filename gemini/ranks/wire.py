@@ -155,7 +155,7 @@ class Wire:
     def all_reduce(self, tag: Tag, flat: torch.Tensor, scratch: torch.Tensor, what: str) -> None:
         """Replace ``flat`` by the sum over ranks, in fp32 and in their order, rounded once to its dtype.
 
-        ``scratch``: uint8, at least ``2 * flat.numel() * 4`` bytes.
+        ``scratch``: uint8, at least ``2 * flat.numel() * 4`` bytes, and 4 for each rank.
         """
         # Each rank adds up one part of all ranks' tensors and sends the sum to the others.
         cuts = [flat.numel() * i // self.size for i in range(self.size + 1)]
@@ -163,7 +163,9 @@ class Wire:
         own = parts[self.rank]
         width = own.numel() * flat.element_size()
         received = {peer: scratch[i * width : (i + 1) * width].view(flat.dtype) for i, peer in enumerate(self.peers)}
-        total = scratch[flat.numel() * 4 : flat.numel() * 4 + own.numel() * 4].view(torch.float32)
+        # Behind what is received, of which a small tensor leaves more than its share: parts are rounded up.
+        behind = -(-len(self.peers) * width // 4) * 4
+        total = scratch[behind : behind + own.numel() * 4].view(torch.float32)
         self.start(tag, {peer: parts[peer] for peer in self.peers}, received, what).wait()
         add_up([own if rank == self.rank else received[rank] for rank in range(self.size)], total)
         # The one rounding: every rank sends the bits that it keeps itself.

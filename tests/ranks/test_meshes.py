@@ -24,6 +24,7 @@ from gemini.memory.system import available_bytes
 from gemini.planning.working import MARGIN
 from gemini.ranks import group
 from gemini.ranks.group import names_of, ranks_along
+from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from tests.ranks.context_cases import Case, Result, batch, differences, make
 from tests.ranks.parallel_cases import config_for, mesh_of, num_batches
@@ -337,3 +338,21 @@ def test_on_cuda_the_librarys_collectives_serve_whole_replicas_too(pool_of: Pool
     """Their shard group is one rank, and by it sums over replicas stay on the device."""
     made = pool_of(2).run(libraries, ["dp", "dp_replicate", "ep"])
     assert made == [[[0, 1], [rank], [rank]] for rank in range(2)]
+
+
+def small_sums(sizes: list[int]) -> list[bool]:
+    wire = group.join(None, mesh_of({"dp_replicate": 4}), cuda=False).replicas
+    right = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in sizes:
+            tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(4)]
+            own, scratch = tensors[wire.rank].clone(), torch.empty(8 * numel + 16, dtype=torch.uint8)
+            wire.all_reduce(Tag.REPLICAS, own, scratch, "a sum")
+            right.append(torch.equal(own, sum(tensor.float() for tensor in tensors).to(dtype)))  # type: ignore[union-attr]
+    return right
+
+
+def test_sums_of_few_elements_over_many_ranks(pool_of: Pools) -> None:
+    """Parts are rounded up: what is received of a small tensor takes more than the tensor."""
+    for right in pool_of(4).run(small_sums, [1, 2, 3, 4, 5, 7, 64, 65]):
+        assert right == [True] * 16

@@ -102,6 +102,8 @@ class Saver(WriteObserver):
             self._thread.start()
         except BaseException:
             self._unsaved.clear()
+            if self in observers:  # the thread could not be started: nobody must wait for its end
+                observers.remove(self)
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
             raise
 
