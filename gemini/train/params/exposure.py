@@ -25,7 +25,8 @@ from gemini.train.step import StepState
 class Exposure:
     """Puts the guards of one model's params up and takes them away.
 
-    Whoever calls has the lock of the books, or is the only thread that computes (Recovery, the step).
+    Called under the lock of the books, or where one thread computes (Recovery, the step); but not where a hook or a
+    stray read only waits for resident chunks (:meth:`catch_up`, :meth:`expose`).
     """
 
     def __init__(self, params: ParamSet, store: ChunkStore, state: StepState):

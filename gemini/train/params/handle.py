@@ -62,7 +62,8 @@ class WaitingResidual:
 class ParamHandle:
     """What is known of one param, reachable from it as ``param._gemini``.
 
-    Changed by the training thread, and inside backward by autograd's under the lock of the books; workers only read.
+    Changed by the training thread, and inside backward by autograd's under the lock of the books. One
+    field is a worker's: ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for.
     """
 
     name: str
@@ -171,8 +172,8 @@ def handle_of(param: Any) -> ParamHandle | None:
 
 
 def is_in_stages(param: nn.Parameter) -> bool:
-    """Whether several stages of a pipeline read a param. Its chunk holds nothing else then: ranks that have the same part of
-    their stages' chunks have the same part of the param.
+    """Whether several stages of a pipeline read a param. Its chunk holds nothing else then, so that ranks that have
+    the same part of their stages' chunks have the same part of the param.
     """
     return hasattr(param, "_gemini_first")
 

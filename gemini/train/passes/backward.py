@@ -326,7 +326,7 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
 
 
 class Recovery:
-    """Ends what an exception or Ctrl-C has left open in one model. Called by the training thread alone."""
+    """Ends what an exception or Ctrl-C has left open in one model. Takes no lock: no other thread may be beginning a forward."""
 
     def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
         self._params, self._manager, self._state = parts.params, parts.store.manager, parts.state
