@@ -326,7 +326,10 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
 
 
 class Recovery:
-    """Ends what an exception or Ctrl-C has left open in one model. Takes no lock: no other thread may be beginning a forward."""
+    """Ends what an exception or Ctrl-C has left open in one model.
+
+    Takes no lock: what was interrupted may have left the books in any state, and no other thread may change them now.
+    """
 
     def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
         self._params, self._manager, self._state = parts.params, parts.store.manager, parts.state
