@@ -358,7 +358,7 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
-        # Before any file: ranks of different models would write over each other.
+        # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,

@@ -113,7 +113,7 @@ class WriteObservers(list[WriteObserver]):
 
     @contextmanager
     def writing(self, chunk: Chunk) -> Iterator[None]:
-        """Around a change."""
+        """Announce a change, and say that it is complete if nothing is raised inside."""
         self.before_write(chunk)
         # Not in a `finally`: a change that broke off is never complete, and must not look so.
         yield

@@ -32,7 +32,7 @@ class StepPhase(Enum):
 
 
 class PhaseChange(Enum):
-    """What changes the phase."""
+    """Events that change the phase."""
 
     BEGIN_FORWARD = "begin forward"
     END_FORWARD = "end forward"
@@ -72,13 +72,13 @@ class StepState:
         self.updated_in_backward = False
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
         self.clip_coefficient = 1.0
-        """What ``clip_grad_norm_`` of the whole model multiplies gradients by, as far as the host knows."""
+        """Factor by which ``clip_grad_norm_`` of the whole model multiplies gradients, as far as the host knows."""
         self.clip_there: ClipFactor | None = None
         """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.clip_in_backward = 1.0
-        """What the backward that updates multiplies gradients by, which are kept nowhere: of a backward before it."""
+        """Factor by which a backward that updates multiplies gradients, which it keeps nowhere: measured by the one before."""
         self.measuring = False
         """Whether gradients that arrive are measured and thrown away."""
         self.requires_grad_changed = False
@@ -89,16 +89,16 @@ class StepState:
         """The thread (its identifier) in which a forward runs whose modules have nothing to tell any more, because
         nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""
         self.num_looked_at = -1
-        """How many params and modules had been registered anywhere when the whole model was looked at last
+        """Number of params and modules that had been registered anywhere when the whole model was looked at last
         (:mod:`gemini.train.modules.injected`)."""
         self.num_open = 0
-        """What has begun to compute and has not ended in order; after an interrupt it never will."""
+        """Number of things that have begun to compute and not ended in order; after an interrupt they never will."""
         self.num_unreduced = 0
         """Chunks whose gradients are whole on this rank and not reduced yet."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
-        """What broke an update off in the middle: some weights and states are of this step and some are not."""
+        """The error that broke an update off in its middle: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- the phase ----------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ Fill = Callable[[ByName, Ranks], nn.Module]
 
 
 class Changes(list[Undo]):
-    """What was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes when nobody
+    """Everything that was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes when nobody
     else does.
     """
 

@@ -111,7 +111,7 @@ class Calls:
 
     @property
     def depth(self) -> int:
-        """How many calls are running in this thread."""
+        """The number of calls that are running in this thread."""
         # This thread's own entry: no other thread changes it, so no lock is needed.
         return len(self.running.get(threading.get_ident(), ()))
 

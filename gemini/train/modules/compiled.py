@@ -170,7 +170,7 @@ class _Outside:
 
 
 class CompiledParts:
-    """What of a managed model is compiled, as it was hooked, and whether that has changed since."""
+    """The compiled parts of a managed model as it was hooked, to tell whether they have changed since."""
 
     def __init__(self, structure: Structure):
         # Not the root's own: whoever hangs on the root holds this, and a model goes when nobody refers to it.

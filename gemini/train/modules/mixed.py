@@ -47,7 +47,7 @@ _OF_ONE_DTYPE = (
 """Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
 
 _NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)
-"""Those of them that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+"""Modules of these that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
 
 KeepFp32 = str | tuple[Any, ...] | None
 

@@ -39,15 +39,15 @@ class Reader(NamedTuple):
     path: str
     module: nn.Module
     params: tuple[nn.Parameter, ...]
-    """Those that it reads itself."""
+    """The params that it reads itself."""
     around: int | None
     """The place of the module around it among all visits; None for the root."""
     is_again: bool
-    """The same module was visited under another path before."""
+    """Whether the same module was visited under another path before."""
 
 
 class Structure:
-    """What one walk of a model has found. It is a snapshot: what is compiled or tiled later needs another one.
+    """Findings of one walk of a model. It is a snapshot: what is compiled or tiled later needs another one.
 
     Attributes:
         modules: every module once, by path, as ``named_modules()`` gives them.

@@ -88,7 +88,7 @@ class _Recomputed:
 
 
 class _Lazy(torch.Tensor):
-    """What checkpointing keeps of a weight that its recomputation saved: the shape that it compares, and no window.
+    """A stand-in that checkpointing keeps of a weight which its recomputation saved: a shape to compare, no window.
 
     Where forward saved that weight without our hooks (it called another function than the recomputation does), the node
     gets this tensor itself: each operation on it gathers the weight.

@@ -32,7 +32,7 @@ from gemini.train.modules.tiled_logits import find_head, split_rows
 
 _CHECKED_TOKENS = 8
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""What the experts of transformers' MoE blocks are given: tokens, and which experts each goes to, how much."""
+"""Arguments of the experts of transformers' MoE blocks: tokens, which experts each goes to, and how much."""
 
 
 class TokenTiles:

@@ -39,7 +39,7 @@ class Exposure:
         # Chunks whose params are ordinary ones now, by index.
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
-        """Of chunks that move: how many computations see their params as ordinary ones now."""
+        """By index of a chunk that moves, how many computations see its params as ordinary ones now."""
         self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
         self._cast: list[ParamHandle] = []
@@ -215,7 +215,7 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
 
 
 class Hidden(NamedTuple):
-    """What :func:`hide` found."""
+    """Findings of :func:`hide`."""
 
     written: list[ParamHandle]
     """Params that were written to while they were ordinary ones."""

@@ -219,7 +219,7 @@ class View(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Whose values stand in the place of an argument."""
+    """A param, or a view of it, whose values stand in the place of an argument."""
 
     handle: ParamHandle
     view: View | None = None
@@ -573,7 +573,7 @@ AT_REST: dict[Any, _Handler] = {
     torch.autograd.backward: _run_backward,
     torch.autograd.grad: _refuse_autograd_grad,
 }
-"""What answers on a param at rest by itself, whatever else is going on."""
+"""Handlers that answer on a param at rest by themselves, whatever else is going on."""
 
 
 # ---- ``p.grad``: None to the outside, for gradients live in chunks ---------------------------------------------------

@@ -29,7 +29,7 @@ _FINGERPRINT_TILE = 2**18
 
 
 class Leftover(IntEnum):
-    """What a plain loop's ``p.grad`` would hold of earlier steps, while no gradient is here."""
+    """Content that a plain loop's ``p.grad`` would have of earlier steps, while no gradient is here."""
 
     NOTHING = 0
     """Nothing: there was none since ``zero_grad()``."""
@@ -41,7 +41,7 @@ class Leftover(IntEnum):
 
 @dataclass(slots=True)
 class WaitingResidual:
-    """What a master has beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
+    """Rest of a master beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
     optimizer, for whoever writes the weights next.
 
     They belong to one moment's weights and to no others, which may be loaded before or after the optimizer's state. So
@@ -49,7 +49,7 @@ class WaitingResidual:
     """
 
     residual: torch.Tensor
-    """As the plane has it, whole; in fp16 the master."""
+    """The residual as the plane has it, of the whole param; in fp16 the master."""
     of: int | None
     """The CRC-32 of the bf16 weights that it was saved with. A master says itself which they are."""
     num_steps: int
@@ -60,7 +60,7 @@ class WaitingResidual:
 
 @dataclass(eq=False, slots=True)
 class ParamHandle:
-    """What is known of one param, reachable from it as ``param._gemini``.
+    """All that is known of one param, reachable from it as ``param._gemini``.
 
     Changed by the training thread, and inside backward by autograd's under the lock of the books. One
     field is a worker's: ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for.
@@ -77,7 +77,7 @@ class ParamHandle:
     owner: weakref.ref[Any]
     """The model that manages it, as :func:`gemini.train.params.owner.owner_of` knows it."""
     kind: type[nn.Parameter] = nn.Parameter
-    """What it is while modules compute: an ordinary parameter, or the class that a library has for its codes."""
+    """Its class while modules compute: an ordinary parameter's, or the one that a library has for its codes."""
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
@@ -85,11 +85,11 @@ class ParamHandle:
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
     fingerprint: tuple[int, int] | None = None
-    """Of the weights when ``param.data`` was asked for last, in a forward or backward."""
+    """Sums over the weights when ``param.data`` was asked for last, in a forward or backward."""
     siblings: tuple[ParamHandle, ...] = ()
     """Params with the same count of writes, this one too: views of one tensor that each was made a parameter."""
     num_writes: int = 0
-    """How often Gemini has changed the weights: a graph from before must not be used after."""
+    """Number of times that Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
     """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
@@ -108,7 +108,7 @@ class ParamHandle:
     optimizer: weakref.ref[Stepper] | None = None
     """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
-    """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
+    """Factor by which clipping of some params (one optimizer's of several) multiplies the gradient; 1 without."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     """States of it that are no planes, in host memory."""
     clip_folded: float = 1.0
@@ -195,7 +195,7 @@ class ParamSet:
     by_chunk: dict[int, list[ParamHandle]]
     """By the index of their chunk."""
     of_stages: Mapping[str, StageParam] = field(default_factory=dict)
-    """Of a model in stages, those of all stages in the order of the whole model; else none."""
+    """Params of all stages, of a model in stages, in the order of the whole model; else none."""
 
     def copies(self, stage: int) -> list[ParamHandle]:
         """Find those of this stage that are another one's as well, which writes and counts them."""
@@ -282,6 +282,7 @@ def _fingerprint_of(handle: ParamHandle) -> tuple[int, int]:
     flat = handle.view.detach().reshape(-1).view(torch.uint8)
     plain, placed = 0, 0
     for start in range(0, flat.numel(), _FINGERPRINT_TILE):
+        # One tile in int64 at a time: eight bytes for each byte of weights.
         bits = flat[start : start + _FINGERPRINT_TILE].to(torch.int64)
         tile = int(bits.sum())
         plain += tile
@@ -314,7 +315,7 @@ patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.d
 
 
 class Stepper(Protocol):
-    """What a model asks of the optimizer that updates its params (``HybridOptimizer``)."""
+    """The optimizer that updates a model's params, as far as the model asks it (``HybridOptimizer``)."""
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -322,17 +323,20 @@ class Stepper(Protocol):
     speculate: bool
     """Whether what it does in backward is a guess, which its step confirms."""
     may_guess: bool
-    """Whether it may begin to by itself."""
+    """Whether it may begin to guess by itself."""
     rule: Any
     """Its :class:`gemini.rules.UpdateRule`."""
     state: Any
-    """Of its plain params, as in torch."""
+    """States of its plain params, as in torch."""
 
     def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable:
-        """What to update a param with whose gradient has just become complete, times ``scale``."""
+        """Compute the scalars of an update of a param whose gradient, times ``scale``, has just become complete.
+
+        Called on autograd's thread, inside backward.
+        """
 
     def adopt_plain_states(self) -> None:
-        """Params became managed: their states move into chunks."""
+        """Move states of params that became managed into chunks."""
 
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
@@ -364,6 +368,7 @@ def reference_to_optimizer_of(param: Any) -> weakref.ref[Stepper] | None:
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
     """Let :func:`optimizer_of` these params be this one from now on, or none."""
+    # Weakly: a model must not keep an optimizer that the program has let go of, nor its states.
     reference = None if optimizer is None else weakref.ref(optimizer)
     for param in params:
         _owners[param] = reference

@@ -49,7 +49,7 @@ GradHook = Callable[[ParamHandle], Callable[[Any], None]]
 
 
 class Owner(Protocol):
-    """What a param asks of its model, to which it refers weakly: a param that a program keeps must not keep chunks."""
+    """The model as its params know it, weakly: a param that a program keeps must not keep chunks."""
 
     config: GeminiConfig
     params: ParamSet

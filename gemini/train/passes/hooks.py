@@ -46,7 +46,7 @@ ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
 NUM_ROOT_HOOKS = 3
-"""Of the list of hooks the first ones are the root's, which run while others change."""
+"""Number of hooks of the root, the first in the list: they run while others change, and so stay."""
 
 
 Pre = Callable[[nn.Module, Any], None]
@@ -54,7 +54,7 @@ Post = Callable[[nn.Module, Any, Any], Any]
 
 
 class Passes(Protocol):
-    """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
+    """Passes of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
     config: GeminiConfig
     decision: Decision

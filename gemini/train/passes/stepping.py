@@ -35,7 +35,7 @@ from gemini.train.update.tiles import ParamUpdate
 
 @dataclass
 class MeasuredNorm:
-    """What a backward that only measures has found.
+    """Result of a backward that only measures.
 
     Attributes:
         norm: the 2-norm of all gradients, before clipping; NaN until the block is over.
