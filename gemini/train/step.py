@@ -78,7 +78,7 @@ class StepState:
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.clip_in_backward = 1.0
-        """Factor by which a backward that updates multiplies gradients, which it keeps nowhere: measured by the one before."""
+        """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
         self.measuring = False
         """Whether gradients that arrive are measured and thrown away."""
         self.requires_grad_changed = False
@@ -98,7 +98,7 @@ class StepState:
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
-        """The error that broke an update off in its middle: some weights and states are of this step and some are not."""
+        """The error that broke an update off: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- the phase ----------------------------------------------------------------------------------------------

@@ -44,8 +44,8 @@ Fill = Callable[[ByName, Ranks], nn.Module]
 
 
 class Changes(list[Undo]):
-    """Everything that was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes when nobody
-    else does.
+    """Everything that was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes
+    when nobody else does.
     """
 
     def undo(self, model: nn.Module) -> None:
