@@ -391,7 +391,8 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     if in_parts:
         parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
     for group in (wire, context, experts) if cuda else ():
-        if group.size > 1:
+        # The wire of shards even where it has one rank: sums over replicas of whole chunks stay on the device with it.
+        if group is wire or group.size > 1:
             group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())

@@ -74,11 +74,16 @@ class Transfer(Job):
         """Whether it never began."""
         self.held: Held | None = None
         """What its end gives back."""
+        self._given_back = False
 
     def finish(self, error: BaseException | None = None) -> None:
-        held, self.held = self.held, None
-        if held is not None:  # before anybody who waits for that memory wakes up
+        held = self.held
+        if held is not None and not self._given_back:
+            # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
+            # for memory in flight must find it here or in the ledger. Twice at most one of two threads may do it.
+            self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
+            self.held = None
         super().finish(error)
 
     def is_over(self) -> bool:
@@ -160,6 +165,8 @@ class Transfers:
                 for transfer in transfers:
                     if transfer.worker is None or thread.cancel(transfer):  # else it is under way, and stays known
                         self.end(transfer)
+                        if transfer.worker is None:
+                            transfer.finish()  # nobody else gives back what it holds
                 raise
 
     def add(self, transfer: Transfer) -> None:
@@ -197,7 +204,8 @@ class Transfers:
 
     def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
         """Nobody wants it: cancel it, or wait until it is over, however that went."""
-        transfer.taken_back = self.thread(transfer.lane).cancel(transfer)
+        if self.thread(transfer.lane).cancel(transfer):  # once: a second call finds it over
+            transfer.taken_back = True
         self.wait(transfer, cause, name, index)
 
     def end(self, transfer: Transfer) -> None:

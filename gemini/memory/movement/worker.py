@@ -197,6 +197,12 @@ class JobThread:
 class Worker(JobThread):
     """One job after another."""
 
+    _running: Job | None = None
+
+    def _end_here(self) -> None:
+        if self._running is not None:  # the end of the model drains what is in flight, this job too
+            self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
+
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
         """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where the job has to be
         known to somebody, that belongs into one ``WHOLE`` with this: an interrupt that waits for the end of it comes
@@ -212,12 +218,14 @@ class Worker(JobThread):
             if job is None:  # taken back just now
                 continue
             kernels.set_flush_mode(job.flush_mode)
+            self._running = job
             try:
                 job.run()
             except BaseException as e:  # surfaces where somebody waits; a worker does not die of it
                 job.finish(e)
             else:
                 job.finish()
+            self._running = None
             del job  # what it holds is not kept by a worker that waits
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,9 @@ class Adoption:
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
         self._grad_hook, self._taken = grad_hook, list[_Taken]()
         self._is_whole = False
+        self.becomes_whole = False
+        """Whether params that are slices become whole again at the end, as experts do."""
+        self._values: dict[ParamHandle, torch.Tensor] | None = None
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
@@ -70,15 +73,27 @@ class Adoption:
         if filled:
             self.keep()
 
-    def give_back(self, *, whole: bool = False) -> None:
-        """Make taken params ordinary ones again: with the values they had, as long as that can be done; once the model
-        is whole, with those they have by then, on the CPU in the compute dtype.
+    def read_back(self) -> None:
+        """Read the values that :meth:`give_back` gives, of all params at once. It takes minutes where weights are in
+        files, and an error or an interrupt in the middle of it changes nothing: until all are here, none is given.
+        """
+        read = self._by_names.read_whole if self.becomes_whole else self._by_names.read
+        handles = self._params.handles
+        self._values = call_without_grad(lambda: {handle: handle.as_it_was(read(handle)) for handle in handles})
 
-        Args:
-            whole: whether params that are slices become whole ones.
+    def give_back(self) -> None:
+        """Make taken params ordinary ones again: with the values they had, as long as that can be done; once the model
+        is whole, with those that :meth:`read_back` has read, on the CPU in the compute dtype.
         """
         if self._is_whole:
-            call_without_grad(self._let_go, self._by_names.read_whole if whole else self._by_names.read)
+            if self._values is None:  # a wrap that breaks off
+                self.read_back()
+            values, self._values = self._values or {}, None
+            for index, handles in self._params.by_chunk.items():
+                for handle in handles:
+                    _make_ordinary(handle, values.pop(handle))
+                    handle.view = torch.empty(0, device="cpu")
+                self._chunks[index].clear_planes()  # nobody reads its home any more
         elif not self._is_divided:
             for handle, dtype, original in self._taken:
                 value = original
@@ -88,14 +103,6 @@ class Adoption:
         else:
             return
         self._params.forget()
-
-    def _let_go(self, read: Callable[[ParamHandle], torch.Tensor]) -> None:
-        for index, handles in list(self._params.by_chunk.items()):
-            values = [read(handle) for handle in handles]
-            for handle, value in zip(handles, values, strict=True):
-                _make_ordinary(handle, handle.as_it_was(value))
-                handle.view = torch.empty(0, device="cpu")
-            self._chunks[index].clear_planes()  # its home is free for the next one
 
     def keep(self) -> None:
         """The model is whole: there is no way back to what it was."""
