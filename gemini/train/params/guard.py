@@ -157,7 +157,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     params = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ManagedParameter)]
     handles: list[ParamHandle] = [param._gemini for param in params]  # type: ignore[attr-defined]
     for owner in map(owner_of, handles):
-        # Any thread may come here while another one computes: `in_call` takes the lock.
+        # Whichever thread computes: another one that reads meanwhile has its weights gathered as well.
         if owner.state.computing:  # params of another model are met again in the call that follows
             return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
     if _is_recorded(func, args, kwargs):
