@@ -82,8 +82,10 @@ class ManagedAdapters:
                 for handle in [handle_of(value)]
                 if handle is None or handle.param.requires_grad or id(value) in kept
             }
+        # Held back until all ranks are here: one that raised alone would leave the others waiting.
         with Attempt(BaseException) as attempt:
             self._gemini_original.save_pretrained(self, directory, **kwargs)
+        # A rank may return only when the files are there, on whichever rank they are written.
         company.ranks.waiting.wait_for_all("save_pretrained")
         company.agree_on_folder(Point.EXPORT, "save_pretrained", directory, attempt.refusal)
 
@@ -97,6 +99,7 @@ class ManagedAdapters:
         Raises:
             BudgetExceeded: if the host has not the memory; nothing was changed.
         """
+        # Before unmanaging, after which there is no way back.
         _check_merge_allowed(self.base_model)
         unmanage(self, "merge_and_unload()")  # type: ignore[arg-type]
         return self.base_model.merge_and_unload(*args, **kwargs)
@@ -114,6 +117,7 @@ class ManagedAdapters:
         _check_merge_allowed(self.base_model)
         _refuse_coded(self, "merge_adapter()")  # type: ignore[arg-type]
         for layer in _tuner_layers(self):  # type: ignore[arg-type]
+            # One layer at a time: room for the weights of one is enough, and Ctrl-C leaves whole layers.
             with _written(self, layer):
                 layer.merge(adapter_names=adapter_names, safe_merge=safe_merge)
 
@@ -132,6 +136,7 @@ class ManagedAdapters:
         """
         if adapter_name not in self.peft_config:
             raise _refusal(f"load_adapter(..., {adapter_name!r})")
+        # PEFT would cast the adapter's params to fp32, which chunks refuse.
         kwargs["autocast_adapter_dtype"] = False
         return super().load_adapter(model_id, adapter_name, *args, **kwargs)  # type: ignore[misc]
 
@@ -164,7 +169,7 @@ class NoAdapters:
 
 
 def faces_of(original: type[nn.Module]) -> tuple[type, ...]:
-    """What the class of a managed model has beside ``GeminiDDP`` and the original."""
+    """Find what the class of a managed model has beside ``GeminiDDP`` and the original."""
     if is_a(original, "PeftModel"):
         return (ManagedAdapters,)
     return (NoAdapters,) if hasattr(original, "load_adapter") else ()
@@ -236,6 +241,7 @@ class _written:
 
     def __exit__(self, *error: Any) -> Any:
         if error[0] is None:
+            # Before the block ends, which takes over what is in the window and refuses other memory.
             for param in self._params:
                 take_in(param._gemini)  # type: ignore[attr-defined]
         return self._gathered.__exit__(*error)

@@ -82,6 +82,8 @@ class GeminiDDP(nn.Module):
                 "model, config, process_group and mesh. Settings are fields of the config: "
                 "GeminiDDP(model, gemini.GeminiConfig(...))"
             )
+        # It returns `model` itself, whose class is managed by then, so Python calls `__init__` on it: which does
+        # nothing.
         return _wrap(*args, **kwargs)
 
     def __init__(self, model: nn.Module | None = None, config: GeminiConfig | None = None, **ranks: Any) -> None:
@@ -93,6 +95,7 @@ class GeminiDDP(nn.Module):
         if engine is None:  # what is printed while it is made or taken apart
             return super().__repr__()
         ledger = engine.store.ledger
+        # The ledger is asked, not the devices: printing a model must not wait for anything.
         tiers = ", ".join(
             f"{tier.value} {human_bytes(ledger.used(tier))} of {human_bytes(ledger.budget(tier))}"
             for tier in ledger.tiers
@@ -105,6 +108,7 @@ class GeminiDDP(nn.Module):
         """The forward. Whatever an interrupt has left open in it ends here: hooks do not run after one, and a
         ``torch.no_grad()`` of the model's may not have.
         """
+        # Noted outside of the call: hooks of torch do not run after a KeyboardInterrupt.
         before, engine = torch.is_grad_enabled(), _engine(self)
         depth = engine.forward.calls.depth
         try:
@@ -124,6 +128,7 @@ class GeminiDDP(nn.Module):
         share: far less memory, more communication, the same sums within rounding.
         """
         engine = _engine(self)
+        # Ranks keep their gradients whole inside; the state is what updates inside backward ask.
         with engine.shards.without_reducing(), engine.state.accumulate():
             yield
 
@@ -139,6 +144,7 @@ class GeminiDDP(nn.Module):
             GeminiError: inside another ``step_scope``.
         """
         engine = _engine(self)
+        # Several ranks follow the script that they agreed on, which a schedule of one rank must not change.
         with contextlib.nullcontext() if engine.ranks.shares_params else engine.store.manager.foresight.scope():
             yield
 
@@ -174,6 +180,7 @@ class GeminiDDP(nn.Module):
                 "know which params are slices and which are whole on every rank, so it cannot compute their norm. "
                 "Leave it out, or slice the model with gemini.slice_tensors"
             )
+        # A param that nobody manages would be left out of the norm.
         refuse_injected(_engine(self).state, self, is_root=True)
         handles = None if params is None else [self._own(param, "clip_grad_norm_") for param in params]
         return _engine(self).stepping.clip_grad_norm(max_norm, handles, error_if_nonfinite=error_if_nonfinite)
@@ -240,6 +247,7 @@ class GeminiDDP(nn.Module):
             ValueError: for params of another model.
         """
         engine = _engine(self)
+        # Windows that an interrupted forward has pinned would take the room that is needed here.
         engine.recovery.forget_interrupted()
         if params is None:
             handles = engine.params.handles
@@ -272,6 +280,7 @@ class GeminiDDP(nn.Module):
     def memory_report(self) -> MemoryReport:
         """Bytes of each tier, and what moved and waited in the last step. ``print`` shows a table."""
         engine = _engine(self)
+        # Figures of a model at rest: what is in flight would be counted in neither of its places.
         engine.drain()
         decision = engine.decision
         kept = [decision.kept.get(key, MADE) for key in engine.params.in_fp32]
@@ -316,6 +325,7 @@ class GeminiDDP(nn.Module):
         if keep_vars:
             raise GeminiError("state_dict(keep_vars=True): managed params hold no values; use keep_vars=False")
         engine = _engine(self)
+        # An update in flight may still fail, which the check after it sees.
         engine.drain()
         engine.state.check_whole()
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read_whole(handle, dtype))
@@ -330,6 +340,7 @@ class GeminiDDP(nn.Module):
         if assign:
             raise GeminiError("load_state_dict(assign=True): params live in chunks and are written, not replaced")
         engine = _engine(self)
+        # Params that an interrupted forward has left ordinary would be written past the guard.
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
 
@@ -347,6 +358,7 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         engine.drain()
         engine.state.check_whole()
+        # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
             self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
@@ -358,6 +370,7 @@ class GeminiDDP(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         refuse_stock_loop()
         engine = _engine(self)
+        # `fn` is asked what it would do with one number: weights are not there to be moved.
         probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)
         moved = fn(probe)
         if moved.dtype == probe.dtype and moved.device == probe.device:
@@ -403,6 +416,7 @@ class GeminiDDP(nn.Module):
 
     def _own(self, param: Any, caller: str = "gathered()") -> ParamHandle:
         handle = handle_of(param)
+        # A param of another managed model has a handle too.
         if handle is None or handle.owner() is not _engine(self):
             raise ValueError(f"{caller} was given a tensor that is not a managed param of this model")
         return handle
@@ -418,8 +432,8 @@ def _engine(model: nn.Module) -> Engine:
 
 
 def managed_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The class that is both ``original`` and ``GeminiDDP``; one per original class, with its name: configs and reprs
-    do not change.
+    """Return the class that is both ``original`` and ``GeminiDDP``; one per original class, with its name: configs and
+    reprs do not change.
     """
     return _make_class(original)  # type: ignore[arg-type]
 
@@ -432,6 +446,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
         "__doc__": original.__doc__,
         "_gemini_original": original,
     }
+    # GeminiDDP has these for models of transformers; others must answer hasattr() as they did.
     if not hasattr(original, "save_pretrained"):
         namespace["save_pretrained"] = _no_save_pretrained
     if not hasattr(original, "resize_token_embeddings"):
@@ -450,7 +465,7 @@ def _make_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def _laid_out_as(kind: type | None) -> Iterator[type]:
-    """The classes whose layout in memory a class has, or has more fields than."""
+    """Go through the classes whose layout in memory a class has, or has more fields than."""
     while kind is not None:
         yield kind
         kind = kind.__base__
@@ -495,6 +510,7 @@ def _wrap(model: Any, config: GeminiConfig | None = None, *, process_group: Any 
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"wrap the bare model (model.module): GeminiDDP takes the place of {type(model).__name__}")
+    # Walked once, for all checks and for wrapping; refused before anything of the model is changed.
     structure = Structure(model)
     if any(isinstance(module, GeminiDDP) for _, module in structure.modules):
         raise ValueError("a part of this model is managed already: wrap the outermost model, once")

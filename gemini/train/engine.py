@@ -62,10 +62,10 @@ from gemini.train.update.updates import Updates
 
 
 class Engine:
-    """One per wrapped model.
+    """Everything that one wrapped model is trained with. Made, drained and closed by the training thread.
 
     Args:
-        fill: what writes the values of params that hold none yet to their homes, given those and who shares them.
+        fill: writes the values of params that hold none yet to their homes, given those and who shares them.
         cuts: by the id of a param of a model in slices, which slice it is.
         of_stages: of one stage of a pipeline, the params of all of them in the order of the whole model.
     """
@@ -76,11 +76,13 @@ class Engine:
         cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
     ):  # fmt: skip
         config = self.config = config.resolved()
+        # Weak already here: what is made below must not keep the engine, which goes with its model.
         own, device = weakref.ref[Passes](self), make_device(config.device)
         rule = rule_for(config.optimizer, config.states, config.precision)
         in_stages, on_cuda = of_stages is not None, device.torch_device.type == "cuda"
         ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
         if not ranks.are_alone:
+            # A collective, before anything is allocated: ranks that differ in model or config find out here.
             prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
         others = _other_slices(config, rule, ranks, in_stages=in_stages) if cuts else None
 
@@ -91,6 +93,7 @@ class Engine:
         params.of_stages = of_stages or {}
         store = self.store = _make_store(built, device, rule, _lanes(config, ranks, device))
         state = self.state = StepState()
+        # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
         lock, observers = threading.RLock(), Observers()
         writes = self.write_observers = WriteObservers()
         if store.durable is not None:
@@ -100,12 +103,14 @@ class Engine:
         exposure = Exposure(params, store, state)
         saved_weights = SavedWeights(store.manager, lock, observers)
         calls = Calls(store.manager, exposure)
+        # When room is short, weights that only the rest of a backward may need go before somebody is refused.
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         shared = ranks.shares_params
         updates = self.updates = Updates(
             store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=config.update_threads
         )
         norms = _norms_of(params, ranks, others, in_stages=in_stages)
+        # Room that gathered weights need at once, which gradients on the same tier must leave free.
         working_set = store.working_set if shared or store.moves else 0
         gradients = GradientStore(params.handles, store, norms, working_set=working_set)
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
@@ -137,11 +142,13 @@ class Engine:
         self.adoption = Adoption(
             params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shared
         )
+        # Before values are written: other ranks may ask for them from here on, and are served.
         state.is_made = True
         if fill is not None:
             fill(by_names, ranks)
         self.adoption.take_all(filled=fill is not None)
         store.mover.watch.start_over()  # coming home is no part of the first step
+        # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
 
     def drain(self) -> None:
@@ -150,19 +157,20 @@ class Engine:
         Raises:
             StorageError and whatever else broke off an update.
         """
+        # Updates first: they begin fetches (of lent windows) and end what the manager waits for.
         self.forward.let_go_of_transformed()
         self.updates.drain()
         self.store.manager.drain()
         self.activations.drain()
 
     def watch_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
-        """For who looks at what is alive at every moment: own work is done in turn, and inside ``around``."""
+        """Do own work in turn, and inside ``around``, for whoever looks at what is alive at every moment (a tracer)."""
         self.forward.observers.set_apart(around)
         self.backward.gradients.do_in_turn(around is not None)
         self.activations.do_in_turn(around is not None)
 
     def check_invariants(self) -> None:
-        """Everything that must hold between steps; for tests."""
+        """Assert what must hold between steps; for tests."""
         self.drain()
         self.store.transfers.check_invariants()
         self.store.manager.check_invariants()
@@ -173,15 +181,22 @@ class Engine:
             assert all(c.pins == 0 for c in self.store.chunks)
 
     def close(self) -> None:
-        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read."""
+        """Give everything back, whoever still holds a param: it keeps its shape and name, and refuses to be read.
+
+        In the reverse of the order of making: what moves bytes ends before the bytes that it moves.
+        """
+        # A checkpoint that is being written reads chunks: it ends, or is given up, before they go.
         self.write_observers.close()
         self.forward.close()  # its hooks are over those of activations
+        # The threads end here: from here on nobody but this one touches a chunk.
         self.store.transfers.close()
         for part in (self.updates, self.store.manager, self.activations):
             part.close()
+        # After all that may still write to planes.
         take_apart(self.store.chunks, self.params.handles)
         self.shards.close()
         self.ranks.close()
+        # Files last, when no plane looks into them.
         if self.store.spill is not None:
             self.store.spill.close()
         if self.store.durable is not None:

@@ -25,29 +25,29 @@ class StepObserver(Protocol):
     """Told when modules and steps begin and end."""
 
     def begin_call(self, module: nn.Module) -> None:
-        """A hooked module starts: what it gathers is gathered for it."""
+        """Note that a hooked module starts: what it gathers is gathered for it."""
 
     def end_call(self) -> None:
-        """A hooked module is over: the one around it goes on."""
+        """Note that a hooked module is over: the one around it goes on."""
 
     def watch_backward(self, module: nn.Module, output: Any) -> None:
-        """A hooked module has given ``output``: its backward begins when a gradient of that arrives."""
+        """Watch for the backward of a hooked module, which begins when a gradient of its ``output`` arrives."""
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward has arrived."""
+        """Note that the first gradient of a backward has arrived. Called on autograd's thread."""
 
     def end_backward(self) -> None:
-        """The whole graph is done."""
+        """Note that the whole graph is done. Called on autograd's thread."""
 
     def discard(self) -> None:
-        """Gradients were forgotten."""
+        """Note that gradients were forgotten."""
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
+        """Note that an optimizer step is over."""
 
 
 class Observers:
-    """Those of one model."""
+    """The recording and the tracer of one model: each is there or not, and asked for in every hook."""
 
     def __init__(self) -> None:
         self.recording: StepObserver | None = None
@@ -55,11 +55,11 @@ class Observers:
         """Entered around what is done for chunks beside the model's own work."""
 
     def record(self, recording: StepObserver | None) -> None:
-        """From now on ``recording`` is told, or nobody is."""
+        """Tell ``recording`` from now on, or nobody."""
         self.recording = recording
 
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
-        """From now on ``around`` is entered around own work, or nothing is."""
+        """Enter ``around`` around own work from now on, or nothing."""
         self.around_own_work = around
 
 
@@ -67,28 +67,32 @@ class Observers:
 
 
 class WriteObserver(Protocol):
-    """It may be called on any thread that changes chunks, and must not keep the model alive."""
+    """Told of writes to chunks. It is called on any thread that changes them, and must not keep the model alive."""
 
     def before_updates(self) -> None:
-        """On the thread that trains: updates are about to be handed over, behind those of earlier steps."""
+        """Note that updates are handed over next, behind those of earlier steps. Called by the training thread."""
 
     def before_write(self, chunk: Chunk) -> None:
-        """Masters or states of ``chunk`` are about to change; they change when this returns."""
+        """Note that masters or states of ``chunk`` change when this returns; until then they may still be read."""
 
     def after_write(self, chunk: Chunk) -> None:
-        """A change is complete. Changes may lie within others (a write by name inside ``gathered(write=True)``): a
-        chunk is whole when as many are complete as have begun. One that broke off never is.
+        """Note that a change is complete. Changes may lie within others (a write by name inside
+        ``gathered(write=True)``): a chunk is whole when as many are complete as have begun. One that broke off never
+        is.
         """
 
     def step_ended(self) -> None:
-        """``optimizer.step()`` returns. Updates in flight are over when ``after_write`` says so."""
+        """Note that ``optimizer.step()`` returns. Updates in flight are over when ``after_write`` says so."""
 
     def close(self) -> None:
-        """The model ends."""
+        """End: the model does."""
 
 
 class WriteObservers(list[WriteObserver]):
-    """Those of one model. They may come and go while another thread tells the others something."""
+    """All write observers of one model.
+
+    They may come and go while another thread tells the others something, so each method goes through a copy.
+    """
 
     def before_updates(self) -> None:
         """Tell all."""
@@ -97,6 +101,7 @@ class WriteObservers(list[WriteObserver]):
 
     def before_write(self, chunk: Chunk) -> None:
         """Masters or states of ``chunk`` may change when this returns: no fetch reads them, and all were told."""
+        # A fetch out of the home may be under way on its lane: it would read half of the write.
         chunk.begin_write()
         for observer in tuple(self):
             observer.before_write(chunk)
@@ -108,8 +113,9 @@ class WriteObservers(list[WriteObserver]):
 
     @contextmanager
     def writing(self, chunk: Chunk) -> Iterator[None]:
-        """Around a change."""
+        """Announce a change, and say that it is complete if nothing is raised inside."""
         self.before_write(chunk)
+        # Not in a `finally`: a change that broke off is never complete, and must not look so.
         yield
         self.after_write(chunk)
 
@@ -125,25 +131,27 @@ class WriteObservers(list[WriteObserver]):
 
 
 class ChangedChunks:
-    """Which chunks have changed since a durable store was told."""
+    """Notes which chunks have changed since a durable store was told, on whatever thread they do."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         self._indices = {chunk.spec.index for chunk in chunks}  # nothing of these is in the store
 
     def take(self) -> set[int]:
-        """They, by index, and from now on those that change afterwards."""
+        """Take the changed chunks, by index, and begin to note those that change afterwards."""
+        # A new set in one assignment: what changes from here on goes into that one.
         taken, self._indices = self._indices, set()
         return taken
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """These were taken, and did not get there."""
+        """Note these again: they were taken, and did not get into the store."""
         self._indices.update(indices)
 
     def before_updates(self) -> None:
         """Nothing to do."""
 
     def before_write(self, chunk: Chunk) -> None:
-        """It is no longer what the store has."""
+        """Note that a chunk is no longer what the store has."""
+        # Before the write: the store must not take half of it for what it has.
         self._indices.add(chunk.spec.index)
 
     def after_write(self, chunk: Chunk) -> None:
@@ -170,7 +178,7 @@ _NOTHING = nullcontext()
 
 
 def is_differentiating() -> bool:
-    """Whether one of them takes derivatives."""
+    """Whether a transform that runs in this thread takes derivatives."""
     if innermost_transform() is None:
         return False
     kinds = _functorch.TransformType
@@ -178,14 +186,14 @@ def is_differentiating() -> bool:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, of what a transform has wrapped."""
+    """Unwrap what a transform has wrapped, to the tensor itself."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
 
 def without_transforms() -> AbstractContextManager[None]:
-    """What is done inside is of no transform: moving weights."""
+    """Keep what is done inside (moving weights) out of the transforms that run in this thread."""
     return _NOTHING if innermost_transform() is None else _without_stack()
 
 
@@ -197,6 +205,7 @@ def _without_stack() -> Iterator[None]:
             stack.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:
+        # In the reverse order, whatever happened inside: torch pops them itself at the end of each transform.
         while stack:
             _functorch.push_dynamic_layer_stack(stack.pop())
 
@@ -205,10 +214,11 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def own_work(method: _Method) -> _Method:
-    """A method, of an object with ``observers``, that does something for chunks beside the model's own work."""
+    """Decorate a method, of an object with ``observers``, that works for chunks beside the model's own work."""
 
     @wraps(method)
     def apart(self: Any, *args: Any) -> Any:
+        # One look: without a tracer, which is nearly always, nothing is entered.
         around = self.observers.around_own_work
         if around is None:
             return method(self, *args)

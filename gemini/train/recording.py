@@ -24,7 +24,7 @@ from gemini.train.modules.calls import iter_tensors
 from gemini.train.params.handle import is_in_stages
 
 LOSS = "loss"
-"""What is computed between the end of the model's forward and the beginning of its backward."""
+"""The name of what is computed between the end of the model's forward and the beginning of its backward."""
 
 
 class _Whole(NamedTuple):
@@ -41,6 +41,7 @@ class Recording:
         Raises:
             PlanMismatch: for a trace of another model.
         """
+        # Weakly: a program may keep the recording, to read its timeline, for longer than the model.
         self._reference = weakref.ref(engine)
         if trace is not None:
             params = tuple(
@@ -58,6 +59,7 @@ class Recording:
             ours.check_same_model(trace, what="the trace")
         self._trace = trace
         self._recorder = Recorder(engine.store.device.synchronize)
+        # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__
         ranks = engine.ranks.everyone.size
@@ -99,20 +101,21 @@ class Recording:
     # ---- told by the engine -------------------------------------------------------------------------------------
 
     def begin_call(self, module: nn.Module) -> None:
-        """A hooked module starts: what it gathers is gathered for it."""
+        """Note that a hooked module starts: what it gathers is gathered for it. Called under the lock of the books."""
         engine = self._engine()
+        # A step begins with the first outermost forward with gradients; evaluation in between is no step.
         outermost = not engine.forward.calls.running and not engine.state.in_backward
         if outermost and torch.is_grad_enabled() and not self._recorder.in_step and not self._is_late:
             self._begin_step(engine)
         self._recorder.computing(self._name_of(module, "recompute" if engine.state.in_backward else "forward"))
 
     def count_batch(self, args: Any, kwargs: Any) -> None:
-        """The model was called with these inputs."""
+        """Count the tokens of a call of the model. A recomputation is none."""
         if self._recorder.in_step and torch.is_grad_enabled() and not self._engine().state.in_backward:
             self._tokens += count_tokens(args, kwargs)
 
     def end_call(self) -> None:
-        """A hooked module is over: the one around it goes on."""
+        """Note that a hooked module is over: the one around it goes on. Called under the lock of the books."""
         engine = self._engine()
         around = engine.forward.calls.innermost if engine.forward.calls.running else None
         if around is not None and around.module is not None:
@@ -122,6 +125,7 @@ class Recording:
         elif engine.state.in_backward:
             self._recorder.computing(self._in_backward)
         else:
+            # The outermost one ended: what comes before its backward is the loss.
             self._recorder.computing(LOSS if torch.is_grad_enabled() else None)
 
     def watch_backward(self, module: nn.Module, output: Any) -> None:
@@ -129,6 +133,7 @@ class Recording:
         name = self._name_of(module, "backward")
 
         def begins(grad: torch.Tensor) -> None:
+            # The graph may be run after the block.
             if self._is_open:
                 self._in_backward = name
                 self._recorder.computing(name)
@@ -138,7 +143,8 @@ class Recording:
                 tensor.register_hook(begins)
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward has arrived."""
+        """Note that the first gradient of a backward has arrived."""
+        # A backward outside of any recorded step: its forward was before the block, so its step is not whole.
         self._is_late = self._is_late or not self._recorder.in_step
         self._num_backwards += 1
         if not self._in_backward:
@@ -146,18 +152,18 @@ class Recording:
         self._recorder.computing(self._in_backward)
 
     def end_backward(self) -> None:
-        """The whole graph is done."""
+        """Note that the whole graph is done."""
         self._in_backward = ""
         self._recorder.computing(None)
 
     def discard(self) -> None:
-        """Gradients were forgotten: if none is left, what was computed for them became no step."""
+        """Forget the step if no gradient is left: what was computed for those that were forgotten became none."""
         if not self._engine().backward.has_gradients and (self._num_backwards or self._is_late):
             self._recorder.abandon_step()
             self._is_late, self._num_backwards = False, 0
 
     def end_step(self) -> None:
-        """An optimizer step is over."""
+        """Keep the step that an optimizer step has ended, if it was recorded from its beginning."""
         if self._recorder.in_step:
             self._last = _Whole(self._recorder.end_step(), self._tokens, self._num_backwards)
         self._is_late, self._num_backwards = False, 0
@@ -166,7 +172,7 @@ class Recording:
 
     @contextmanager
     def opened(self, model: nn.Module) -> Iterator[Recording]:
-        """Around the steps of ``model`` that are recorded.
+        """Record the steps of ``model`` inside.
 
         Raises:
             GeminiError: if the model is being recorded already.
@@ -178,6 +184,8 @@ class Recording:
         )
         self._open()
         try:
+            # Only if nothing was raised: after an interrupt a wait for updates might raise again, and hide the first
+            # error.
             yield self
             self.drain()
         finally:
@@ -187,9 +195,11 @@ class Recording:
     def _open(self) -> None:
         engine = self._engine()
         engine.forward.observers.record(self)
+        # Hooks of a settled forward would tell nothing.
         engine.state.unsettle()
         engine.store.mover.watch.record(self._recorder)
         engine.store.ledger.on_change = self._recorder.held
+        # Last: `drain` and hooks of graphs go by it.
         self._is_open = True
 
     def drain(self) -> None:
@@ -199,6 +209,7 @@ class Recording:
             engine.drain()
 
     def _close(self) -> None:
+        # First: what follows must not be told to a recorder that ends.
         self._is_open = False
         engine = self._reference()
         if engine is not None:
@@ -221,7 +232,7 @@ class Recording:
 
 
 def count_tokens(args: Any, kwargs: Mapping[str, Any]) -> int:
-    """Positions that a call works on: token ids if there are any, else samples (rows of the first input)."""
+    """Count the positions that a call works on: token ids if there are any, else samples (rows of the first input)."""
     ids = kwargs.get("input_ids")
     tensors = [ids] if isinstance(ids, torch.Tensor) else list(iter_tensors((args, dict(kwargs))))
     if not tensors or tensors[0].dim() == 0:

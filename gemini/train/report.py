@@ -93,7 +93,7 @@ def _allocator_lines(figures: dict[str, int]) -> list[str]:
 
 
 def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
-    """The allocator's and the driver's figures beside the ledger's; nothing where the device has none."""
+    """Put the allocator's and the driver's figures beside the ledger's; nothing where the device has none."""
     figures = device.memory_figures()
     if not figures:
         return {}
@@ -102,6 +102,7 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
     managed = sum(num_bytes for holder, num_bytes in holders.items() if holder not in rooms)
     return {
         **figures,
+        # Not below zero: torch rounds what it allocates, and the two are not read at one instant.
         "unmanaged": max(figures["allocated"] - managed, 0),
         "cached": figures["reserved"] - figures["allocated"],
         "elsewhere": max(figures["driver"] - figures["reserved"], 0),
@@ -112,7 +113,7 @@ def make_report(
     store: ChunkStore, layout: Layout, company: Company, guesses: GuessRecord, tile_tokens: int | None = None,
     kept: Iterable[str] = (),
 ) -> MemoryReport:  # fmt: skip
-    """The report of a model as it stands, nothing being in flight.
+    """Make the report of a model as it stands, nothing being in flight.
 
     Args:
         kept: of each param that stays in fp32, why.
@@ -138,9 +139,11 @@ def make_report(
     trained = [chunk for chunk in store.chunks if chunk.trained]
     num_trained = sum(chunk.spec.payload for chunk in trained)
     ranks = layout.ranks  # each holds an equal shard
+    # Bytes of all ranks over params of the whole model: padding of shards is in it.
     state = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind not in GRADS)
     state += ledger.holders(Tier.CPU).get("factors", 0)
     grads = ranks * sum(p.num_bytes for c in trained for kind, p in c.planes.items() if kind in GRADS)
+    # Codes are bytes of two weights each.
     report["params"] = sum(chunk.payload * (2 if chunk.coded else 1) for chunk in layout.chunks)
     report["trained_params"] = num_trained
     report["bytes_per_param"] = state / num_trained if num_trained else 0.0

@@ -32,7 +32,7 @@ class StepPhase(Enum):
 
 
 class PhaseChange(Enum):
-    """What changes the phase."""
+    """Events that change the phase."""
 
     BEGIN_FORWARD = "begin forward"
     END_FORWARD = "end forward"
@@ -53,14 +53,18 @@ PHASES: dict[tuple[StepPhase, PhaseChange], StepPhase] = {
 
 
 class StepState:
-    """The state of one model's step."""
+    """The state of one model's step, which everybody asks.
+
+    Plain attributes, for hooks look at them in every call. The phase, and what belongs to a pass, is changed under the
+    lock of the books; what belongs to the step by the training thread alone.
+    """
 
     def __init__(self) -> None:
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
         self.phase = StepPhase.REST
         self.backward_number = 0
-        """Of the backward that runs, or ran last."""
+        """The number of the backward that runs, or ran last."""
         self.takes_gradients = False
         """Whether params have got gradients in the backward that runs."""
         self.accumulating = False
@@ -68,13 +72,13 @@ class StepState:
         self.updated_in_backward = False
         """Whether an update was made inside backward since the last ``optimizer.step()``."""
         self.clip_coefficient = 1.0
-        """What ``clip_grad_norm_`` of the whole model multiplies gradients by, as far as the host knows."""
+        """Factor by which ``clip_grad_norm_`` of the whole model multiplies gradients, as far as the host knows."""
         self.clip_there: ClipFactor | None = None
         """The clipping of the whole model, if the device alone knows its numbers yet."""
         self.has_clipped = False
         """Whether ``clip_grad_norm_`` was called for the gradients that wait, of the whole model or of some params."""
         self.clip_in_backward = 1.0
-        """What the backward that updates multiplies gradients by, which are kept nowhere: of a backward before it."""
+        """Factor by which a backward that updates multiplies gradients (``measuring_grad_norm``)."""
         self.measuring = False
         """Whether gradients that arrive are measured and thrown away."""
         self.requires_grad_changed = False
@@ -85,16 +89,16 @@ class StepState:
         """The thread (its identifier) in which a forward runs whose modules have nothing to tell any more, because
         nothing moves, no update is awaited and nobody records; and its outermost module (its ``id``). 0 for none."""
         self.num_looked_at = -1
-        """How many params and modules had been registered anywhere when the whole model was looked at last
+        """Number of params and modules that had been registered anywhere when the whole model was looked at last
         (:mod:`gemini.train.modules.injected`)."""
         self.num_open = 0
-        """What has begun to compute and has not ended in order; after an interrupt it never will."""
+        """Number of things that have begun to compute and not ended in order; after an interrupt they never will."""
         self.num_unreduced = 0
         """Chunks whose gradients are whole on this rank and not reduced yet."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
-        """What broke an update off in the middle: some weights and states are of this step and some are not."""
+        """The error that broke an update off: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- the phase ----------------------------------------------------------------------------------------------
@@ -115,7 +119,7 @@ class StepState:
         """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
 
     def change(self, event: PhaseChange) -> None:
-        """The phase after ``event``.
+        """Go to the phase after ``event``. Called under the lock of the books.
 
         Raises:
             IllegalTransition: if the table has none.
@@ -127,39 +131,42 @@ class StepState:
         self.phase = after
 
     def begin_forward(self) -> None:
-        """The outermost module of a forward computes."""
+        """Enter a forward: its outermost module computes."""
         self.change(PhaseChange.BEGIN_FORWARD)
 
     def end_forward(self) -> None:
-        """No module computes any more, in any thread."""
+        """Leave a forward: no module computes any more, in any thread."""
         self.change(PhaseChange.END_FORWARD)
 
     def begin_backward(self) -> None:
-        """The first gradient of a backward arrives."""
+        """Enter a backward: its first gradient arrives."""
         self.change(PhaseChange.BEGIN_BACKWARD)
         self.backward_number += 1
         self.num_open = max(self.num_open, 1)  # one, with the forward that it belongs to
 
     def end_backward(self) -> None:
-        """The whole graph is done, or was abandoned."""
+        """Leave a backward: the whole graph is done, or was abandoned."""
         self.change(PhaseChange.END_BACKWARD)
         self.takes_gradients = False
 
     def close(self) -> None:
-        """Something that had begun has ended in order."""
+        """Count one thing less that has begun and not ended in order."""
+        # Not below zero: Recovery may have forgotten it already.
         self.num_open = max(self.num_open - 1, 0)
 
     def settle(self, thread: int, module: int) -> None:
-        """From now on what is called inside of ``module``, which this thread runs, has nothing to tell."""
+        """Let hooks inside of ``module`` (its ``id``), which ``thread`` runs, return at once from now on."""
+        # One thread alone: hooks compare its identifier, so those of other threads still tell.
         self.settled_in, self.settled_for = thread, module
 
     def unsettle(self) -> None:
-        """It has again: its outermost call is over, or something else has come up."""
+        """Let all hooks tell again: the outermost call is over, or something has come up. Called by any thread."""
         self.settled_in = self.settled_for = 0
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Gradients of backwards inside are added up, and none is used."""
+        """Add up gradients of backwards inside, and use none."""
+        # What was before, not False: no_sync() may stand inside no_sync().
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -168,18 +175,19 @@ class StepState:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Weights are shown, or read by an operation, outside of the modules that they belong to."""
+        """Count as computing while weights are shown, or read by an operation, outside of their modules."""
         self.num_gathered += 1
         self.computing = True
         try:
             yield
         finally:
             self.num_gathered -= 1
+            # By the phase as it is now: a forward may have begun inside the block, and still run in another thread.
             self.computing = self._phase is not StepPhase.REST or self.num_gathered > 0
 
     @contextmanager
     def method(self) -> Iterator[None]:
-        """A method of the model runs as its forward."""
+        """Note that a method of the model runs as its forward: calls of the model inside are parts of it."""
         self.in_method = True
         try:
             yield
@@ -189,23 +197,24 @@ class StepState:
     # ---- updates ------------------------------------------------------------------------------------------------
 
     def fetch_clipping(self) -> None:
-        """The host learns the coefficient that the device has found, and waits for it if need be."""
+        """Let the host learn the coefficient that the device has found; it waits for it if need be."""
         if self.clip_there is not None:
             self.clip_coefficient, self.clip_there = self.clip_there.coefficient(), None
 
     def clip(self, coefficient: float) -> None:
-        """Gradients are to be multiplied by ``coefficient``, beside what was asked for before."""
+        """Multiply gradients by ``coefficient`` in the update, beside what was asked for before."""
+        # First what the device knows: the two are multiplied on the host.
         self.fetch_clipping()
         self.clip_coefficient *= coefficient
         self.has_clipped = True
 
     def clip_on_device(self, clip: ClipFactor) -> None:
-        """They are multiplied by what a device has found and nobody has asked it for; nothing was clipped before."""
+        """Multiply gradients by what a device has found and no host has read; nothing was clipped before."""
         assert not self.has_clipped
         self.clip_there, self.has_clipped = clip, True
 
     def take_clipping(self) -> float | None:
-        """The coefficient of clipping, which from now on is 1; None if nothing was clipped."""
+        """Return the coefficient of clipping, which from now on is 1; None if nothing was clipped."""
         self.fetch_clipping()
         coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
@@ -213,7 +222,7 @@ class StepState:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Inside, gradients are measured and thrown away."""
+        """Measure gradients inside, and throw them away."""
         self.measuring, self.clip_in_backward = True, 1.0
         try:
             yield
@@ -221,7 +230,7 @@ class StepState:
             self.measuring = False
 
     def forget_clipping(self) -> None:
-        """Every gradient that was clipped is used, or gone."""
+        """Forget clipping: every gradient that was clipped is used, or gone. A number on the device stays unread."""
         self.clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
 
     def take_flips(self) -> bool:
@@ -232,13 +241,16 @@ class StepState:
     # ---- an update that broke off -------------------------------------------------------------------------------
 
     def mark_corrupted(self, cause: BaseException, *, reported: bool = True) -> None:
-        """An update broke off. ``reported``: whether ``cause`` is raised to the program as well."""
+        """Refuse everything but loading a checkpoint: an update broke off. ``reported``: whether ``cause`` is raised to
+        the program as well. Called on the thread of the update, which may be a worker's.
+        """
+        # As text: an exception would keep the frames that it came through, and their tensors.
         self.corrupted_by = f"{type(cause).__name__}: {cause}"
         if not reported:
             self._unreported = cause
 
     def mark_restored(self) -> None:
-        """Every master and state was written anew."""
+        """Allow everything again: every master and state was written anew."""
         self.corrupted_by = self._unreported = None
         self.updated_in_backward = False
 

@@ -45,13 +45,15 @@ Fill = Callable[[ByName, Ranks], nn.Module]
 
 
 class Changes(list[Undo]):
-    """What was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes when nobody
-    else does.
+    """Everything that was done to a model. The model keeps it, so nothing in it may refer to the model: that one goes
+    when nobody else does.
     """
 
     def undo(self, model: nn.Module) -> None:
         """Take all back, the last change first; an error in one keeps none of the others from it."""
         with ExitStack() as stack:
+            # An ExitStack runs its callbacks in reverse, all of them, and raises the last error with the others behind
+            # it.
             for undo in self:
                 stack.callback(undo, model)
             self.clear()
@@ -90,11 +92,13 @@ def manage(
         # Before anything is planned: what is computed in tiles is gathered together.
         sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
         spread = spread or spread_experts(model, mesh, is_filled=fill is None)
+        # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
         changes += [_to_call(whole.give_back) for whole in (sliced, spread) if whole is not None]
         cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
         cuts |= spread.by_param(model) if spread is not None else {}
         if isinstance(config.tile_tokens, int):
             changes.append(_in_tiles(model, config.tile_tokens))
+            # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
         engine = Engine(
@@ -106,14 +110,17 @@ def manage(
             changes.append(_to_call(sliced.take_away))
             sliced.put_on(model)
         changes.append(_give_to(model, engine, whole=spread is not None))
+        # With `fill` another module may have come, and "auto" has chosen its tile only now.
         if model is not planned or (tokens is not None and not isinstance(config.tile_tokens, int)):
             if tokens is not None:
                 changes.append(_in_tiles(model, tokens))
             structure = Structure(model)
         moved = _Buffers(structure, engine)
+        # Before it moves anything: half moved, they can still go back.
         changes.append(moved.undo)
         moved.move()
         changes.append(_to_call(prepare_layers(structure, engine.store.device.torch_device)))
+        # After what changes forwards (tiles) and devices: hooks hang on the model as it is going to compute.
         changes.append(_hook(structure, engine))
         if engine.ranks.context.size > 1:
             changes.append(_divide_sequences(model, engine))
@@ -122,16 +129,19 @@ def manage(
         if spread is not None:
             changes.append(_to_call(spread.take_away))
             spread.put_on(model, engine.ranks)
+        # Last: until here the model is an ordinary one to everybody, errors included.
         changes.append(_become(model, managed_class))
     except BaseException:
         changes.undo(model)
         raise
     # The model is whole: what it was before is let go of.
+    # From here on undoing gives the values of then, not those of before: old values free their memory.
     engine.adoption.keep()
     moved.keep()
     for whole in filter(None, (sliced, spread)):
         whole.keep()
     model.__dict__["_gemini_changes"] = changes
+    # Optimizers made before the wrap (with plain states) move their states into chunks.
     for optimizer in _optimizers_of(engine).values():
         optimizer.adopt_plain_states()
     return model
@@ -169,6 +179,7 @@ def unmanage(model: nn.Module, what: str) -> None:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
     engine: Engine = model.__dict__["_gemini_engine"]
+    # In this order: what an interrupt has left cannot be waited for, and a failed update is seen only after the wait.
     engine.recovery.forget_interrupted()
     engine.drain()
     engine.state.check_whole()
@@ -181,8 +192,10 @@ def unmanage(model: nn.Module, what: str) -> None:
             f"{human_bytes(free)} are free; nothing was changed. Save it (model.save_pretrained) and go on where "
             "there is more; an adapter can be merged in place with model.merge_adapter()"
         )
+    # Found before the undo: afterwards params have no handles.
     optimizers = _optimizers_of(engine)
     for pending in pending_in(engine.write_observers):
+        # A checkpoint behind training reads the chunks that go below.
         pending.join()
     # What may fail or take long comes first: after it the model is an ordinary one, or managed as before.
     engine.adoption.read_back()
@@ -204,12 +217,12 @@ def _to_call(undo: Callable[[], None]) -> Undo:
 
 
 def _in_tiles(model: nn.Module, tokens: int) -> Undo:
-    """MLPs, norms and the head compute a few tokens at a time."""
+    """Let MLPs, norms and the head compute a few tokens at a time."""
     return _to_call(tile_tokens(model, tokens).take_away)
 
 
 def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
-    """The engine, which has taken the params already, is the model's own. At the end params that are slices become
+    """Give the engine, which has taken the params already, to the model. At the end params that are slices become
     whole again if ``whole`` says so.
     """
     model.__dict__["_gemini_engine"] = engine
@@ -219,6 +232,7 @@ def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
         engine: Engine = model.__dict__["_gemini_engine"]
         try:
             engine.adoption.give_back()
+        # Also if giving back fails: the engine then closes itself, and what it holds is freed.
         finally:
             del model.__dict__["_gemini_engine"]
 
@@ -226,10 +240,11 @@ def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
 
 
 class _Buffers:
-    """The buffers of one model, on the device that computes."""
+    """Brings the buffers of one model to the device that computes, and back."""
 
     def __init__(self, structure: Structure, engine: Engine):
         self._device, self._compute = engine.store.device.torch_device, COMPUTE_DTYPES[engine.config.precision]
+        # The tensors themselves: undoing a failed wrap gives back the same objects, wherever they were.
         self._before = [(module, dict(module._buffers)) for _, module in structure.modules if module._buffers]
 
     def move(self) -> None:
@@ -243,11 +258,11 @@ class _Buffers:
                     module._buffers[name] = buffer.to(self._device, dtype)
 
     def keep(self) -> None:
-        """There is no way back to what they were."""
+        """Let go of what they were: there is no way back to it."""
         self._before.clear()
 
     def undo(self, model: nn.Module) -> None:
-        """They are what they were, or once that is let go of, as they are now on the CPU."""
+        """Make them what they were or, once that is let go of, bring them to the CPU as they are now."""
         for module, named in self._before:
             for name, buffer in named.items():
                 module._buffers[name] = buffer
@@ -259,7 +274,7 @@ class _Buffers:
 
 
 def _hook(structure: Structure, engine: Engine) -> Undo:
-    """Modules tell the engine when they begin and end."""
+    """Let modules tell the engine when they begin and end."""
     registered: list[Any] = []
 
     def undo(model: nn.Module) -> None:
@@ -267,6 +282,7 @@ def _hook(structure: Structure, engine: Engine) -> Undo:
         for hook in registered:
             hook.remove()
 
+    # The list fills as hooks are registered, so that a failure removes those that are there.
     try:
         hooks.attach(structure, engine, registered)
     except BaseException:
@@ -277,7 +293,7 @@ def _hook(structure: Structure, engine: Engine) -> Undo:
 
 
 def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
-    """Ranks compute parts of sequences, and meet inside attention."""
+    """Let ranks compute parts of sequences, and meet inside attention."""
     reference = weakref.ref(engine.shards)  # what transformers knows of attention outlives the model
 
     def meet() -> None:
@@ -291,6 +307,7 @@ def _divide_sequences(model: nn.Module, engine: Engine) -> Undo:
 
 
 def _become(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> Undo:
+    # The undo takes the model as an argument: one that it kept itself would be kept by its own list.
     original = type(model)
 
     def undo(model: nn.Module) -> None:

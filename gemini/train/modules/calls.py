@@ -39,12 +39,13 @@ class CallRecord:
         self.module = module
         self.chunks = chunks
         self.exposed = chunks
-        """Those whose params are ordinary for it; the others it only keeps gathered."""
+        """Chunks whose params are ordinary for it; those of the others it only keeps gathered."""
         self.parent = parent
         self.num_hooks = 0
         """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
         self.hooks_in = -1
         """The backward, by autograd's number, inside which they were: they end with it, if it breaks off."""
+        # Nodes of this thread are numbered in the order of their creation: what is older was given to the call.
         self.first_node = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
     def is_around(self, other: CallRecord) -> bool:
@@ -70,12 +71,13 @@ class CallRecord:
                 continue
             result.register_hook(begin)
             base = result._base
+            # Not for `result` alone: after a write into it the hook on it would never be called.
             if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
                 base.register_hook(begin)
 
 
 class Windows(Protocol):
-    """Where weights are gathered (:class:`gemini.memory.movement.manager.Manager`)."""
+    """Keeper of gathered weights (:class:`gemini.memory.movement.manager.Manager`)."""
 
     def acquire(self, chunk: Chunk) -> None:
         """Pin the gathered weights of a chunk."""
@@ -85,7 +87,7 @@ class Windows(Protocol):
 
 
 class Guards(Protocol):
-    """What stands before params that no module reads (:class:`gemini.train.params.exposure.Exposure`)."""
+    """Guards before params that no module reads (:class:`gemini.train.params.exposure.Exposure`)."""
 
     def expose(self, chunk: Chunk) -> None:
         """Make the params of a pinned chunk ordinary ones, for a module that computes."""
@@ -95,19 +97,22 @@ class Guards(Protocol):
 
 
 class Calls:
-    """The running calls of one model."""
+    """The running calls of one model. What changes them is called under the lock of the books, or by Recovery."""
 
     def __init__(self, windows: Windows, guards: Guards):
         self._acquire, self._release = windows.acquire, windows.release
         self._expose, self._cover = guards.expose, guards.cover
         self.running: dict[int, list[CallRecord]] = {}
         """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
+        # Calls that backward keeps gathered now, the outermost first; of the one graph that runs, whatever its thread.
         self._reading: list[CallRecord] = []
+        # The same, let go of while a forward inside backward recomputes.
         self._waiting: list[CallRecord] = []
 
     @property
     def depth(self) -> int:
-        """How many calls are running in this thread."""
+        """The number of calls that are running in this thread."""
+        # This thread's own entry: no other thread changes it, so no lock is needed.
         return len(self.running.get(threading.get_ident(), ()))
 
     @property
@@ -122,11 +127,13 @@ class Calls:
         return stack is not None and stack[-1].module is not module
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
-        """A hooked module starts: gather what it reads. On an error nothing has begun."""
+        """Begin the call of a hooked module: gather what it reads. On an error nothing has begun."""
+        # A recomputation: released before it acquires, or it would need room for both at once.
         if not self.running and self._reading:
             self._waiting, self._reading = self._reading, []
             for record in self._waiting:
                 self._release_all(record.chunks)
+        # Noted only when all is there, so that an error leaves no call that would have to be ended.
         self._acquire_all(chunks)
         for chunk in chunks:
             self._expose(chunk)
@@ -136,11 +143,12 @@ class Calls:
         return record
 
     def end(self, module: nn.Module) -> CallRecord | None:
-        """A hooked module is done, or failed; calls inside it that ended without their hook end with it.
+        """End the call of a hooked module that is done, or failed, and calls inside it that had no end of their own.
 
         None if it never began (its own gathering failed).
         """
         stack = self.running.get(threading.get_ident(), [])
+        # It is on top nearly always; it is somewhere below if an exception was caught between it and the top.
         if not stack or (stack[-1].module is not module and all(record.module is not module for record in stack)):
             return None
         while True:
@@ -148,6 +156,7 @@ class Calls:
             if record.module is module:
                 break
         record.module = None  # the record lives as long as the graph, the module need not
+        # The recomputation is over: the node that waits for it finds its weights again.
         if not self.running and self._waiting:
             for waiting in self._waiting:
                 self._read(waiting)
@@ -158,6 +167,7 @@ class Calls:
         """End all calls of this thread but the outermost ``depth``: an exception ended them without their hooks."""
         stack = self.running.get(threading.get_ident(), [])
         while len(stack) > depth:
+            # An interrupt may have come between pinning and noting: a release too many is no reason to stop here.
             with contextlib.suppress(AssertionError, IllegalTransition):
                 self._pop(stack)
 
@@ -166,9 +176,11 @@ class Calls:
             record = stack.pop()
             if not stack:
                 self.running.pop(threading.get_ident(), None)
+            # Hooks that were pushed inside a backward which broke off are gone with it: popping would take others'.
             for _ in range(record.num_hooks if record.hooks_in == torch._C._current_graph_task_id() else 0):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             record.num_hooks = 0
+        # Covered before released: a release may take the window away.
         for chunk in record.exposed:
             self._cover(chunk)
         self._release_all(record.chunks)
@@ -177,19 +189,21 @@ class Calls:
     def hold(self, chunk: Chunk) -> CallRecord | None:
         """Let the innermost call keep a chunk gathered that it reads though no param of its own is in it.
 
-        The call, if the chunk is new to it.
+        Returns the call, if the chunk is new to it.
         """
         call = self.innermost
         if call is None or chunk in call.chunks:
             return None
         self._acquire(chunk)
+        # Not in `exposed`: the params stay guarded, for the call reads a view that it has already.
         call.chunks += (chunk,)
         return call
 
     def begin_backward(self, record: CallRecord) -> None:
-        """The gradient of a call's output has arrived: its weights are read now, those of finished calls are not."""
+        """Gather what the backward of a call reads, as its gradient has arrived, and let go of calls that are over."""
         staying = []
         for other in self._reading:
+            # By the rule above: any other call was made later, and all its nodes have run.
             if other.is_around(record) or record.is_around(other):
                 staying.append(other)
             else:
@@ -199,19 +213,21 @@ class Calls:
             self._read(record)
 
     def _read(self, record: CallRecord) -> None:
-        """Gather what the backward of a call reads; where there is no room now, each as it is asked for."""
+        """Gather what the backward of a call reads; where there is no room now, a node gathers what it asks for."""
+        # Appended inside: a call that could not be gathered is not one to be released later.
         with contextlib.suppress(BudgetExceeded):
             self._acquire_all(record.chunks)
             self._reading.append(record)
 
     def relieve(self, want: Want) -> bool:
-        """Let go of what is only kept for the rest of a backward; False if there is nothing."""
+        """Let go of what is only kept for the rest of a backward; False if there is nothing. Asked by the ledger."""
         reading, self._reading = self._reading, []
         for record in reading:
             self._release_all(record.chunks)
         return any(record.chunks for record in reading)
 
     def end_backward(self) -> None:
+        """Release what backward keeps, or would have gathered again. Nothing if it is called twice."""
         reading, self._reading, self._waiting = self._reading, [], []
         for record in reading:
             self._release_all(record.chunks)
@@ -223,6 +239,7 @@ class Calls:
         An interrupt may have come between pinning a chunk and noting it: whoever keeps the books looks at them next.
         """
         self.unwind(0)
+        # Pins of dead threads would stay for good, and a new thread may get the identifier of a dead one.
         alive = {thread.ident for thread in threading.enumerate()}
         for ident in [ident for ident in self.running if ident not in alive]:
             for record in self.running.pop(ident):
@@ -240,6 +257,7 @@ class Calls:
             for chunk in chunks:
                 self._acquire(chunk)
                 acquired.append(chunk)
+        # All or none, on Ctrl-C too: a pin without a call would keep its window for good.
         except BaseException:
             self._release_all(acquired)
             raise
@@ -273,6 +291,7 @@ def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, dict):  # ModelOutput is one, and keeps attributes in step when items are set
         for key, value in list(tree.items()):
             mapped = map_tensors(value, fn)
+            # In place: whoever called the module may hold the same object.
             if mapped is not value:
                 tree[key] = mapped
         return tree

@@ -36,7 +36,9 @@ def prepare_layers(structure: Structure, device: torch.device) -> Callable[[], N
     coded = [param for param, _ in structure.params if id(param) in structure.coded]
     layers = [module for _, module in structure.modules if is_coded_layer(module)] if coded else []
     if layers:
+        # Where a layer of the library is, so is the library: looked up and not imported.
         _give_codes_to_autograd(sys.modules["bitsandbytes.autograd._functions"])
+    # What the library has found out of this processor, to be given back at the end.
     packed = [getattr(layer, _PACKS, False) for layer in layers]
 
     def release() -> None:
@@ -48,6 +50,7 @@ def prepare_layers(structure: Structure, device: torch.device) -> Callable[[], N
         _move_scales(coded, device)
         for layer in layers:
             setattr(layer, _PACKS, False)
+    # What was moved until then is moved back: the caller has no way to, having got nothing.
     except BaseException:
         release()
         raise
@@ -60,10 +63,11 @@ def _move_scales(coded: Iterable[Any], device: torch.device | str) -> None:
 
 
 def _give_codes_to_autograd(functions: Any) -> None:
-    """In the place of the library's function one that keeps the codes with ``save_for_backward``; it computes by the
+    """Replace the library's function by one that keeps the codes with ``save_for_backward``; it computes by the
     library's own code, and so the same bits, for models that are not managed too.
     """
     original = functions.MatMul4Bit
+    # Once in a process, for models that come after as well.
     if hasattr(original, "_gemini_saves"):
         return
 
@@ -76,6 +80,7 @@ def _give_codes_to_autograd(functions: Any) -> None:
             kept = getattr(ctx, "tensors", ())
             if any(tensor is not None for tensor in kept):
                 ctx.save_for_backward(*kept)
+                # With a reference left on ctx the window would stay lent until this node is freed.
                 ctx.tensors = (None,) * len(kept)
             return output
 
@@ -86,6 +91,7 @@ def _give_codes_to_autograd(functions: Any) -> None:
                 ctx.tensors = saved
             try:
                 return original.backward(ctx, *grads)
+            # Taken off again: with retain_graph the node lives on, and so would the lent window.
             finally:
                 if saved:
                     ctx.tensors = (None,) * len(saved)

@@ -75,6 +75,7 @@ def refuse_compiled_whole(structure: Structure) -> None:
             f"no place for. {BLOCKS_INSTEAD}"
         )
     for path, module in structure.modules:
+        # Before the look at compiled functions: such a wrapper has one, and another remedy.
         if wraps_compiled(module):
             raise GeminiError(
                 f"{path!r} is what torch.compile(module) returned, which renames its params to '{path}._orig_mod...', "
@@ -95,7 +96,7 @@ def refuse_compiled_whole(structure: Structure) -> None:
 
 
 def _uses_cuda_graphs(part: Any) -> bool:
-    """What inductor was told; other backends tell nothing."""
+    """Whether inductor was told to use CUDA graphs; other backends tell nothing."""
     ask = getattr(part, "get_compiler_config", None)
     found = ask() if callable(ask) else None
     return isinstance(found, dict) and bool(found.get("triton.cudagraphs"))
@@ -116,6 +117,7 @@ def hook_around(
     ``pre(module, args)``, with ``with_kwargs`` ``pre(module, args, kwargs)``; ``post(module, args, output)``, output
     None after an exception. What ``post`` returns, if anything, takes the place of the output.
     """
+    # `module.forward = torch.compile(module.forward)` leaves torch's hooks outside of what is compiled.
     if module.__dict__.get("_compiled_call_impl") is None:
         return [
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=with_kwargs),
@@ -131,22 +133,27 @@ class _Outside:
         inner = self._inner = module._compiled_call_impl
         self._module = weakref.ref(module)
         self._active = True
+        # Weakly: the function hangs on the module, and a cycle would keep its weights until the garbage collector
+        # comes.
         ref = self._module
 
         def call(*args: Any, **kwargs: Any) -> Any:
             called = ref()
             assert called is not None and inner is not None
+            # It was removed while somebody else had wrapped it again, and so could not be taken out.
             if not self._active:
                 return inner(*args, **kwargs)
             pre(called, args, kwargs) if with_kwargs else pre(called, args)
             try:
                 output = inner(*args, **kwargs)
+            # Not on KeyboardInterrupt: as with torch's hooks, Recovery ends what that leaves open.
             except Exception:
                 post(called, args, None)
                 raise
             replaced = post(called, args, output)
             return output if replaced is None else replaced
 
+        # What is compiled, however many hooks are around it.
         call._gemini_inner = getattr(inner, "_gemini_inner", inner)  # type: ignore[attr-defined]
         self._call = call
         module._compiled_call_impl = call
@@ -154,6 +161,7 @@ class _Outside:
     def remove(self) -> None:
         self._active = False
         module = self._module()
+        # Only if it is still the outermost: what somebody has put over it is not ours to remove.
         if module is not None and module.__dict__.get("_compiled_call_impl") is self._call:
             module._compiled_call_impl = self._inner
 
@@ -162,7 +170,7 @@ class _Outside:
 
 
 class CompiledParts:
-    """What of a managed model is compiled, as it was hooked, and whether that has changed since."""
+    """The compiled parts of a managed model as it was hooked, to tell whether they have changed since."""
 
     def __init__(self, structure: Structure):
         # Not the root's own: whoever hangs on the root holds this, and a model goes when nobody refers to it.
@@ -170,18 +178,19 @@ class CompiledParts:
         self._seen = self._now(structure.model)
 
     def have_changed(self, model: nn.Module) -> bool:
-        """A look at every module, where somebody has imported the compiler."""
+        """Look at every module for what was compiled since; called only where somebody has imported the compiler."""
         _leave_our_code_alone()
         now = self._now(model)
         return len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True))
 
     def note(self, model: nn.Module) -> None:
-        """The hooks are as the model is now."""
+        """Note that the hooks are as the model is now."""
         self._seen = self._now(model)
 
     def _now(self, model: nn.Module) -> list[Any]:
         found = [compiled_part(model)]
         for place, ref in self._places:
+            # A look into a dict for each module in each forward: anything more would be felt by a model of many.
             if "_compiled_call_impl" in place or "forward" in place:
                 module = ref()
                 part = None if module is None else compiled_part(module)
@@ -191,8 +200,7 @@ class CompiledParts:
 
 
 def refuse_inside_compiled() -> None:
-    """The model was called, and somebody has imported the compiler: it must not have been from compiled code, nor to
-    be exported.
+    """Refuse a call of the model from compiled code, or to export it; asked where somebody has imported the compiler.
 
     Raises:
         GeminiError: if it was.
@@ -210,13 +218,14 @@ def refuse_inside_compiled() -> None:
 
 
 def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
-    """Nothing is in flight. Parts were compiled after the model was wrapped: what they read at once has to fit.
+    """Check that what compiled parts read at once fits, where they were compiled after wrapping. Nothing is in flight.
 
     Raises:
         BudgetExceeded: if it does not.
     """
     refuse_compiled_whole(structure)
     tier, ledger = store.device.tier, store.ledger
+    # Windows and the pool give way to other windows, so what they hold counts as free.
     room = ledger.free(tier) + ledger.held(tier, "windows") + ledger.held(tier, "pool")
     for path, module in structure.modules:
         if id(module) not in structure.compiled:
@@ -232,6 +241,7 @@ def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
 
 
 def _windows_of(module: nn.Module) -> Iterator[int]:
+    # By index: tied params, and several of one chunk, take their window once.
     chunks = {}
     for param in module.parameters():
         handle = handle_of(param)
@@ -244,8 +254,9 @@ _warned = False
 
 
 def _leave_our_code_alone() -> None:
-    """Code compiled by others (a function inside a model) may call modules of ours: hooks run as they are."""
+    """Let hooks run as they are where code compiled by others (a function inside a model) calls modules of ours."""
     global _warned
     if not _warned:
         _warned = True
+        # Once for the process, and not at import: that would import the compiler.
         register("torch._dynamo.trace_rules.add", "gemini")

@@ -34,7 +34,7 @@ def _count(module: nn.Module, name: str, param: Any) -> None:
 
 
 def watch(modules: Iterable[nn.Module]) -> None:
-    """From now on what is put anywhere into ``modules`` is looked at by :func:`refuse_injected`."""
+    """Let :func:`refuse_injected` look at what is put anywhere into ``modules`` from now on."""
     _watched.update({id(module): module for module in modules})
 
 
@@ -42,6 +42,7 @@ def _holds_managed(module: nn.Module) -> bool:
     """Whether a managed param is in a module, without calling anything of it: it may be half made, and what PEFT puts
     around ``nn.MultiheadAttention`` changes params whenever they are listed.
     """
+    # Half made it may have neither of the two dicts.
     own = vars(module)
     return any(handle_of(param) is not None for param in own.get("_parameters", {}).values()) or any(
         _holds_managed(child) for child in own.get("_modules", {}).values() if child is not None
@@ -53,6 +54,7 @@ def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     if id(module) in _watched and child is not None:  # else it is a list of some layers, made in every forward
         num_registered += 1
         watch(child.modules())
+    # Raised while torch registers the child, so before the wrapper is made.
     if name == "_orig_mod" and wraps_compiled(module) and _holds_managed(child):
         raise GeminiError(
             f"torch.compile(module) puts another module around this {type(child).__name__}, which Gemini manages: "
@@ -92,6 +94,7 @@ def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> No
     Raises:
         GeminiError: naming the first one.
     """
+    # One comparison in each forward, as long as nobody registers anything.
     if state.num_looked_at == num_registered:
         return
     for name, param in module.named_parameters():
@@ -103,5 +106,6 @@ def refuse_injected(state: StepState, module: nn.Module, *, is_root: bool) -> No
                 "left out of clipping, of checkpoints and of what ranks share. Remove it, or add params (adapters, "
                 "new heads) first and wrap after: a fresh model, then PEFT, then GeminiDDP(model)"
             )
+    # A look at a part says nothing of the rest. Not noted in a functional_call, so that the next forward looks.
     if is_root:
         state.num_looked_at = num_registered

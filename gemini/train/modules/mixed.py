@@ -29,7 +29,7 @@ from gemini.train.modules.reading import Structure, structure_of
 
 HALVES = (torch.bfloat16, torch.float16)
 TARGETS = ("label", "labels")
-"""What is called so among inputs is compared with outputs, in fp32 where it is: not cast."""
+"""Names of inputs that are compared with outputs, in fp32 where they are: not cast."""
 
 NAMED, DECLARED, STATISTICS, PARAMETRIZED, MADE = (
     "by keep_fp32=", "by the model's class", "with running statistics", "under a parametrization", "as they were made",
@@ -39,21 +39,21 @@ _DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
 """transformers' ``_keep_in_fp32_modules`` is for fp16 alone, and ``_keep_in_fp32_modules_strict`` for both."""
 
 _BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
-"""What hands its outputs on to the body of a model: in the compute dtype, as torch's norms with fp32 weights do."""
+"""Modules that hand outputs on to the body of a model: in its dtype, as torch's norms with fp32 weights do."""
 
 _OF_ONE_DTYPE = (
     nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm,
 )  # fmt: skip
-"""What torch computes only where inputs are of the dtype of the weights: no program runs that casting would change."""
+"""Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
 
 _NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)
-"""Those of them that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
+"""Modules of these that autocast leaves alone on the CPU; it casts inputs and weights of the others by itself."""
 
 KeepFp32 = str | tuple[Any, ...] | None
 
 
 def kept_in_fp32(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto") -> dict[int, str]:
-    """By the ``id`` of each param of ``model`` that stays in fp32, why.
+    """Find the params of ``model`` that stay in fp32: by their ``id``, why.
 
     Raises:
         ValueError: if ``keep_fp32`` names what the model does not have.
@@ -66,6 +66,7 @@ def kept_in_fp32(model: nn.Module | Structure, precision: str, keep_fp32: KeepFp
     def keep(params: Iterable[nn.Parameter | None], why: str) -> None:
         for param in params:
             if param is not None and param.is_floating_point() and id(param) not in structure.coded:
+                # The first reason stays: it decides whether casts are ours to make.
                 kept.setdefault(id(param), why)
 
     for wanted in () if isinstance(keep_fp32, str) else keep_fp32:
@@ -100,6 +101,7 @@ def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], k
         for name, buffer in module._buffers.items():
             if buffer is None or id(module) in beside:
                 continue
+            # Asked with an empty tensor: a buffer that stays as it is is not copied.
             probe = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
@@ -107,7 +109,7 @@ def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], k
 
 
 def half_of(model: nn.Module | Structure) -> str | None:
-    """The precision of a model all of whose params are bf16, or all fp16."""
+    """Find the precision of a model all of whose params are bf16, or all fp16; else None."""
     dtypes = {param.dtype for param, _ in structure_of(model).params}
     return next((name for name, dtype in zip(("bf16", "fp16"), HALVES, strict=True) if dtypes == {dtype}), None)
 
@@ -122,7 +124,7 @@ def warn_of_fp16(model: nn.Module | Structure) -> None:
 
 
 def _chosen(structure: Structure, wanted: Any) -> list[nn.Parameter]:
-    """The params that one of ``keep_fp32`` means: those of a class of modules, or with that path in their names."""
+    """Find the params that one of ``keep_fp32`` means: of a class of modules, or with that path in their names."""
     if isinstance(wanted, type):
         found = [param for _, m in structure.modules if isinstance(m, wanted) for param in m.parameters()]
         names = sorted({type(module).__name__ for _, module in structure.modules})
@@ -143,7 +145,7 @@ def _chosen(structure: Structure, wanted: Any) -> list[nn.Parameter]:
 
 
 def _declared(module: nn.Module, which: str) -> Iterator[nn.Parameter]:
-    """What transformers loads in fp32: names in which it finds one of the patterns."""
+    """Find what transformers loads in fp32: names in which it finds one of the patterns."""
     patterns = getattr(module, f"_keep_in_fp32_modules{which and '_' + which}", None)
     if not patterns or isinstance(patterns, str) or not isinstance(patterns, Collection):
         return
@@ -164,7 +166,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _parametrized(module: nn.Module) -> Iterator[tuple[Iterable[nn.Parameter | None], Callable[..., Any]]]:
-    """What a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
+    """Find what a weight is computed of in fp32, and how the result gets another dtype: ``hook(dtype)`` of each."""
     if parametrize.is_parametrized(module):
         for made in module.parametrizations.values():  # type: ignore[union-attr, operator]
             if _are_fp32(made.buffers()) or any(type(part).__name__ == "_Orthogonal" for part in made):
@@ -213,6 +215,7 @@ def cast_where_they_meet(model: nn.Module | Structure, kept: Mapping[int, str], 
             hooks += [put(dtype) for original, put in made if any(id(param) in kept for param in original)]
             if module is structure.model or not own or any(id(param) in kept for param in own):
                 continue
+            # After a named part in fp32 whatever reads its outputs is given fp32.
             if is_told:
                 hooks.append(module.register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True))
             elif isinstance(module, _OF_ONE_DTYPE) and id(module) not in left:
@@ -227,6 +230,7 @@ def _is_of_transformers(module: nn.Module) -> bool:
 
 def _as_weights(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        # One look for what is nearly every call of every layer.
         if len(args) == 1 and getattr(args[0], "dtype", None) is dtype:
             return None  # nearly always
         if _autocast_casts(module, args):
@@ -244,11 +248,12 @@ def _autocast_casts(module: nn.Module, args: Any) -> bool:
 
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
-    """``module`` computes in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
+    """Let ``module`` compute in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
     was_cast = False  # the inputs of the last call, which in a recomputation may have no end
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal was_cast
+        # Outputs are cast back only if inputs were cast: a caller that computes in fp32 itself goes on in fp32.
         given = cast_floats((args, kwargs), torch.float32)
         was_cast = given[0] is not args or given[1] is not kwargs
         return given if was_cast else None
@@ -271,6 +276,7 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
     if isinstance(tree, torch.Tensor):
         return tree.to(dtype) if tree.is_floating_point() and tree.dtype is not dtype and tree.itemsize > 1 else tree
     if isinstance(tree, (list, tuple)):
+        # The same object where nothing changes, so that callers can tell by `is` and nothing is copied.
         values = [cast_floats(value, dtype, but=but) for value in tree]
         if all(new is old for new, old in zip(values, tree, strict=True)):
             return tree
@@ -280,6 +286,7 @@ def cast_floats(tree: Any, dtype: torch.dtype, *, but: Collection[Any] = ()) -> 
         changed = {k: v for k, old in tree.items() if (v := _but(k, old, dtype, but)) is not old}
         if not changed:
             return tree
+        # A copy: the caller's batch keeps its dtypes.
         made: Any = copy(tree)  # dicts, ModelOutput, BatchEncoding
         if getattr(made, "data", None) is not None and made.data is getattr(tree, "data", None):
             made.data = copy(made.data)
@@ -298,7 +305,7 @@ def _but(key: Any, value: Any, dtype: torch.dtype, but: Collection[Any]) -> Any:
 
 
 def cast_inputs(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    """A pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
+    """Make a pre-hook of the root, or of what reads the outputs of a named part: its inputs come in ``dtype``."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast_floats(args, dtype, but=TARGETS), cast_floats(kwargs, dtype, but=TARGETS)

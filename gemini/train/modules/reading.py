@@ -39,15 +39,15 @@ class Reader(NamedTuple):
     path: str
     module: nn.Module
     params: tuple[nn.Parameter, ...]
-    """Those that it reads itself."""
+    """The params that it reads itself."""
     around: int | None
     """The place of the module around it among all visits; None for the root."""
     is_again: bool
-    """The same module was visited under another path before."""
+    """Whether the same module was visited under another path before."""
 
 
 class Structure:
-    """What one walk of a model has found. It is a snapshot: what is compiled or tiled later needs another one.
+    """Findings of one walk of a model. It is a snapshot: what is compiled or tiled later needs another one.
 
     Attributes:
         modules: every module once, by path, as ``named_modules()`` gives them.
@@ -70,18 +70,22 @@ class Structure:
         self.read_as_a_whole = False
         self.visits: list[Reader] = []
         self.adapters: set[int] = set()
+        # By `id`: modules and params of the model live as long as the walk, and not every one can be hashed or
+        # compared.
         self._seen: set[int] = set()
         self._called: set[int] = set()
         self._names: dict[int, tuple[nn.Parameter, list[str]]] = {}
         self._base: set[int] = set()
+        # The root first, so that `visits[0]` is the root.
         self._visit("", model, None, in_adapter=False, is_called=True)
+        # A param that is tied to one of the base is the base's.
         self.adapters -= self._base
         self.params = [NamedParam(param, tuple(names)) for param, names in self._names.values()]
         self.coded = {id(param) for param, _ in self.params if is_coded(param)}
 
     @property
     def readers(self) -> list[Reader]:
-        """Every module that is called on its own, once."""
+        """The modules that are called on their own, each once."""
         return [visit for visit in self.visits if not visit.is_again]
 
     def _visit(self, path: str, module: nn.Module, around: int | None, *, in_adapter: bool, is_called: bool) -> bool:
@@ -104,8 +108,10 @@ class Structure:
             is_again = id(module) in self._called
             self._called.add(id(module))
             self.visits.append(Reader(path, module, tuple(params_read_by(module)), around, is_again))
+            # Modules below stand inside this visit, not inside a module that is never called.
             around = len(self.visits) - 1
         if id(module) in self.compiled or READ_AS_A_WHOLE in module.__dict__:
+            # What is below computes without being called: the module itself reads it all.
             is_called = False
             self.read_as_a_whole = True
         has_params = bool(own)
@@ -128,11 +134,13 @@ def structure_of(model: nn.Module | Structure) -> Structure:
 
 
 def compiled_part(module: nn.Module) -> Any:
-    """The compiled function that runs when ``module`` is called; None for one that runs as Python."""
+    """Find the compiled function that runs when ``module`` is called; None for one that runs as Python."""
     own = module.__dict__
     call = own.get("_compiled_call_impl")
     if call is not None:
+        # Beneath our own hooks around it, so that hooking does not look like compiling anew.
         return getattr(call, "_gemini_inner", call)
+    # torch marks what it has compiled with the function that it was, and what it is told to leave alone.
     forward = own.get("forward", getattr(type(module), "forward", None))
     if hasattr(forward, "_torchdynamo_orig_callable") and not getattr(forward, "_torchdynamo_disable", False):
         return forward
@@ -158,7 +166,7 @@ def is_tuner_layer(module: nn.Module) -> bool:
 
 
 def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The params that ``module`` reads itself, when it is called."""
+    """Find the params that ``module`` reads itself, when it is called."""
     of_peft = is_tuner_layer(module) or is_a(type(module), "CPTEmbedding")
     is_whole = compiled_part(module) is not None or READ_AS_A_WHOLE in module.__dict__
     if of_peft or is_whole or isinstance(module, _FUSED):
@@ -173,12 +181,13 @@ def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def rewritten_by(module: nn.Module) -> list[nn.Parameter]:
-    """The params that a call of ``module`` may write to: prompts and rotations of PEFT that bound themselves, and
+    """Find the params that a call of ``module`` may write to: prompts and rotations of PEFT that bound themselves, and
     embeddings with a ``max_norm``, torch's or the program's own.
     """
     if is_a(type(module), "CPTEmbedding") or (is_a(type(module), "OFTRotationModule") and module.coft):
         return list(module.parameters())
     max_norm = getattr(module, "max_norm", None)
+    # None in most embeddings; a program's own attribute of that name may be anything.
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
         return []
     return [param for param in module._parameters.values() if param is not None and param.dim() == 2]

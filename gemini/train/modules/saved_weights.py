@@ -51,7 +51,7 @@ class _Place:
 
 
 class _Kept:
-    """Another tensor, as torch would keep it."""
+    """Another tensor, as torch would keep it: its count of writes is looked at when it is asked for."""
 
     __slots__ = ("tensor", "version")
 
@@ -88,7 +88,7 @@ class _Recomputed:
 
 
 class _Lazy(torch.Tensor):
-    """What checkpointing keeps of a weight that its recomputation saved: the shape that it compares, and no window.
+    """A stand-in that checkpointing keeps of a weight which its recomputation saved: a shape to compare, no window.
 
     Where forward saved that weight without our hooks (it called another function than the recomputation does), the node
     gets this tensor itself: each operation on it gathers the weight.
@@ -114,19 +114,23 @@ class _Lazy(torch.Tensor):
 class SavedWeights:
     """The saved-tensor hooks of one model, and its count of who looks into windows.
 
-    Args:
-        lock: of the books.
+    torch's hooks are a stack of each thread. Packing runs on the thread of the forward and takes no lock; unpacking
+    runs on the thread of autograd that runs the node, and takes the lock of the books while it gathers.
     """
 
     def __init__(self, manager: Manager, lock: AbstractContextManager[Any], observers: Observers):
         self._manager: Manager | None = manager
         self._lock, self.observers = lock, observers
+        # By the address of a window's storage, which stays when its memory goes.
         self._by_storage: dict[int, Chunk] = {}
+        # By chunk: where its params begin in the window, in bytes, in the order of `_handles`.
         self._starts: dict[int, list[int]] = {}
         self._handles: dict[int, list[ParamHandle]] = {}
+        # By chunk: references to its storage that are ours, beside those of params that are views of it.
         self._own_references: dict[int, int] = {}
         self._borrowers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that a part of them has handed views of weights: what they save is looked at as well."""
+        # Those that have become so in this forward: see `begin_forward`.
         self._new_borrowers: list[nn.Module] = []
         self.open_for: str | None = None
         """A param of the call for which the hooks were opened last."""
@@ -139,12 +143,13 @@ class SavedWeights:
         self._by_storage[storage] = chunk
         self._handles[index] = ordered
         self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
+        # Counted while nobody else can look in: every reference more is somebody's.
         self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
         chunk.lender = self
 
     def close(self) -> None:
-        """The model ends; graphs may still refer to this. Of a forward that an interrupt ended its hooks may be open:
-        other models would save by them.
+        """Pop hooks that a forward has left open which an interrupt ended: other models would save by them. The model
+        ends; graphs may still refer to this.
         """
         while self._is_open():
             _hooks._pop_saved_tensors_default_hooks()
@@ -166,12 +171,14 @@ class SavedWeights:
                 self.open_for = record.chunks[0].spec.slots[0].name
 
     def begin_forward(self) -> None:
-        """An outermost forward begins. Not sooner are borrowers known as such: a recomputation opens the same hooks."""
+        """Take in new borrowers, as an outermost forward begins. Not sooner: a recomputation must open the same hooks
+        as the forward that it repeats.
+        """
         while self._new_borrowers:
             self._borrowers.add(self._new_borrowers.pop())
 
     def lend(self, record: CallRecord) -> None:
-        """A part of this call has left it a view of weights: from the next forward on its hooks are open."""
+        """Open the hooks for a call from the next forward on: a part of it has left it a view of weights."""
         if record.module is not None and record.module not in self._borrowers:
             self._new_borrowers.append(record.module)
 
@@ -190,6 +197,7 @@ class SavedWeights:
 
     def _push(self) -> int:
         """Put our hooks over those that are there; 1, or 0 where ours are open already or torch allows none."""
+        # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
         if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
             return 0
         there = _hooks._top_saved_tensors_default_hooks(False)
@@ -204,6 +212,7 @@ class SavedWeights:
     def _is_open(self) -> bool:
         """Whether our hooks are on top."""
         there = _hooks._top_saved_tensors_default_hooks(False)
+        # Bound methods are made anew at each look: they are equal, and not the same object.
         return there is not None and (there[0] == self._pack or getattr(there[0], "_gemini_of", None) is self)
 
     def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
@@ -212,15 +221,18 @@ class SavedWeights:
         Checkpointing counts what is saved, now and in its recomputation: it is told of weights as well. Hooks of the
         program get them too, as what they are: they may keep them in another precision.
         """
+        # Told by module: checkpointing makes new hooks for each region, and has no class for them.
         origin = getattr(pack_elsewhere, "__module__", None) or ""
 
         def pack(tensor: torch.Tensor) -> Any:
             place = self._place_of(tensor)
             if place is None:
                 return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
+            # Our own hooks for activations: a weight is none, and moving it is not their business.
             if origin.startswith("gemini."):
                 return place
             if origin == _CHECKPOINTING and torch._C._current_graph_task_id() != -1:
+                # The recomputation inside backward: checkpointing keeps what it is given here until the node asks.
                 return _Recomputed(place, pack_elsewhere(_Lazy(tensor, partial(self._gather, place))), unpack_elsewhere)
             packed = pack_elsewhere(tensor.detach())  # not the param itself, which shows NaN while it is away
             if origin == _CHECKPOINTING:
@@ -236,7 +248,7 @@ class SavedWeights:
         return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
 
     def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output that held its own graph would be freed by the garbage collector only."""
+        """Detach a tensor: an output that held its own graph would be freed by the garbage collector only."""
         around = self.observers.around_own_work  # as ``own_work``, without its call: this is for all that is saved
         if around is None:
             return tensor.detach()
@@ -244,6 +256,7 @@ class SavedWeights:
             return tensor.detach()
 
     def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+        # Subclasses may have no storage, or one that says nothing of where their values are.
         if type(tensor) not in _PLAIN:
             return None
         try:
@@ -253,12 +266,14 @@ class SavedWeights:
         if chunk is None or tensor.is_conj() or tensor.is_neg():
             return None
         index = chunk.spec.index
+        # The param whose place begins last before the view; in bytes, for a view may have another dtype.
         at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
         return _Place(chunk, self._handles[index][max(at, 0)], tensor)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
         if kind is _Kept:
+            # torch makes this check for what it keeps itself; a tensor in our hands is ours to check.
             if packed.tensor._version != packed.version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -276,12 +291,16 @@ class SavedWeights:
 
     @own_work
     def _gather(self, place: _Place) -> torch.Tensor:
-        """The view again. It lends the window to the node that asked, for as long as that has it."""
+        """Make the view again. It lends the window to the node that asked, for as long as that has it.
+
+        Called on the thread that runs the node; takes the lock.
+        """
         if self._manager is None:
             raise ParamAccessError(
                 f"backward needs the weights of {place.handle.name!r}, and the model that had them was deleted: keep "
                 "the model until backward is over"
             )
+        # Before anything is gathered: new weights would give a gradient that no forward has, silently.
         if place.handle.num_writes != place.num_writes:
             raise ParamAccessError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
@@ -294,6 +313,7 @@ class SavedWeights:
             self._push()
         with self._lock, self._manager.reading(place.chunk):
             face = place.chunk.face
+            # Made inside the block: outside of it the window may go, and from here on the view itself keeps it.
             view = torch.empty(0, dtype=place.dtype, device=face.device)
             return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
 
@@ -308,6 +328,7 @@ def _refusing_in_our_words(error_message: str) -> Iterator[None]:
     Raises:
         ParamAccessError: in ours, if the hooks are those for weights that move.
     """
+    # Ours are a bound method, or a function with the mark, if others were around.
     top = _hooks._top_saved_tensors_default_hooks(False)
     owner = None if top is None else getattr(top[0], "_gemini_of", getattr(top[0], "__self__", None))
     if isinstance(owner, SavedWeights) and error_message.startswith("torch.func"):
@@ -324,10 +345,10 @@ patch("torch.autograd.graph.disable_saved_tensors_hooks", _refusing_in_our_words
 
 
 def _num_references(chunk: Chunk) -> int:
-    """Tensors over a chunk's window."""
+    """Count the tensors over a chunk's window, of whomever."""
     return torch._C._storage_Use_Count(chunk.face.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def _num_attached(handles: list[ParamHandle]) -> int:
-    """Params that are views of their window now; the others' content is NaN."""
+    """Count the params that are views of their window now; the others' content is NaN."""
     return sum(not handle.poisoned for handle in handles)

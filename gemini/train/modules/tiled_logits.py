@@ -27,10 +27,10 @@ _ELEMENTWISE = frozenset({
     "tanh", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "add", "__add__",
     "__radd__", "sub", "__sub__", "neg", "__neg__", "float", "double", "half", "bfloat16", "to", "clamp", "type",
 })  # fmt: skip
-"""What changes each logit by itself, by the names of torch's functions and methods."""
+"""Operations that change each logit by itself, by the names of torch's functions and methods."""
 
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
-"""What arranges tokens anew and leaves each token's logits together."""
+"""Operations that arrange tokens anew and leave each token's logits together."""
 
 
 def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
@@ -39,7 +39,7 @@ def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
 
 
 class Logits:
-    """What stands for the logits of ``hidden``. Torch's functions take it as they take a tensor.
+    """A stand-in for the logits of ``hidden``, which torch's functions take as they take a tensor.
 
     Args:
         steps: what is done with a tile of logits (tokens x vocabulary), in order.
@@ -127,7 +127,7 @@ class Logits:
         return Logits(self._head, hidden, self.dtype, self._steps)
 
     def _rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
-        """The same tokens, arranged anew."""
+        """Arrange the same tokens anew."""
         before = list(self.shape)
         if name == "contiguous":
             return self
@@ -145,7 +145,7 @@ class Logits:
         return self._with(self._hidden.reshape(*after[:-1], self._hidden.shape[-1]))
 
     def _then(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
-        """The same with one more step, a function of each logit by itself."""
+        """Note one more step, a function of each logit by itself."""
         vocabulary, dtype = self.shape[-1], self.dtype
         name = getattr(func, "__name__", str(func))
         kept: list[Any] = []
@@ -166,6 +166,7 @@ class Logits:
         def step(tile: torch.Tensor) -> Any:
             return func(*(tile if value is self else value for value in kept), **kwargs)
 
+        # Run once on no tokens: it tells the dtype, and refuses now and not in backward what changes the shape.
         sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
         if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):
             self._refuse(name)
@@ -175,7 +176,7 @@ class Logits:
         self, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
         reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
     ) -> torch.Tensor:  # fmt: skip
-        """The sum or mean of the losses of all tokens, as torch makes it of whole logits."""
+        """Add up, or average, the losses of all tokens, as torch does of whole logits."""
         if input is not self or weight is not None or label_smoothing or size_average is not None or reduce is not None:
             self._refuse("a cross entropy with weights or label smoothing")
         hidden = self._hidden
@@ -189,6 +190,7 @@ class Logits:
                 logits = step(logits)
             return functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
 
+        # Every tile is a region of its own: its logits live for the time of one tile, in forward and in backward.
         parts = split_rows(hidden, head.tokens)
         targets = target.split([part.shape[0] for part in parts])
         losses = torch.cat(
@@ -226,6 +228,7 @@ class Head:
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits themselves; the layer is called as a module, so that its hooks run."""
+        # The layer gives real logits inside: called by a tile, now and again in backward.
         before, self._promises = self._promises, False
         try:
             return self.layer(hidden)  # type: ignore[no-any-return]
@@ -236,6 +239,7 @@ class Head:
         """The forward of the layer."""
         if not self._promises:
             return type(self.layer).forward(self.layer, hidden)
+        # From here on an error of the model's may be due to what was put in the place of logits.
         self._has_promised = True
         return Logits(self, hidden, hidden.dtype)
 
@@ -247,6 +251,7 @@ class Head:
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(*args, **kwargs).arguments
+            # Only a training forward with labels computes a loss; any other is for its logits.
             if not self.model.training or not torch.is_grad_enabled() or given.get("labels") is None:
                 return whole(*args, **kwargs)
             self._promises, self._has_promised = True, False
@@ -260,13 +265,14 @@ class Head:
                     f"({type(e).__name__}: {e}), so head and loss cannot be computed in tiles. Leave tile_tokens out"
                 ) from e
             finally:
+                # On errors too: the layer would go on giving stand-ins to whoever calls it.
                 self._promises = False
 
         return forward
 
 
 def _without_logits(output: Any) -> Any:
-    """There are none: what stands in their place is taken out."""
+    """Take out of an output what stands in the place of logits: there are none."""
     if isinstance(output, dict):
         for name in [name for name, value in output.items() if isinstance(value, Logits)]:
             output[name] = None
@@ -277,7 +283,7 @@ def _without_logits(output: Any) -> Any:
 
 
 def find_head(model: nn.Module, tokens: int) -> Head | None:
-    """Of the outermost module that has an output layer and computes a loss (also inside of an adapter)."""
+    """Find the head of the outermost module with an output layer that computes a loss (also inside of an adapter)."""
     for module in model.modules():
         ask: Any = getattr(module, "get_output_embeddings", None)
         if ask is None or "labels" not in inspect.signature(type(module).forward).parameters:

@@ -32,14 +32,14 @@ from gemini.train.modules.tiled_logits import find_head, split_rows
 
 _CHECKED_TOKENS = 8
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
-"""What the experts of transformers' MoE blocks are given: tokens, and which experts each goes to, how much."""
+"""Arguments of the experts of transformers' MoE blocks: tokens, which experts each goes to, and how much."""
 
 
 class TokenTiles:
-    """What was tiled in one model.
+    """The parts of one model that compute in tiles.
 
     Args:
-        tokens: of a tile, all sequences of a batch together.
+        tokens: in a tile, counted over all sequences of a batch together.
     """
 
     def __init__(self, model: nn.Module, tokens: int):
@@ -54,6 +54,7 @@ class TokenTiles:
         self.head = find_head(model, tokens)
         self._replaced: list[nn.Module] = []
         self._can_be_cut: dict[type[nn.Module], bool] = {}
+        # Of each thread, the module whose tiles are being computed in its forward.
         self._inside = threading.local()
 
     def put(self) -> None:
@@ -70,6 +71,7 @@ class TokenTiles:
             )
         for path, mlp in self.mlps:
             self._replace(mlp, self._tiled(path, mlp))
+            # Before the model is walked: its weights are gathered once for all tiles, and not once for each.
             mlp.__dict__[READ_AS_A_WHOLE] = True
         for path, norm in self.norms:
             self._replace(norm, self._tiled(path, norm))
@@ -78,13 +80,14 @@ class TokenTiles:
             self._replace(self.head.model, self.head.model_forward())
 
     def take_away(self) -> None:
-        """Every module has the forward of its class again."""
+        """Give every module the forward of its class again."""
         for module in self._replaced:
             module.__dict__.pop("forward", None)
             module.__dict__.pop(READ_AS_A_WHOLE, None)
         self._replaced.clear()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        # On the instance, in front of the class's: the class may have other instances.
         module.__dict__["forward"] = forward
         self._replaced.append(module)
 
@@ -97,6 +100,7 @@ class TokenTiles:
 
         @functools.wraps(whole)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            # What cannot be cut is computed as a whole, with the same result.
             rows = _rows(args) if not kwargs else None
             if rows is None:
                 return whole(*args, **kwargs)
@@ -104,9 +108,11 @@ class TokenTiles:
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
                 return whole(*args)
             tiles = [_tile(tile) for tile in zip(*parts, strict=True)]
+            # Put back on errors too: a module left here would never be called by `of_tile` again, so never gathered.
             around, self._inside.module = getattr(self._inside, "module", None), mlp
             try:
                 if torch.is_grad_enabled():
+                    # Each tile is a region of its own: one is recomputed, used and freed before the next.
                     done = [checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles]
                 else:
                     done = [whole(*tile) for tile in tiles]
@@ -124,6 +130,7 @@ class TokenTiles:
         Raises:
             GeminiError: naming the module, where a token's result depends on others.
         """
+        # Too few tokens tell nothing: these are computed as a whole, and the class is asked again.
         kind, rows = type(mlp), [each.detach() for each in given]
         if kind in self._can_be_cut or rows[0].shape[0] < 3 * _CHECKED_TOKENS:
             return self._can_be_cut.get(kind, False)
@@ -150,7 +157,7 @@ class TokenTiles:
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
-    """What a part was given, tokens first; None for what cannot be cut by tokens."""
+    """Arrange what a part was given with tokens first; None for what cannot be cut by tokens."""
     if not args or not all(isinstance(each, torch.Tensor) for each in args):
         return None
     if len(args) == 1 and args[0].dim() in (2, 3):
@@ -160,12 +167,12 @@ def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
 
 
 def _tile(rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """As the part takes it: an MLP one sequence, experts tokens."""
+    """Arrange a tile as the part takes it: an MLP one sequence, experts tokens."""
     return (rows[0][None],) if len(rows) == 1 else rows
 
 
 def _is_mlp(path: str, module: nn.Module) -> bool:
-    """An MLP that works token by token, as far as its parts tell: its results are looked at with the first batch."""
+    """Whether it is an MLP that works token by token, as far as its parts tell: the first batch tells for sure."""
     if path.rpartition(".")[2] not in ("mlp", "feed_forward", "ffn", "fc"):
         return False
     leaves = [leaf for leaf in module.modules() if leaf is not module and not list(leaf.children())]
@@ -178,7 +185,7 @@ def _is_mlp(path: str, module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A norm of each token's last dimension: one of torch's, or an RMSNorm of the model's own of one input."""
+    """Whether it is a norm of each token's last dimension: torch's, or an RMSNorm of the model's own of one input."""
     if "forward" in module.__dict__:
         return False
     forward = type(module).forward

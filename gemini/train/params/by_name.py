@@ -29,28 +29,28 @@ from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 
 
 class WholeValues(Protocol):
-    """Those who share a model, be it one process: what they have of a param, and what they agree on."""
+    """Company that shares a model, be it one process: what they have of a param, and what they agree on."""
 
     @property
     def divides(self) -> bool:
         """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        """Bring the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
 
     def agree(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: BaseException | None = None) -> None:
-        """Every rank is about to write the same values, or none writes any."""
+        """Agree that every rank is about to write the same values, or none writes any. A collective."""
 
 
 class SliceValues(Protocol):
-    """Where a param is a slice of a whole one: who has the others."""
+    """Ranks that have the other slices of a param."""
 
     def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
-        """The whole value of which ``own`` is this rank's slice; all ranks with the others come here."""
+        """Join ``own``, this rank's slice, with the others; all ranks that have them come here."""
 
 
 class ByName:
-    """The params of one model, by any of their names.
+    """Reads and writes the params of one model, by any of their names.
 
     Args:
         observers: told of every write.
@@ -73,7 +73,7 @@ class ByName:
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
-        """The handle of a param.
+        """Find the handle of a param.
 
         Raises:
             KeyError: with the closest names.
@@ -90,26 +90,26 @@ class ByName:
         return iter(self._handles)
 
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The full weights on the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master. Codes
-        are bytes in any case.
+        """Copy the full weights to the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master.
+        Codes are bytes in any case.
         """
         with without_transforms():
             return self._read(handle, handle.chunk.flat.dtype if dtype is None or handle.chunk.spec.coded else dtype)
 
     def read_whole(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The same of the whole param where it is a slice of one."""
+        """Do :meth:`read` of the whole param where it is a slice of one."""
         return self.joined(handle, self.read(handle, dtype))
 
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
-        """The whole value of a param, of which ``own``, in its shape, is what is here."""
+        """Join the whole value of a param, of which ``own``, in its shape, is what is here."""
         return own if handle.cut is None or self._slices is None else self._slices.join(handle, own)
 
     def to_compare(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
-        """What must be the same on all who agree: ``own``, or of a slice among others the whole value."""
+        """Find what must be the same on all who agree: ``own``, or of a slice among others the whole value."""
         return self.joined(handle, own.detach().cpu()) if self._all_agree and own.shape == handle.own_shape else own
 
     def write_whole(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """:meth:`write` of what is here of a whole value.
+        """Do :meth:`write` of what is here of a whole value.
 
         Raises:
             ValueError: if the shape is not that of the whole param.
@@ -119,6 +119,7 @@ class ByName:
         self.write(handle, value if handle.cut is None else handle.cut.of(value))
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
+        # Its update may be under way on a worker, which writes weights and residual one tile after the other.
         handle.chunk.settle()
         planes = handle.chunk.planes
         exact = dtype is torch.float32 and RESIDUAL in planes
@@ -130,6 +131,7 @@ class ByName:
         out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
         base = handle.part.start
         for start, stop in tiles(0, handle.part.numel, self._mover.tile):
+            # Tile by tile: a plane on NVMe comes through staging, which is as large as a tile.
             part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
             if exact:
                 part = part.clone()  # the other half is staged where this one may be
@@ -138,14 +140,14 @@ class ByName:
         return out.view(handle.own_shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        """A param's values in a plane, flat, from all ranks."""
+        """Collect a param's values in a plane, flat, from all ranks."""
         plane = handle.chunk.planes[kind]
         out = torch.empty(plane.items(handle.slot.numel), dtype=plane.dtype, device="cpu")
         self.read_into(handle, kind, out)
         return out
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """The same into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
+        """Do that into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
         handle.chunk.settle()
         self._company.read_into(handle, kind, out)
 
@@ -164,6 +166,7 @@ class ByName:
             what = "quantized, its values are codes in uint8" if handle.chunk.spec.coded else "not quantized"
             raise ValueError(f"{handle.name!r} is {what}, and was given {value.dtype}")
         handle.chunk.settle()
+        # Written again they would lose the residual: a model's weights alone do not have the lower half.
         if handle.restored == handle.num_steps and same_bits(self.read(handle).to(value.dtype), value):
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
@@ -171,7 +174,10 @@ class ByName:
             self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
 
     def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
-        """``lower``: the residual, or the fp32 master of an fp16 param, if it is known."""
+        """Split flat masters into planes. ``lower``: the residual, or the fp32 master of an fp16 param, if it is known.
+
+        Called inside `WHOLE`: an interrupt between the two planes would leave halves of two masters.
+        """
         planes = handle.chunk.planes
         flat = lower if lower is not None and RESIDUAL not in planes else flat
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
@@ -186,6 +192,7 @@ class ByName:
         self._forget_copies(handle)
 
     def _forget_copies(self, handle: ParamHandle) -> None:
+        # First the count: a graph from before must be refused, also if dropping the window fails.
         note_writes([handle])
         self._manager.drop([handle.chunk])
         self._manager.refresh_lent()
@@ -194,6 +201,7 @@ class ByName:
         """Make ``residual``, as an optimizer was saved with it, the lower bits of the master: now if the weights are
         those with the sum ``of`` that it was saved with (or nothing is known of these), else when they are written.
         """
+        # Kept also when it fits at once: the weights may be loaded again after the optimizer's state.
         handle.waiting = None if of is None else WaitingResidual(residual, of, handle.num_steps)
         if of is None or of == self.sum_of_weights(handle):
             self.write_plane(handle, RESIDUAL, residual)
@@ -206,21 +214,22 @@ class ByName:
         return handle.chunk.trained and RESIDUAL not in handle.chunk.planes and kept != handle.chunk.flat.dtype
 
     def complete_rounded(self, handle: ParamHandle, master: torch.Tensor) -> None:
-        """The same of a param that :meth:`rounds`: ``master`` knows itself which weights it belongs to."""
+        """Do that for a param that :meth:`rounds`: ``master`` knows itself which weights it belongs to."""
         handle.waiting = WaitingResidual(master, None, handle.num_steps)
         if same_bits(self.read(handle), master.to(handle.chunk.flat.dtype)):
             self.write_plane(handle, WEIGHTS, master)
             handle.waiting.met = True
 
     def sum_of_weights(self, handle: ParamHandle) -> int:
-        """Of the weights of a bf16 param. All ranks ask together, or serve one that does."""
+        """Compute the CRC-32 of the weights of a bf16 param. All ranks ask together, or serve one that does."""
         return crc32(self._whole(handle, WEIGHTS))
 
     def _waiting_for(self, handle: ParamHandle, value: torch.Tensor) -> torch.Tensor | None:
-        """The residual that waits for just these weights, of a param that had no update since it was loaded. Values
-        with lower bits of their own keep these.
+        """Find the residual that waits for just these weights, of a param that had no update since it was loaded.
+        Values with lower bits of their own keep these.
         """
         waiting = handle.waiting
+        # An update since then has made other masters, to which these lower bits do not belong.
         if waiting is None or waiting.num_steps != handle.num_steps:
             return None
         if self.rounds(handle):
@@ -236,7 +245,7 @@ class ByName:
         return waiting.residual if total == waiting.of and whole else None
 
     def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """The same as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
+        """Write as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
 
         Raises:
             RankMismatch: on every rank, if another value, or another param, is written on another one.
@@ -244,8 +253,8 @@ class ByName:
         self._on_all(handle, value, self.write)
 
     def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """What a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed become
-        the master exactly, others keep theirs.
+        """Take over what a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed
+        become the master exactly, others keep theirs.
 
         Raises:
             RankMismatch: as of :meth:`overwrite`.
@@ -265,13 +274,14 @@ class ByName:
         if self._deferred is not None:
             self._deferred.append((handle, value))
             return
+        # Values are compared before any is written: a rank that disagrees raises on all, and no master differs.
         name = handle.name
         self.agree(Point.COPY, f"writing {name!r}", lambda: value_facts([(name, self.to_compare(handle, value))]))
         write(handle, value)
 
     @contextmanager
     def deferred(self) -> Iterator[list[tuple[ParamHandle, torch.Tensor]]]:
-        """What a program writes inside is not written, but listed: the params and their values."""
+        """List what a program writes inside, params and values, instead of writing it."""
         before, self._deferred = self._deferred, []
         try:
             yield self._deferred
@@ -279,8 +289,8 @@ class ByName:
             self._deferred = before
 
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
-        """A param's part of a plane, in its shape (flat, where a plane has one item for many elements), or None if its
-        chunk has no such plane.
+        """Read a param in a plane, in its shape (flat, where a plane has one item for many elements); None if its chunk
+        has no such plane.
         """
         if kind not in handle.chunk.planes:
             return None
@@ -312,6 +322,7 @@ class ByName:
         """
         chunk, slot = handle.chunk, handle.slot
         if handle.param.data_ptr() != handle.view.data_ptr() or handle.param.dtype != chunk.flat.dtype:
+            # Back to its window first: the block is left by this error, and the param must not keep foreign memory.
             handle.param.data = handle.view
             raise ParamAccessError(
                 f"inside gathered(write=True) {handle.name!r} was given other memory (param.data = ...), which is not "
@@ -322,18 +333,20 @@ class ByName:
         with self._observers.writing(chunk):
             old = read_range(self._mover, chunk.weights, handle) if before is None else before.to("cpu").reshape(-1)
             new = self._merged(handle, chunk.flat[slot.start : slot.stop], old)
+            # In place the weights are their plane, and were written by the program already.
             if not chunk.resident:
                 self._write_range(chunk.weights, handle, new)
 
     def _merged(self, handle: ParamHandle, shown: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-        """What the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed elements
-        exactly these. Their residual is nothing from here on, unless a loaded one waits for just these weights.
+        """Make what the plane of weights, ``old``, is to be now that weights are ``shown`` (all of them): changed
+        elements exactly these. Their residual is nothing from here on, unless a loaded one waits for these weights.
         """
         new, planes = _own_part(handle, shown).to("cpu"), handle.chunk.planes
         if RESIDUAL in planes:
             lower = self._waiting_for(handle, shown)
             if lower is None:
                 residual = read_range(self._mover, planes[RESIDUAL], handle)
+                # Compared as bits: -0.0 and NaN would be told wrong as numbers.
                 residual[new.view(torch.int16) != old.view(torch.int16)] = 0
             else:
                 residual = _own_part(handle, lower).to("cpu")
@@ -341,6 +354,7 @@ class ByName:
         elif (lower := self._waiting_for(handle, shown)) is not None:
             new = _own_part(handle, lower).to("cpu")
         elif old.dtype != new.dtype:
+            # The plane has the fp32 master itself, which an element that nobody changed must keep.
             untouched = old.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(untouched, old, new.to(old.dtype))
         return new
@@ -359,7 +373,7 @@ def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bf16 weights of masters, and the residuals in int16, of flat values on any device."""
+    """Split flat values on any device into bf16 weights and residuals in int16."""
     hi = torch.empty(values.numel(), dtype=torch.bfloat16, device="cpu")
     lo = torch.empty(values.numel(), dtype=torch.int16, device="cpu")
     kernels.split_master(values.to("cpu", torch.float32).contiguous(), hi, lo)
@@ -373,13 +387,13 @@ def _joined(weights: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
 
 
 def _own_part(handle: ParamHandle, value: torch.Tensor, block: int = 1) -> torch.Tensor:
-    """What this rank keeps of a param's full values (one for each ``block`` elements), flat."""
+    """Cut out what this rank keeps of a param's full values (one for each ``block`` elements), flat."""
     part = handle.part
     return value.detach().reshape(-1)[part.offset // block : -(-(part.offset + part.numel) // block)]
 
 
 def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tensor | None = None) -> torch.Tensor:
-    """What this rank keeps of a param in a plane, as a flat host tensor: a new one, or ``out``."""
+    """Read what this rank keeps of a param in a plane, as a flat host tensor: a new one, or ``out``."""
     numel = plane.items(handle.part.numel)
     out = torch.empty(numel, dtype=plane.dtype, device="cpu") if out is None else out
     base = handle.part.start
@@ -389,12 +403,13 @@ def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tenso
 
 
 def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
-    """At most a tile of a plane as a host tensor, in place or staged."""
+    """Give at most a tile of a plane as a host tensor, in place or staged: a staged one lives until the next call."""
     view = plane.host_view(start, stop)
     if view is not None:
         return view
     end = start + plane.page_up(stop - start)
     staged = mover.scratch(1, plane.dtype, plane.items(end - start))
+    # Files are read in whole pages; what of the last one lies behind the range is cut off.
     return mover.load(plane, start, end, staged)[: plane.items(stop - start)]
 
 

@@ -31,12 +31,12 @@ def is_coded(param: torch.Tensor) -> bool:
 
 
 def num_weights(param: torch.Tensor) -> int:
-    """How many weights a param has: two in each byte of codes."""
+    """Count the weights of a param: two in each byte of codes."""
     return param.numel() * (2 if is_coded(param) else 1)
 
 
 def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
-    """The class of a param while modules compute: its own, which a library or the model may have for it."""
+    """Return the class of a param while modules compute: its own, which a library or the model may have for it."""
     return type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
 
 
@@ -65,13 +65,13 @@ def check_coded(name: str, param: Any) -> None:
 
 
 def first_coded(model: nn.Module) -> str | None:
-    """The name of a param of 4-bit codes, where there is one."""
+    """Find the name of a param of 4-bit codes, where there is one."""
     return next((name for name, param in model.named_parameters() if is_coded(param)), None)
 
 
 def scales_in(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The tensors that belong to codes among named params, by names under those of the params: they are the model's
-    own, to be written in place.
+    """Find the tensors that belong to codes among named params, by names under those of the params: they are the
+    model's own, to be written in place.
     """
     return {
         f"{name}.{key}": tensor
@@ -86,6 +86,7 @@ def _tensors_of(state: Any, prefix: str) -> list[tuple[str, torch.Tensor]]:
     for key, value in vars(state).items():
         if isinstance(value, torch.Tensor):
             found.append((prefix + key, value))
+        # Double quantization: the scales are codes themselves, with a state of their own.
         elif key == "state2" and value is not None:
             found += _tensors_of(value, f"{prefix}{key}.")
     return found

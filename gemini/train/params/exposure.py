@@ -23,30 +23,37 @@ from gemini.train.step import StepState
 
 
 class Exposure:
-    """The guards of one model."""
+    """Puts the guards of one model's params up and takes them away.
+
+    Called under the lock of the books, or where one thread computes (Recovery, the step); but not where a hook or a
+    stray read only waits for resident chunks (:meth:`catch_up`, :meth:`expose`).
+    """
 
     def __init__(self, params: ParamSet, store: ChunkStore, state: StepState):
         self._by_chunk, self._chunks, self._manager = params.by_chunk, store.chunks, store.manager
+        # The books of the lane themselves, by chunk index: a look at them is no call.
         self._state, self._updating = state, store.transfers.open[Lane.UPDATE]
         self._never_move = {chunk.spec.index: chunk for chunk in store.chunks if chunk.resident}
         self._in_place = [handle for index in self._never_move for handle in params.by_chunk.get(index, ())]
         """The params of those, together: most steps expose and guard them all at once."""
+        # Chunks whose params are ordinary ones now, by index.
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
-        """Of chunks that move: how many computations see their params as ordinary ones now."""
+        """By index of a chunk that moves, how many computations see its params as ordinary ones now."""
         self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
         self._cast: list[ParamHandle] = []
         """Params that were cast while they were ordinary ones."""
         self._covered: set[int] = set()
         """Chunks that move and were guarded again since the model was at rest: somebody may have views of them."""
+        # Told when a window's memory goes: a param must not look into memory that is somebody else's by then.
         for chunk in store.chunks:
             chunk.on_gone.append(self.poison)
         self.written: list[ParamHandle] = []
         """Params that others have written to, which has yet to be refused."""
 
     def begin(self) -> None:
-        """The model computes from now on: what never moves is there to be read, unless it is being updated.
+        """Make ordinary what never moves, unless it is being updated: the model computes from now on.
 
         With gradients off all updates are waited for. torch then has fused paths for whole layers, which look at the
         class of every param in them and compute other bits where one is guarded.
@@ -55,12 +62,14 @@ class Exposure:
             for chunk in self._never_move.values():
                 chunk.settle()
         fresh = self._never_move.keys() - self._exposed
+        # Jobs that end meanwhile stay in `late` as well: `expose` finds that out at no cost.
         if self._updating:
             late = fresh & self._updating.keys()
             self.late |= late
             fresh -= late
         self.written += expose(self._params_of(fresh))
         self._exposed |= fresh
+        # What was late in a forward before and is over by now is exposed with the rest.
         self.late -= fresh
 
     def _params_of(self, indices: set[int]) -> list[ParamHandle]:
@@ -69,7 +78,7 @@ class Exposure:
         return [handle for index in indices for handle in self._by_chunk[index]]
 
     def catch_up(self, chunks: tuple[Chunk, ...]) -> None:
-        """These are read now: wait for their updates."""
+        """Wait for the updates of chunks that are read now, and expose them."""
         if self.late:
             for chunk in chunks:
                 if chunk.spec.index in self.late:
@@ -78,19 +87,23 @@ class Exposure:
     def expose(self, chunk: Chunk) -> None:
         """Make the params of a gathered chunk ordinary parameters, until as many :meth:`cover` if it moves."""
         index = chunk.spec.index
+        # Two calls may read one chunk (tied weights, a nested call): the guard returns after the last of them.
         if not chunk.resident:
             self._num_readers[index] = self._num_readers.get(index, 0) + 1
         if index not in self._exposed:
             if chunk.resident:
+                # The update first: torch would let the module read weights that a worker is writing.
                 chunk.settle()
                 self.late.discard(index)
+            # Before the params are ordinary: `expose` takes over torch's counts as they are, and a write would go
+            # unseen.
             self.look_for_writes(chunk)
             assert chunk.gathered, chunk.name
             expose(self._by_chunk[index])
             self._exposed.add(index)
 
     def cover(self, chunk: Chunk) -> None:
-        """One reader less of a chunk that moves: guarded after the last, so that no other read goes unnoticed."""
+        """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
         index = chunk.spec.index
         if chunk.resident or index not in self._num_readers:
             return
@@ -108,6 +121,7 @@ class Exposure:
         if chunk.resident and chunk.spec.index in self._exposed:
             self.hide(chunk)
             self.late.add(chunk.spec.index)
+            # Hooks of a settled forward look at nothing: they would let a recomputation read while the worker writes.
             self._state.unsettle()
 
     def hide(self, chunk: Chunk) -> bool:
@@ -116,6 +130,7 @@ class Exposure:
 
     def _hide(self, indices: set[int]) -> bool:
         handles = self._params_of(indices)
+        # Noted before it is done: what an interrupt leaves half hidden is hidden again by Recovery.
         self._exposed -= indices
         written, cast = hide(handles)
         self.written += written
@@ -130,17 +145,19 @@ class Exposure:
             self._manager.drop([chunk])  # a copy that differs from its home
 
     def refuse(self, written: list[ParamHandle]) -> None:
-        """The weights of these are about to be updated, and others have written to them.
+        """Refuse to update weights that others have written to.
 
         Raises:
             ParamAccessError: nothing is updated yet.
         """
+        # The copy with the write goes first: the program may catch the error and go on, with the masters.
         self._manager.drop({handle.chunk.spec.index: handle.chunk for handle in written}.values())
         self.written += written
         self.refuse_writes()
 
     def poison(self, chunk: Chunk) -> None:
-        """The gathered weights of a chunk went away."""
+        """Guard the params of a chunk whose gathered weights go away, with NaN behind them."""
+        # While the counts can still be compared: `poison` replaces param.data, and with it what was written.
         self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
         self._num_readers.pop(chunk.spec.index, None)
@@ -149,16 +166,20 @@ class Exposure:
     def rest_if_idle(self) -> None:
         """Guard everything if nobody computes any more, and refuse what was written meanwhile."""
         if not self._state.computing:
+            # Guarded chunks need no note: `begin` asks anew which updates are under way.
             self.late.clear()
             self._num_readers.clear()
+            # Their params were guarded when their module ended, and a view of them may have been written to since.
             covered, self._covered = self._covered - self._exposed, set()
             if self._exposed:
                 self._hide(self._exposed.copy())
             for index in covered:
                 self.look_for_writes(self._chunks[index])
+            # Not sooner: a module of the same forward may compute with the cast weights again.
             if self._cast:
                 cast, self._cast = self._cast, []
                 bring_back(cast)
+        # Last, for it raises: everything is guarded by then, and the next forward finds a model at rest.
         if self.written:
             self.refuse_writes()
 
@@ -168,6 +189,7 @@ class Exposure:
         Raises:
             ParamAccessError: naming the param.
         """
+        # Taken out first: a write is refused once, not in every forward from here on.
         written, self.written = self.written, []
         refuse_written(written)
 
@@ -180,10 +202,12 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
     written = []
     for handle in handles:
         param = handle.param
+        # The class first: the guard would answer the lines below itself.
         param.__class__ = handle.kind
         if param._version != handle.version and notes_a_write(handle):
             written.append(handle)
         if handle.poisoned:
+            # A change of data counts as a write to torch: the count is noted anew.
             param.data = handle.view
             handle.poisoned = False
             handle.version = param._version
@@ -191,7 +215,7 @@ def expose(handles: list[ParamHandle]) -> list[ParamHandle]:
 
 
 class Hidden(NamedTuple):
-    """What :func:`hide` found."""
+    """Findings of :func:`hide`."""
 
     written: list[ParamHandle]
     """Params that were written to while they were ordinary ones."""
@@ -206,7 +230,9 @@ def hide(handles: list[ParamHandle]) -> Hidden:
         param = handle.param
         if param._version != handle.version and notes_a_write(handle):
             written.append(handle)
+        # It was of a param that others could write to unseen; nobody can behind the guard.
         handle.fingerprint = None
+        # It looks elsewhere than into its window: somebody has set param.data.
         if not handle.poisoned and param.data_ptr() != handle.view.data_ptr():
             if _is_cast(handle):
                 cast.append(handle)
@@ -229,23 +255,24 @@ def poison(handles: list[ParamHandle]) -> None:
 
 
 def take_in(handle: ParamHandle) -> None:
-    """An ordinary param that was given other memory is a view of its window again, with the values from there."""
+    """Make an ordinary param that was given other memory a view of its window again, with the values from there."""
     if handle.param.data_ptr() != handle.view.data_ptr():
         value, handle.param.data = handle.param.data, handle.view
         handle.param.copy_(value)
 
 
 def undo_writes(handle: ParamHandle) -> None:
-    """An ordinary param is a view of its window again, and what was written until now is no write."""
+    """Make an ordinary param a view of its window again, and forget what was written until now."""
     handle.param.data = handle.view
     handle.version = handle.param._version
 
 
 def bring_back(handles: Iterable[ParamHandle]) -> None:
-    """What was cast inside a forward is a view of its window again."""
+    """Make what was cast inside a forward a view of its window again."""
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         for handle in handles:
             if not handle.poisoned and handle.param.data_ptr() != handle.view.data_ptr():
+                # torch's own setter: the params are guarded by now, and the guard would refuse `param.data = ...`.
                 SET_DATA(handle.param, handle.view)
 
 
@@ -258,7 +285,7 @@ def _is_cast(handle: ParamHandle) -> bool:
 
 
 def refuse_written(written: list[ParamHandle]) -> None:
-    """A param was written to while it was an ordinary parameter: its master does not know, so say so."""
+    """Raise for params that were written to while they were ordinary ones: their masters do not know of it."""
     if written:
         raise ParamAccessError(
             f"the weights of {written[0].name!r} were written to inside a forward, a backward or gathered(): its fp32 "

@@ -28,7 +28,7 @@ from gemini.train.params.handle import ParamHandle, handle_of
 
 
 class Gathering:
-    """Of one model.
+    """Keeps params of one model readable for a program, and takes over what it writes. For the training thread alone.
 
     Args:
         opened: keeps the weights of chunks gathered and their params ordinary ones, inside a block.
@@ -52,20 +52,24 @@ class Gathering:
         begun = list[Chunk]()
         before: dict[str, torch.Tensor] = {}
         if write:
+            # Before the copies: an update in flight still changes weights that are in place.
             for chunk in chunks:
                 chunk.settle()
             before = _copies_of(handles)
         try:
+            # A checkpoint that is being written has these chunks first: `before_write` waits for it.
             with self._opened(chunks):
                 if write:
                     for chunk in chunks:
                         self._observers.before_write(chunk)  # one that never moves is written in place
                         begun.append(chunk)
+                # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
                     with torch.no_grad() if write else nullcontext():  # torch allows writes to weights only there
                         yield
                     if write:
+                        # Before any master changes, on every rank.
                         self._check_same_on_all(handles)
                         with WHOLE:  # Ctrl-C leaves no write half done
                             takes_over = True
@@ -73,6 +77,7 @@ class Gathering:
                                 self._by_names.take_over(handle, before.get(handle.name))
                 except BaseException:
                     with WHOLE:
+                        # Nothing was taken over: weights in place get their old values, windows are dropped below.
                         for handle in handles if not takes_over else ():
                             undo_writes(handle)
                             if handle.name in before:
@@ -81,8 +86,11 @@ class Gathering:
         finally:
             if write:
                 with WHOLE:
+                    # In any case: after an error a window has values that no master has, and after a write it may lack
+                    # the rounding.
                     self._manager.drop(chunks)
                     self._manager.refresh_lent()
+                    # Only those that were announced: observers count beginnings and ends.
                     for chunk in begun:
                         self._observers.after_write(chunk)
 
@@ -97,23 +105,26 @@ class Gathering:
 
 
 class Rewriting:
-    """Makes what modules write to their weights in a forward the masters of one model. ``lock``: of its books."""
+    """Makes what modules write to their weights in a forward the masters of one model. ``lock``: of its books.
+
+    On the thread that calls the module, which may be one of several that evaluate the model.
+    """
 
     def __init__(self, by_names: ByName, observers: WriteObservers, lock: AbstractContextManager[Any]):
         self._by_names, self._observers, self._lock = by_names, observers, lock
 
     def begin(self, handles: tuple[ParamHandle, ...]) -> dict[str, torch.Tensor]:
-        """The call of a module begins that may rewrite these: what those are now that are rewritten in place."""
+        """Begin the call of a module that may rewrite these; gives what those are now that are rewritten in place."""
         for chunk in resident_chunks(handles):
             self._observers.before_write(chunk)
         return call_without_grad(_copies_of, handles)
 
     def end(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
-        """The call is over; ``before``: what :meth:`begin` gave."""
+        """End the call, and take over what it wrote; ``before``: what :meth:`begin` gave."""
         call_without_grad(self._take_over, handles, before)
 
     def unmerge(self, layer: Any) -> None:
-        """What a tuner layer with merged adapters does before it computes without them, with the bits of PEFT."""
+        """Take the merged adapters of a tuner layer out of its weights, with the bits of PEFT."""
         handles = handles_of(layer.parameters())
         before = self.begin(handles)
         try:
@@ -124,6 +135,7 @@ class Rewriting:
     def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
         with self._lock, WHOLE:
             for handle in handles:
+                # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
                 take_in(handle)
                 if handle.param._version != handle.version:
                     handle.version = handle.param._version  # torch has counted this write itself
@@ -134,15 +146,15 @@ class Rewriting:
 
 
 def handles_of(params: Iterable[nn.Parameter]) -> tuple[ParamHandle, ...]:
-    """Of those that are managed."""
+    """Find the handles of those params that are managed."""
     return tuple(handle for handle in map(handle_of, params) if handle is not None)
 
 
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:
-    """Those whose weights are written to in place: their updates have to be over when a write begins."""
+    """Find the chunks whose weights are written to in place: their updates have to be over when a write begins."""
     return tuple({handle.chunk.spec.index: handle.chunk for handle in handles if handle.chunk.resident}.values())
 
 
 def _copies_of(handles: Iterable[ParamHandle]) -> dict[str, torch.Tensor]:
-    """What weights are that are about to be written to in place: nothing else tells which of them were changed."""
+    """Copy weights that are about to be written to in place: nothing else tells which elements were changed."""
     return {handle.name: handle.view.clone() for handle in handles if handle.chunk.resident}

@@ -31,7 +31,7 @@ from gemini.train.params.owner import owner_of
 
 
 class _NotSwapped(list[str]):
-    """In the place of a class's names of slots, which ``torch.utils.swap_tensors`` reads before it changes anything."""
+    """Names of slots of a class, of which ``torch.utils.swap_tensors`` asks before it changes anything: refused."""
 
     def __iter__(self) -> Iterator[str]:
         raise ParamAccessError(
@@ -57,6 +57,7 @@ class ManagedParameter(nn.Parameter):
     def __torch_function__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # One look in a table for what is asked often; what is not in it may read values.
         return AT_REST.get(func, _use_values)(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -66,6 +67,7 @@ class ManagedParameter(nn.Parameter):
         )
 
     def __deepcopy__(self, memo: Any) -> Any:
+        # `memo` has what is being copied around the param: a copy of a whole module would be a model without chunks.
         part = any(isinstance(whole, (nn.Module, torch.optim.Optimizer)) for whole in memo.values())
         if type(self) is ManagedParameter and not part:
             with torch.no_grad():  # the param alone, or a list of them: an ordinary one with its values of now
@@ -78,7 +80,7 @@ class ManagedParameter(nn.Parameter):
 
 @cache
 def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
-    """The class at rest of a param that is a ``kind`` while modules compute: PEFT goes by that one's name."""
+    """Make the class at rest of a param that is a ``kind`` while modules compute: PEFT goes by that one's name."""
     if kind is nn.Parameter:
         return ManagedParameter
     return type(
@@ -90,13 +92,13 @@ def managed_kind(kind: type[nn.Parameter]) -> type[ManagedParameter]:
 
 
 def _answer(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What is known without values."""
+    """Answer what is known without values."""
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         return func(*args, **kwargs)
 
 
 def _answer_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The place in the chunk, not that of the NaN which stands in for weights that are not gathered."""
+    """Answer with the place in the chunk, not that of the NaN which stands in for weights that are not gathered."""
     handle: ParamHandle = args[0]._gemini
     if func is torch.Tensor.data_ptr:
         _refuse_reading_memory(handle)
@@ -115,28 +117,31 @@ def _set_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             f"a gradient cannot be assigned to managed param {handle.name!r}: gradients live in chunks. Let "
             "loss.backward() compute it"
         )
+    # Asked first, so that a loop over params that sets p.grad = None costs nothing for those without one.
     if handle.has_grad or handle.leftover:  # p.grad = None drops it, as in torch
         owner_of(handle).stepping.discard([handle])
     return _answer(func, args, kwargs)
 
 
 def _flip(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # Only noted: what a trained param needs (planes, a hook) is made when the next forward begins.
     owner_of(args[0]._gemini).state.requires_grad_changed = True
     return _answer(func, args, kwargs)
 
 
 def _hook_gradient(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Our own hook takes the gradient away: those of the program look at ``param.grad`` before it."""
+    """Register a hook of the program before our own, which takes ``param.grad`` away that it would look at."""
     hook = _answer(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         hooks, own = args[0]._post_accumulate_grad_hooks, args[0]._gemini.hook
     if own is not None and own.id in hooks:
+        # Hooks run in the order of this dict: ours goes to its end.
         hooks[own.id] = hooks.pop(own.id)
     return hook
 
 
 def _run_backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """``inputs=params``: their gradients are wanted, nobody else's."""
+    """Run a backward of which only these gradients are wanted (``inputs=params``)."""
     return func(*_edges_of(args), **_edges_of(kwargs))
 
 
@@ -148,13 +153,15 @@ def _refuse_autograd_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Steps 2 to 6 of :class:`ManagedParameter`."""
+    """Go through steps 2 to 6 of :class:`ManagedParameter`: their order is what decides."""
     params = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ManagedParameter)]
     handles: list[ParamHandle] = [param._gemini for param in params]  # type: ignore[attr-defined]
     for owner in map(owner_of, handles):
+        # Whichever thread computes: another one that reads meanwhile has its weights gathered as well.
         if owner.state.computing:  # params of another model are met again in the call that follows
             return owner.reads.in_call(func, args, kwargs, [h for h in handles if h.owner() is owner])
     if _is_recorded(func, args, kwargs):
+        # torch would refuse it too, but for an in-place write to a leaf, and in words that name no param.
         if (written := _written_param(func, args, kwargs)) is not None:
             raise ParamAccessError(
                 f"{func.__name__} writes to managed param {written._gemini.name!r} while autograd is on, which "
@@ -162,6 +169,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 "torch.no_grad(), or inside model.gathered([param], write=True)"
             )
         return owner_of(handles[0]).reads.outside(func, args, kwargs, handles)
+    # Who asks decides from here on, since torch's own helpers do with `param.data` what a program must not.
     caller = _caller()
     if func == _SET_DATA:
         return _set_data(handles[0], args[1], caller.f_code)
@@ -171,6 +179,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         raise ParamAccessError(
             f"fully_shard cannot divide managed param {handles[0].name!r}: Gemini divides models among ranks itself"
         )
+    # A state dict of a part of the model is given values: they may be kept for long, and pickled.
     if func in _DETACHES and caller.f_code is not nn.Module._save_to_state_dict.__code__:
         return DetachedWeights.of(Source(handles[0]))
     of = {id(handle.param): Source(handle) for handle in handles}
@@ -178,7 +187,7 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _caller() -> FrameType:
-    """The frame of the program, or of torch, that has called into this file."""
+    """Find the frame of the program, or of torch, that has called into this file."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals is globals():
         frame = frame.f_back
@@ -199,24 +208,25 @@ class View(NamedTuple):
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor, base: torch.Tensor) -> View:
+        # torch counts a storage offset in elements of the view's own dtype, and the base may have another.
         offset = tensor.storage_offset() - base.storage_offset() * base.dtype.itemsize // tensor.dtype.itemsize
         return cls(tuple(tensor.shape), tensor.stride(), int(offset), tensor.dtype)
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """It, of ``base``: torch counts writes to both together."""
+        """Make this view of ``base``: torch counts writes to both together."""
         flat = base.view(-1).view(self.dtype)
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 class Source(NamedTuple):
-    """Whose values stand in the place of an argument."""
+    """A param, or a view of it, whose values stand in the place of an argument."""
 
     handle: ParamHandle
     view: View | None = None
     """None for all of it."""
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """``base``: all of the values."""
+        """Return the values that are meant, of ``base``, which are all."""
         return base if self.view is None else self.view.of(base)
 
 
@@ -235,6 +245,7 @@ class DetachedWeights(torch.Tensor):
     def of(source: Source) -> DetachedWeights:
         param, view = source.handle.param, source.view
         shape, stride, offset, dtype = (param.shape, None, None, param.dtype) if view is None else view
+        # A tensor made in inference mode stays one, and could not be written to afterwards.
         with torch.inference_mode(False):
             detached = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 DetachedWeights, shape, stride, offset, dtype=dtype, device=param.device
@@ -246,7 +257,7 @@ class DetachedWeights(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What torch computes without asking in Python: inside of the transforms of ``torch.func``."""
+        """Compute what torch does not ask of ``__torch_function__``: inside of the transforms of ``torch.func``."""
         if func is torch.ops.aten.detach.default:
             return cls.of(Source(args[0]._gemini, args[0]._view))
         for written in _detached_in(_written_by(func, args, kwargs or {})).values():  # torch counts no writes down here
@@ -262,6 +273,7 @@ class DetachedWeights(torch.Tensor):
             return args[0]
         if func is torch.Tensor.data_ptr:
             _refuse_reading_memory(args[0]._gemini)
+        # The param is asked: it gives the place in the chunk, which is the same whether it is gathered or not.
         if func in _ADDRESSES or (func in OF_MEMORY and args[0]._view is None):
             first = func(args[0]._gemini.param, *args[1:], **kwargs)
             return first + args[0].storage_offset() * args[0].itemsize if func is torch.Tensor.data_ptr else first
@@ -274,6 +286,7 @@ class DetachedWeights(torch.Tensor):
             raise ParamAccessError(_refusal("a gradient (requires_grad_ of what was detached)", first, write=False))
         for owner in map(owner_of, [source.handle for source in sources.values()]):
             if owner.state.computing:
+                # Those of another model stay as they are, and come here again in the call that follows.
                 own = {key: source for key, source in sources.items() if source.handle.owner() is owner}
                 handles = [source.handle for source in own.values()]
                 return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, handles)
@@ -289,7 +302,9 @@ class DetachedWeights(torch.Tensor):
 
 
 def _refuse_reading_memory(handle: ParamHandle) -> None:
-    """The address of weights says which they are, not where to read them: they may be elsewhere, or be updated now."""
+    """Refuse safetensors, which reads at the address: weights may be elsewhere, or be updated now. To others the
+    address says which weights they are.
+    """
     caller = _caller()
     if caller.f_globals.get("__name__") == "safetensors.torch" and caller.f_code.co_name in ("_to_ndarray", "_tobytes"):
         raise ParamAccessError(
@@ -303,7 +318,7 @@ def _detached_in(tree: Any) -> dict[int, Source]:
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator of torch writes to, by its schema."""
+    """Find the arguments that an operator of torch writes to, by its schema."""
     given = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
     return [
         given.get(argument.name)
@@ -313,7 +328,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, Source]) -> Any:
-    """``func`` while the params of ``sources`` are ordinary ones."""
+    """Run ``func`` while the params of ``sources`` are ordinary ones."""
     values = {key: source.of(source.handle.param.detach()) for key, source in sources.items()}
     args, kwargs = _replace((args, kwargs), values)
     return func(*args, **kwargs)
@@ -321,7 +336,8 @@ def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict
 
 @cache
 def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The one value that stands for weights that are not there. Bytes have no NaN: all bits are set."""
+    """Make the one value that stands for weights that are not there. Bytes have no NaN: all bits are set."""
+    # It is kept for good by `cache`, so it must not be a tensor of inference mode.
     with torch.inference_mode(False):
         if not dtype.is_floating_point:
             return torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
@@ -329,7 +345,7 @@ def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _edges_of(tree: Any) -> Any:
-    """``tree`` with the place in the graph where a managed param accumulates, instead of the param."""
+    """Replace managed params in ``tree`` by the place in the graph where they accumulate."""
     if isinstance(tree, ManagedParameter):
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             return torch.autograd.graph.get_gradient_edge(tree)
@@ -339,7 +355,7 @@ def _edges_of(tree: Any) -> Any:
 
 
 def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
-    """``param.data = value`` at rest: ``param.data += 1`` ends so, and torch copies a vector into params this way."""
+    """Serve ``param.data = value`` at rest: ``param.data += 1`` ends so, and so torch copies a vector into params."""
     if isinstance(value, DetachedWeights) and value.dtype is handle.param.dtype:
         if _place_of(value) == _place_of(handle.param):  # what it is already
             return
@@ -356,11 +372,13 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
     the master, what a half precision cannot show too.
     """
     if func is torch._foreach_copy_:
+        # Each by itself: every one comes here again, and is told to the ranks in the same order.
         for target, value in zip(args[0], args[1], strict=True):
             target.copy_(value)
         return True
     if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[0], (ManagedParameter, DetachedWeights)):
         return False
+    # A part of a param has no plane of its own: it is written through a copy of the whole.
     if isinstance(args[0], DetachedWeights) and args[0]._view is not None:
         return False
     handle: ParamHandle = args[0]._gemini  # type: ignore[union-attr]
@@ -369,6 +387,7 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
         if value._gemini is handle and value._view is None:
             return True  # what is shown of a master is not all of it
         value = value.clone()  # perhaps of a part of the same param, which is written piece by piece
+    # `copy_` broadcasts; the master is given every value.
     owner_of(handle).by_names.overwrite(handle, value.expand(args[0].shape))
     return True
 
@@ -377,6 +396,8 @@ def _read_copies(
     func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, Source], call: Callable[..., Any]
 ) -> Any:
     """Run an operation outside of forward on copies of the params; refuse what a copy would silently falsify.
+
+    A copy is a tensor of its own, so an update that begins meanwhile on a worker changes nothing of it.
 
     ``of``: whose values stand in the place of which argument (by ``id``). What it writes to a copy is written to the
     param. What shares memory with the copy would, in torch, share it with the param: it becomes a read put off.
@@ -395,8 +416,10 @@ def _read_copies(
         return copies[first]  # the state dict of a part of the model: values, whoever has them
     if func is not torch.Tensor.cpu:  # which would only bring them back
         copies = {handle: _where_computed(copy, first) for handle, copy in copies.items()}
+    # Writes are told by torch's count of the copies, which writes through views of them raise as well.
     versions = {handle: copy._version for handle, copy in copies.items()}
     with torch.inference_mode(False), without_transforms():
+        # One copy of each param, of which all its views in the arguments are made: they share memory, as in torch.
         values = {key: source.of(copies[source.handle]) for key, source in of.items()}
     places = {key: _place_of(value) for key, value in values.items()}
     given = {id(values[id(tensor)]): tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in values}
@@ -405,8 +428,10 @@ def _read_copies(
     written = {handle: copy for handle, copy in copies.items() if copy._version != versions[handle]}
     if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
         raise ParamAccessError(_refusal(f"another shape or memory ({what})", first, write=True))
+    # After the operation as a whole: one that raised has written nothing to a master.
     for each, copy in written.items():
         owner_of(each).by_names.rewrite(each, copy)
+    # Results that share memory with a copy would share it with the param in torch: they become reads put off.
     storages = {copy.untyped_storage()._cdata: handle for handle, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(result):
@@ -427,7 +452,7 @@ def _read_copies(
 
 
 def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
-    """Where ``param.device`` says they are, as what else takes part in an operation will be."""
+    """Bring values to where ``param.device`` says they are, as what else takes part in an operation will be."""
     with torch.inference_mode(False), without_transforms():
         return values.to(owner_of(handle).store.device.torch_device)
 
@@ -447,12 +472,13 @@ def _is_recorded(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
 
 
 def _written_param(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The first managed param that an operation writes to, by its name and torch's conventions."""
+    """Find the first managed param that an operation writes to, by its name and torch's conventions."""
     first = next(iter((*args, *kwargs.values())), None)
     target = kwargs.get("out", first if _WRITES.fullmatch(getattr(func, "__name__", "")) else None)
     return next((tensor for tensor in tensors_in(target) if isinstance(tensor, ManagedParameter)), None)
 
 
+# torch's convention: in place is what ends in one underscore, or is an augmented assignment.
 _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 
 
@@ -529,6 +555,7 @@ METADATA: set[Any] = _getters() | {
         ).split()
         if hasattr(torch.Tensor, name)
     ),
+    # They read a shape and no values; the random ones draw from the generator as for an ordinary param.
     torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
     torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
     torch.promote_types, torch.result_type,
@@ -546,7 +573,7 @@ AT_REST: dict[Any, _Handler] = {
     torch.autograd.backward: _run_backward,
     torch.autograd.grad: _refuse_autograd_grad,
 }
-"""What answers on a param at rest by itself, whatever else is going on."""
+"""Handlers that answer on a param at rest by themselves, whatever else is going on."""
 
 
 # ---- ``p.grad``: None to the outside, for gradients live in chunks ---------------------------------------------------
@@ -558,6 +585,7 @@ def _code(function: Any) -> Any:
     return function.__code__
 
 
+# Functions of torch that read p.grad, find None and go on: they would do nothing, and nobody would know.
 _BLIND = {
     _code(function): (
         f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
@@ -566,8 +594,10 @@ _BLIND = {
     for name, function in vars(nn.utils).items()
     if name.startswith("clip_") and name.endswith("_")
 }
+# By code object, for a function may be bound, wrapped or renamed by the time that it is met on the stack.
 _CONVERTED: set[Any] = set()
 _ZERO_GRAD = _code(nn.Module.zero_grad)
+# Models of which it was said already, weakly: they go when nobody else has them.
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -577,12 +607,12 @@ def refuse_in(function: Callable[..., Any], message: str) -> None:
 
 
 def note_converted(function: Callable[..., Any]) -> None:
-    """``function`` steps optimizers of torch, of which one was converted: what is kept of it from before is refused."""
+    """Refuse what is kept of ``function`` from before one of torch's optimizers, which it steps, was converted."""
     _CONVERTED.add(_code(function))
 
 
 def note_grad_read(param: Any) -> None:
-    """Somebody reads ``p.grad`` of a managed param at rest.
+    """Look who reads ``p.grad`` of a managed param at rest.
 
     ``zero_grad()`` of a part of the model would find nothing to forget: what is in the chunk is forgotten for it.
 

@@ -29,7 +29,7 @@ _FINGERPRINT_TILE = 2**18
 
 
 class Leftover(IntEnum):
-    """What a plain loop's ``p.grad`` would hold of earlier steps, while no gradient is here."""
+    """Content that a plain loop's ``p.grad`` would have of earlier steps, while no gradient is here."""
 
     NOTHING = 0
     """Nothing: there was none since ``zero_grad()``."""
@@ -41,7 +41,7 @@ class Leftover(IntEnum):
 
 @dataclass(slots=True)
 class WaitingResidual:
-    """What a master has beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
+    """Rest of a master beside its weights (in bf16 the lower bits, in fp16 all of it) that came with the state of an
     optimizer, for whoever writes the weights next.
 
     They belong to one moment's weights and to no others, which may be loaded before or after the optimizer's state. So
@@ -49,7 +49,7 @@ class WaitingResidual:
     """
 
     residual: torch.Tensor
-    """As the plane has it, whole; in fp16 the master."""
+    """The residual as the plane has it, of the whole param; in fp16 the master."""
     of: int | None
     """The CRC-32 of the bf16 weights that it was saved with. A master says itself which they are."""
     num_steps: int
@@ -60,7 +60,11 @@ class WaitingResidual:
 
 @dataclass(eq=False, slots=True)
 class ParamHandle:
-    """Reachable from the param as ``param._gemini``."""
+    """All that is known of one param, reachable from it as ``param._gemini``.
+
+    Changed by the training thread, and inside backward by autograd's under the lock of the books. One
+    field is a worker's: ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for.
+    """
 
     name: str
     names: tuple[str, ...]
@@ -73,7 +77,7 @@ class ParamHandle:
     owner: weakref.ref[Any]
     """The model that manages it, as :func:`gemini.train.params.owner.owner_of` knows it."""
     kind: type[nn.Parameter] = nn.Parameter
-    """What it is while modules compute: an ordinary parameter, or the class that a library has for its codes."""
+    """Its class while modules compute: an ordinary parameter's, or the one that a library has for its codes."""
     hook: Any = None
     """The post-accumulate-grad hook, if the param is trained."""
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
@@ -81,11 +85,11 @@ class ParamHandle:
     version: int = 0
     """torch's count of writes to the param when it became ordinary."""
     fingerprint: tuple[int, int] | None = None
-    """Of the weights when ``param.data`` was asked for last, in a forward or backward."""
+    """Sums over the weights when ``param.data`` was asked for last, in a forward or backward."""
     siblings: tuple[ParamHandle, ...] = ()
     """Params with the same count of writes, this one too: views of one tensor that each was made a parameter."""
     num_writes: int = 0
-    """How often Gemini has changed the weights: a graph from before must not be used after."""
+    """Number of times that Gemini has changed the weights: a graph from before must not be used after."""
     poisoned: bool = False
     """``param.data`` is NaN: its weights are not gathered."""
     trained: bool = False
@@ -104,7 +108,7 @@ class ParamHandle:
     optimizer: weakref.ref[Stepper] | None = None
     """The one that the param was given to, beside ``_owners``: every step asks for it."""
     clip: float = 1.0
-    """What clipping of some params (one optimizer's of several) makes of the gradient; 1 while there is none."""
+    """Factor by which clipping of some params (one optimizer's of several) multiplies the gradient; 1 without."""
     factors: dict[str, torch.Tensor] = field(default_factory=dict)
     """States of it that are no planes, in host memory."""
     clip_folded: float = 1.0
@@ -120,21 +124,21 @@ class ParamHandle:
 
     @property
     def whole_name(self) -> str:
-        """What it is called in the whole model: a param that is tied to one of another stage has that one's name."""
+        """Its name in the whole model: a param that is tied to one of another stage has that one's name."""
         return getattr(self.param, "_gemini_first", self.name)
 
     @property
     def own_shape(self) -> torch.Size:
-        """Of the param as it is here. While a model is filled the param itself may show the shape of the whole."""
+        """Its shape here. While a model is filled the param itself may show the shape of the whole."""
         return self.param.shape if self.cut is None else torch.Size(self.cut.own_shape)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the param without slices."""
+        """Its shape without slices."""
         return tuple(self.param.shape) if self.cut is None else self.cut.shape
 
     def as_it_was(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` in the memory layout that the param had before it was managed."""
+        """Copy ``value`` into the memory layout that the param had before it was managed, if that was another."""
         if self.layout is None or len(self.layout) != value.dim():
             return value
         return value.new_empty_strided(value.shape, self.layout).copy_(value)
@@ -145,7 +149,7 @@ class ParamHandle:
         return self.norm_sums is not None or self.leftover is Leftover.ZEROS
 
     def refuse_incomplete_gradient(self) -> None:
-        """Before the gradient is used or read: torch would have added it to one that a step has used.
+        """Refuse a gradient, before it is used or read, that torch would have added to one that a step has used.
 
         Raises:
             GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward
@@ -168,8 +172,8 @@ def handle_of(param: Any) -> ParamHandle | None:
 
 
 def is_in_stages(param: nn.Parameter) -> bool:
-    """Whether several stages of a pipeline read it. Its chunk holds nothing else then: ranks that have the same part of
-    their stages' chunks have the same part of the param.
+    """Whether several stages of a pipeline read a param. Its chunk holds nothing else then, so that ranks that have
+    the same part of their stages' chunks have the same part of the param.
     """
     return hasattr(param, "_gemini_first")
 
@@ -191,20 +195,20 @@ class ParamSet:
     by_chunk: dict[int, list[ParamHandle]]
     """By the index of their chunk."""
     of_stages: Mapping[str, StageParam] = field(default_factory=dict)
-    """Of a model in stages, those of all stages in the order of the whole model; else none."""
+    """Params of all stages, of a model in stages, in the order of the whole model; else none."""
 
     def copies(self, stage: int) -> list[ParamHandle]:
-        """Those of this stage that are another one's as well, which writes and counts them."""
+        """Find those of this stage that are another one's as well, which writes and counts them."""
         first = {name: param.ranks[0] for name, param in self.of_stages.items()}
         return [handle for handle in self.handles if first.get(handle.whole_name, stage) != stage]
 
     @property
     def in_fp32(self) -> set[int]:
-        """Those that stay in fp32 beside others, by their ``id``."""
+        """The params (by ``id``) that stay in fp32 beside others."""
         return {id(handle.param) for handle in self.handles if handle.chunk.spec.fp32}
 
     def forget(self) -> None:
-        """They are ordinary params again, and nobody's here."""
+        """Let go of all handles: their params are ordinary ones again. In place, for others hold the same list."""
         self.handles.clear()
 
 
@@ -212,24 +216,27 @@ class ParamSet:
 
 
 def note_writes(handles: Iterable[ParamHandle]) -> None:
-    """The weights of these params change now. For autograd that is a write in place, as an update is in torch: a
-    backward of a forward from before that reads them is refused.
+    """Count that the weights of these params change now. For autograd that is a write in place, as an update is in
+    torch: a backward of a forward from before that reads them is refused.
     """
     handles = list(handles)
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        # One call for all: it is a hot line of every step. Siblings share torch's count, so each of them counts it too.
         torch.autograd.graph.increment_version([handle.param for handle in handles])
         for handle in handles:
             for sibling in handle.siblings:
                 sibling.version += 1
             handle.num_writes += 1
+        # After all siblings: params of one count may both be in `handles`, and the last count is the one to compare
+        # with.
         for handle in handles:
             handle.version = handle.param._version
 
 
 def find_siblings(handles: list[ParamHandle]) -> None:
-    """torch counts writes by the tensor that a parameter was made of: ``nn.Parameter(w[:8])`` and
-    ``nn.Parameter(w[8:])`` have one count. It has no name for it, so count one write to all: what has more than one
-    since is such a param.
+    """Find params with one count of writes: torch counts by the tensor that a parameter was made of, and
+    ``nn.Parameter(w[:8])`` and ``nn.Parameter(w[8:])`` have the same. It has no name for it, so count one write to
+    all: what has more than one since is such a param.
     """
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
 
@@ -249,7 +256,7 @@ def find_siblings(handles: list[ParamHandle]) -> None:
 
 
 def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-    """Those that were written to since the last look, by torch's count: as params, or through views of them."""
+    """Find those that were written to since the last look, by torch's count: as params, or through views of them."""
     written = []
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
         for handle in handles:
@@ -259,22 +266,27 @@ def written_to(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
 
 
 def notes_a_write(handle: ParamHandle) -> bool:
-    """torch has counted one. It may have changed nothing: Gemma 3n clamps ``weight.data`` in each of its forwards."""
+    """Note that torch has counted a write; whether it may have changed something. Gemma 3n clamps ``weight.data`` in
+    each of its forwards, which changes nothing.
+    """
+    # Noted whatever comes out: a write is told once.
     handle.version = handle.param._version
     known = handle.fingerprint is not None and not handle.poisoned and handle.chunk.gathered
     return not known or _fingerprint_of(handle) != handle.fingerprint
 
 
 def _fingerprint_of(handle: ParamHandle) -> tuple[int, int]:
-    """Two sums over the bytes of the weights, of these themselves and times where they stand: tile by tile, so that it
-    takes some MiB beside them and not many times their size.
+    """Add up the bytes of the weights, themselves and times where they stand: tile by tile, so that it takes some MiB
+    beside them and not many times their size.
     """
     flat = handle.view.detach().reshape(-1).view(torch.uint8)
     plain, placed = 0, 0
     for start in range(0, flat.numel(), _FINGERPRINT_TILE):
+        # One tile in int64 at a time: eight bytes for each byte of weights.
         bits = flat[start : start + _FINGERPRINT_TILE].to(torch.int64)
         tile = int(bits.sum())
         plain += tile
+        # int64 holds a tile's sum: 2^18 bytes of at most 255 times at most 2^18. Python's own integers hold the rest.
         placed += start * tile + int(bits.mul_(torch.arange(1, bits.numel() + 1, device=bits.device)).sum())
     return plain, placed
 
@@ -287,6 +299,7 @@ def _data_of(param: nn.Parameter) -> torch.Tensor:
     handle = handle_of(param)
     if handle is None:
         return GET_DATA(param)
+    # Only where nothing was written since the last look: else the fingerprint would be that of the write.
     view = param.detach()
     if not handle.poisoned and handle.chunk.gathered and param._version == handle.version:
         handle.fingerprint = _fingerprint_of(handle)
@@ -302,7 +315,7 @@ patch("torch.nn.Parameter.data", property(_data_of, SET_DATA, doc=torch.Tensor.d
 
 
 class Stepper(Protocol):
-    """What a model asks of the optimizer that updates its params (``HybridOptimizer``)."""
+    """The optimizer that updates a model's params, as far as the model asks it (``HybridOptimizer``)."""
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -310,32 +323,35 @@ class Stepper(Protocol):
     speculate: bool
     """Whether what it does in backward is a guess, which its step confirms."""
     may_guess: bool
-    """Whether it may begin to by itself."""
+    """Whether it may begin to guess by itself."""
     rule: Any
     """Its :class:`gemini.rules.UpdateRule`."""
     state: Any
-    """Of its plain params, as in torch."""
+    """States of its plain params, as in torch."""
 
     def scalars_in_backward(self, handle: Any, backward_number: int, scale: float) -> Hashable:
-        """What to update a param with whose gradient has just become complete, times ``scale``."""
+        """Compute the scalars of an update of a param whose gradient, times ``scale``, has just become complete.
+
+        Called on autograd's thread, inside backward.
+        """
 
     def adopt_plain_states(self) -> None:
-        """Params became managed: their states move into chunks."""
+        """Move states of params that became managed into chunks."""
 
 
 stepping_in_backward: weakref.WeakSet[Stepper] = weakref.WeakSet()
-"""The optimizers that do; where there is none, nobody looks for them in backward."""
+"""Optimizers that step inside backward; where there is none, nobody looks for them there."""
 
 
 def begin_guessing(optimizer: Stepper) -> None:
-    """Recent steps say that it pays."""
+    """Let an optimizer guess from now on: recent steps say that it pays."""
     if not optimizer.speculate:
         optimizer.step_in_backward = optimizer.speculate = True
         stepping_in_backward.add(optimizer)
 
 
 _owners = WeakTensorKeyDictionary()
-"""Params to weak references. Not an attribute of the param: with a weak reference in it, it could not be pickled."""
+"""Params to weak references to their optimizers. No attribute of the param, which then could not be pickled."""
 
 
 def optimizer_of(param: Any) -> Stepper | None:
@@ -346,12 +362,13 @@ def optimizer_of(param: Any) -> Stepper | None:
 
 
 def reference_to_optimizer_of(param: Any) -> weakref.ref[Stepper] | None:
-    """Of a param that may be managed later, or was."""
+    """Return what :func:`give_to` noted of a param that may be managed later, or was."""
     return _owners.get(param)
 
 
 def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
-    """From now on :func:`optimizer_of` these params is this one, or none."""
+    """Let :func:`optimizer_of` these params be this one from now on, or none."""
+    # Weakly: a model must not keep an optimizer that the program has let go of, nor its states.
     reference = None if optimizer is None else weakref.ref(optimizer)
     for param in params:
         _owners[param] = reference
@@ -364,7 +381,8 @@ def give_to(optimizer: Stepper | None, params: Iterable[torch.Tensor]) -> None:
 
 
 def make_factors(rule: RuleSpec, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Of a trained param of ``shape``; whoever calls has reserved them."""
+    """Make the factors of a trained param of ``shape``, zeros in host memory; whoever calls has reserved them."""
+    # Tensors of inference mode could never be updated in place outside of it.
     with torch.inference_mode(False):
         found = shapes_of(rule.factors, shape)
         return {name: torch.zeros(own, dtype=torch.float32, device="cpu") for name, own in found.items()}

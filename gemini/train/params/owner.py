@@ -19,29 +19,29 @@ class Reads(Protocol):
     """Serves operations that read params outside of the module that they belong to."""
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """While the model computes."""
+        """Run an operation while the model computes."""
 
     def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """While no module computes, for an operation that autograd records."""
+        """Run an operation that autograd records, while no module computes."""
 
     def opened(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
-        """Around an operation that reads ``chunks`` while no module computes."""
+        """Keep ``chunks`` gathered around an operation that reads them, while no module computes."""
 
 
 class Probe(Protocol):
     """Looks at gradients before they are kept."""
 
     def take(self, param: Any, grad: Any) -> Any:
-        """What is kept in place of a gradient; None for nothing."""
+        """Return what is kept in place of a gradient; None for nothing."""
 
 
 class TakesGradients(Protocol):
-    """Told of every gradient."""
+    """Takes every gradient."""
 
     probe: Probe | None
 
     def take_grad(self, handle: ParamHandle) -> None:
-        """Autograd has accumulated a gradient in the param: it goes into its chunk."""
+        """Move a gradient that autograd has accumulated in the param into its chunk. Called on autograd's thread."""
 
 
 GradHook = Callable[[ParamHandle], Callable[[Any], None]]
@@ -49,7 +49,7 @@ GradHook = Callable[[ParamHandle], Callable[[Any], None]]
 
 
 class Owner(Protocol):
-    """Params refer to it weakly."""
+    """The model as its params know it, weakly: a param that a program keeps must not keep chunks."""
 
     config: GeminiConfig
     params: ParamSet
@@ -63,7 +63,7 @@ class Owner(Protocol):
 
 
 def owner_of(handle: ParamHandle) -> Owner:
-    """What manages a param.
+    """Return what manages a param.
 
     Raises:
         ParamAccessError: if its model was deleted.

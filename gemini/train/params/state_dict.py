@@ -27,11 +27,16 @@ from gemini.train.params.handle import ParamHandle, handle_of
 def model_state(
     original: Any, destination: Any, prefix: str, read: Callable[[ParamHandle], torch.Tensor]
 ) -> dict[str, Any]:
-    """Names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param."""
+    """Map names to full values. ``original`` is ``super()`` of the managed model, ``read`` gives those of a param.
+
+    On every rank alike: reading takes all of them, in the order of this walk.
+    """
     before = set() if destination is None else set(destination)
     state = original.state_dict(destination=destination, prefix=prefix, keep_vars=True)
+    # By param: tied names share one copy, as torch.save expects them to.
     copies: dict[int, torch.Tensor] = {}
     for name, value in state.items():
+        # A caller's own entries: they may be another model's.
         if name in before:
             continue
         handle = handle_of(value)
@@ -40,13 +45,14 @@ def model_state(
                 copies[id(value)] = read(handle)
             state[name] = copies[id(value)]
         elif isinstance(value, torch.Tensor):
+            # A copy, as of params: the next forward of a norm changes its statistics in place.
             state[name] = value.detach().to("cpu", copy=True)
     return state
 
 
 def beside_params(model: nn.Module, by_names: ByName) -> dict[str, Any]:
-    """What the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever they
-    add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
+    """Find what the model's own ``state_dict`` has beside managed params: buffers, extra state of modules, whatever
+    they add to it. The values themselves, no copies. Scales of codes are not in it, which belong to their params.
     """
     return {name: value for name, value in own_state(model).items() if not _is_of_params(name, value, by_names)}
 
@@ -65,7 +71,7 @@ def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, 
 
 @contextlib.contextmanager
 def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
-    """What is loaded inside beside params is taken back if there is an error."""
+    """Take back what is loaded inside beside params, if there is an error."""
     before = {}
     for name, value in beside_params(model, by_names).items():
         try:
@@ -81,12 +87,12 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
 
 
 def own_state(model: nn.Module) -> dict[str, Any]:
-    """What the model's own ``state_dict`` gives: values themselves, managed params as they are at rest."""
+    """Call the model's own ``state_dict``: values themselves, managed params as they are at rest."""
     return _own_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
 
 
 def _own_class(model: Any) -> Any:
-    """What it was before it was managed."""
+    """Return the class that the model had before it was managed."""
     return model._gemini_original
 
 
@@ -116,12 +122,14 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
 
     with contextlib.ExitStack() as writing:
         with undone_on_error(model, by_names):
+            # Buffers are written here, params only listed: everything that can refuse does so before the first master.
             with by_names.deferred() as writes, attempt:
                 expected = _check(model, state)
                 how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
                 own = _in_slices(state, expected)
                 with WHOLE:  # torch's no_grad in it would be left on
                     result = _own_class(model).load_state_dict(model, own, **how)
+            # A collective: a rank whose state was refused comes here too, with its refusal.
             by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, attempt.refusal)
             writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded
         for handle, value in writes:
@@ -130,18 +138,19 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
 
 
 def _in_slices(state: Mapping[str, Any], expected: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of whole values what is here, where params are slices."""
+    """Cut out of whole values what is here, where params are slices."""
     cuts = {name: handle.cut for name, param in expected.items() if (handle := handle_of(param)) is not None}
     if not any(cuts.values()):
         return state
     values = ((name, value, cuts.get(name)) for name, value in state.items())
     own = OrderedDict((name, value if cut is None else cut.of(value)) for name, value, cut in values)
+    # torch's loaders look there for versions of modules.
     own._metadata = getattr(state, "_metadata", None)  # type: ignore[attr-defined]
     return own
 
 
 def _check(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model has by the names of its state. All that is not of params is its loader's business.
+    """Check values of params, and return what the model has by the names of its state. The rest is its loader's.
 
     Raises:
         TypeError: for what is no state, and for values that nothing can be copied out of.

@@ -31,16 +31,15 @@ _NONE = -2
 
 
 def refuse_deleted() -> NoReturn:
-    """A module is called, or passed through by backward, whose model was deleted."""
+    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
     raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
 
 
 class BackwardPass:
-    """What autograd tells, and what becomes of gradients until they are used.
+    """Takes what autograd tells, and keeps account of gradients until they are used.
 
-    Args:
-        lock: of the books.
-        sink: what becomes of gradients.
+    Hooks call it on the thread that runs the graph: on CUDA that is autograd's own thread of the device, while the
+    thread that called ``backward()`` waits. So everything here that changes the books takes ``parts.lock``.
     """
 
     def __init__(self, parts: Parts):
@@ -58,28 +57,33 @@ class BackwardPass:
     # ---- the pass -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A gradient of a backward is about to flow into the model.
+        """Enter the backward phase: a gradient is about to flow into the model. Called under the lock.
 
         Raises:
             GeminiError: if the gradients would have another scale than the program means (fp16).
         """
         if self.scaling.loss_scale is not None or scaled_backward.scalers_used:
             self.scaling.enter()
+        # Every hook comes through here: only the first of a backward finds anything to do.
         if self._state.in_backward:
             return
         self._state.begin_backward()
         if self.observers.recording is not None:
             self.observers.recording.begin_backward()
+        # After the phase has changed: the guards ask it whether anybody computes.
         self._exposure.begin()
         for chunk in self._chunks:
+            # Counted anew in every backward: an interrupted one leaves a count that no gradient would bring to zero.
             chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
+        # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
+        # off never calls it, and Recovery ends the phase.
         torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
         if self._activations.offloads:
             self._activations.begin_backward()
 
     @own_work
     def begin_of(self, record: CallRecord) -> None:
-        """The backward of one call begins."""
+        """Gather what the backward of one call reads, and let go of calls that are over."""
         with self._lock:
             self.begin()
             if self._moves:
@@ -90,24 +94,30 @@ class BackwardPass:
 
     @own_work
     def _is_over(self) -> None:
+        """Run as autograd's final callback, on the thread that ended the graph, and without a lock of ours."""
         with self._lock:
             self._end_whole()
 
     def _end_whole(self) -> None:
         if self.sink.divides:
             self._calls.end_backward()  # nothing is read any more: room for what is still to be reduced
+        # Before the phase ends: the sink asks `takes_gradients`, which ends with it.
         self.sink.end_backward()
         self.end()
+        # Of a backward inside a forward (forces) the step goes on: its schedule is not complete yet.
         if self._moves and not self._calls.running:
             self._manager.foresight.end()
+        # After the last update was handed over: a Ctrl-C that has waited for them may raise here.
         if self._state.updated_in_backward:
             WHOLE.let_go()
+        # With retain_graph a further backward of the same forward is to come.
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
             self._state.close()  # last: what breaks off before leaves it open, to be looked at
 
     def end(self) -> None:
-        """The whole graph is done (or was abandoned)."""
+        """Leave the backward phase: the graph is done, or was abandoned. Called under the lock, or by Recovery."""
         self._plain_task = _NONE
+        # No node asks any more: what was kept gathered for the rest of this backward is released.
         if self._moves:
             self._calls.end_backward()
         if self._activations.offloads:
@@ -115,12 +125,18 @@ class BackwardPass:
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
+        # Last, for it may raise (a write inside backward): the phase has ended by then.
         self._exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def take_grad(self, handle: ParamHandle) -> None:
-        """The post-accumulate hook: move ``param.grad`` into the chunk."""
+        """Move ``param.grad`` into the chunk: the post-accumulate hook of every trained param.
+
+        Called on autograd's thread, once for each time that autograd accumulates; takes the lock.
+        """
+        # Taken away at once: autograd would add the next gradient of this param to one that is still there. A guarded
+        # param would warn of a read of p.grad without the switch.
         with _OrdinaryParams():
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
@@ -130,6 +146,7 @@ class BackwardPass:
             return
         if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
             refuse_grad(handle, grad)
+        # An update in flight may still read the grad plane, so the short way is for backwards without any.
         if self._plain_task != _graph_task() or self._updates.pending:
             self._take(handle, grad)
             return
@@ -141,20 +158,24 @@ class BackwardPass:
             self.gradients.land(handle, grad)
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads and chunk.window is not None:
+                # Nobody reads its weights again in this backward: its window is the first to go.
                 self._manager.grads_complete(chunk)
 
     @own_work
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """The first gradient of a backward, or one with which more is to be done than to keep it."""
+        """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
         with self._lock:
             self.begin()
             if not self._state.takes_gradients:
                 self._begin_gradients()
             chunk = handle.chunk
             if self._updates.pending:
+                # An update of the step before may still read the plane that this gradient overwrites.
                 chunk.settle()
             self.sink.take(handle, grad)
             if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
+                # From the next gradient on the short way will do. autograd's number of the backward tells it from all
+                # others, so one that broke off leaves nothing to reset.
                 self._plain_task = _graph_task()
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
@@ -162,7 +183,7 @@ class BackwardPass:
 
     @own_work
     def _leave(self, handle: ParamHandle) -> None:
-        """A gradient has arrived that is not kept."""
+        """Count a gradient that arrives and is not kept (a probe has taken it)."""
         with self._lock:
             self.begin()
             chunk = handle.chunk
@@ -171,19 +192,20 @@ class BackwardPass:
                 self._manager.grads_complete(chunk)
 
     def _complete(self, chunk: Chunk) -> None:
-        """Every gradient of a chunk has arrived."""
+        """Hand a chunk whose gradients are all there to the sink. Called under the lock."""
         if chunk.window is not None:
             self._manager.grads_complete(chunk)
         self.sink.complete(chunk)
 
     def _begin_gradients(self) -> None:
-        """The first gradient of a param has arrived in this backward.
+        """Make ready for gradients: the first of a param has arrived in this backward. Called under the lock.
 
         A pass that gives none (``autograd.grad`` of an input) updates nothing, and leaves gradients that wait alone.
 
         Raises:
             BudgetExceeded: if gradients of an earlier backward are kept and there is no room to accumulate.
         """
+        # Before anything lands: the coefficient would else be applied to the new gradients too.
         if self._state.has_clipped:
             self.fold_clipping()  # it was of what is there
         if self._state.updated_in_backward and not self._state.accumulating:
@@ -196,6 +218,7 @@ class BackwardPass:
             self._updates.drain()  # of params that this forward has not read
         if self.has_gradients:
             self.sink.begin_adding()
+        # Last: a backward that is refused above has changed nothing, and `abandon` goes by this.
         self._state.takes_gradients = True
 
     @property
@@ -210,12 +233,13 @@ class BackwardPass:
         return self._state.num_unreduced > 0 or any(handle.norm_sums is not None for handle in handles)
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
-        """The gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.
+        """Return the gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.
 
         Raises:
             GeminiError: if it is not whole.
         """
         if self.sink.has_replicas:
+            # Their sums are made after backward, so what is in the plane may be this rank's part alone.
             self.sink.settle()
         handle.refuse_incomplete_gradient()
         if not handle.has_grad:
@@ -224,13 +248,14 @@ class BackwardPass:
             return torch.zeros(handle.param.shape, dtype=handle.chunk.planes[GRAD].dtype, device="cpu")
         grad = self._by_names.read_plane(handle, GRAD)
         if grad is not None and handle.clip_folded != 1.0:
+            # What a step before has folded in is part of the gradient; clipping of this step is the update's.
             grad = grad.float().mul_(handle.clip_folded)
         if grad is None or not self.scaling.is_scaled:
             return grad
         return grad.float().mul_(self.scaling.unscale)
 
     def discard(self, handles: Iterable[ParamHandle] | None = None, *, leftover: Leftover = Leftover.NOTHING) -> None:
-        """zero_grad: forget gradients (all, or some), and the clipping that was computed from them.
+        """Forget gradients (all, or some), and the clipping that was computed from them: ``zero_grad()``.
 
         Args:
             leftover: what stands in their place.
@@ -245,16 +270,19 @@ class BackwardPass:
                 'GeminiConfig(gradients="retain")'
             )
         chosen = self._params.handles if handles is None else list(handles)
+        # First what is not in planes yet: it would land in them afterwards.
         self.sink.discard(chosen)
         if self._updates.pending:
+            # A guessed update still reads the gradients, so it is undone before they go.
             self._updates.drop_guesses({handle.chunk.spec.index for handle in chosen})
         self.gradients.discard(chosen, leftover=leftover)
         if self.observers.recording is not None:
             self.observers.recording.discard()
+        # Last: if no gradient is left the coefficient is forgotten, else it goes to each that is.
         self.fold_clipping()
 
     def fold_clipping(self) -> None:
-        """Clipping of the whole model goes to the gradients that are there, each, and to none that is still to come."""
+        """Note the clipping of the whole model beside each gradient that is there, for it is not of those to come."""
         if self._state.has_clipped and not any(handle.has_grad for handle in self._params.handles):
             self._state.forget_clipping()  # unread, if it is on the device still
         coefficient = self._state.take_clipping()
@@ -262,7 +290,8 @@ class BackwardPass:
             self.gradients.fold_clipping(coefficient)
 
     def abandon(self) -> None:
-        """An exception ended the backward, and its graph is not run any more: its gradients are of no use."""
+        """End a backward that an exception broke off, whose gradients are of no use."""
+        # Asked before `end`, which forgets it: only a backward that gave gradients can have updated anything.
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
         self.end()
@@ -272,7 +301,7 @@ class BackwardPass:
 
 
 def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
-    """What moves a param's gradient into its chunk as soon as it is complete."""
+    """Make the hook that moves a param's gradient into its chunk. It does not keep the model alive."""
     return partial(_take_grad, handle)
 
 
@@ -282,7 +311,7 @@ def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
 
 
 def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
-    """The gradient of a result of a call has arrived. ``ref``: the passes of its model.
+    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
 
     Raises:
         GeminiError: if the model was deleted.
@@ -297,7 +326,10 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
 
 
 class Recovery:
-    """Of one model."""
+    """Ends what an exception or Ctrl-C has left open in one model.
+
+    Takes no lock: what was interrupted may have left the books in any state, and no other thread may change them now.
+    """
 
     def __init__(self, parts: Parts, forward: ForwardPass, backward: BackwardPass):
         self._params, self._manager, self._state = parts.params, parts.store.manager, parts.state
@@ -305,12 +337,18 @@ class Recovery:
         self._activations, self._gradients, self._updates = parts.activations, parts.gradients, parts.updates
 
     def forget_interrupted(self) -> None:
-        """End what was under way, if anything is; nothing if a backward is running in this thread."""
+        """End what was under way, if anything is; nothing if a backward is running in this thread.
+
+        It also runs where all is in order (a second forward before the backward of the first), so each part of it
+        leaves alone what nobody has interrupted.
+        """
         state = self._state
         if not state.num_open or torch._C._current_graph_task_id() != -1:
             return
+        # A Ctrl-C that waits for updates inside backward would wait for a backward that is gone.
         WHOLE.let_go()
         self._forward.abandon()
+        # Updates in flight that hold gradients of this backward end before its gradients are thrown away.
         self._updates.forget_collected()
         self._updates.await_held()
         # The backward broke off: what is landing of it is of no use.
@@ -320,6 +358,7 @@ class Recovery:
         with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
             for handle in self._params.handles:
                 handle.param.grad = None  # of autograd, if the interrupt came just before the hook that takes it
+        # After `forward.abandon`: a forward inside backward has to end before the phase of the backward can.
         if state.in_backward:
             self._backward.abandon()
         self._exposure.rest_if_idle()
@@ -327,5 +366,6 @@ class Recovery:
             # An interrupt may have come between making params ordinary and noting it.
             hide([handle for handle in self._params.handles if not isinstance(handle.param, ManagedParameter)])
             state.num_open = 0
+        # Pins that nobody has noted (an interrupt between pinning and noting) would keep windows for good.
         if not (state.computing or self._forward.is_transformed or self._manager.is_balanced()):
             self._manager.start_over()

@@ -23,11 +23,10 @@ from gemini.train.setup.adoption import TrainedParams
 
 
 class ForwardPass:
-    """What hooks of modules tell, and reads of params by others than their module.
+    """Takes what hooks of modules tell, and serves reads of params by others than their module.
 
-    Args:
-        lock: of the books, so that a model may be called from several threads.
-        begin_step: called when a forward that a backward may follow begins.
+    A model may be called from several threads, and on CUDA a recomputation comes on autograd's thread. What changes
+    the books takes ``parts.lock``; each thread has its own stack of calls.
     """
 
     def __init__(self, parts: Parts, trained: TrainedParams):
@@ -37,34 +36,40 @@ class ForwardPass:
         self._updates, self._trained, self._company = parts.updates, trained, parts.company
         self._moves = parts.store.moves
         self._transformed: list[Chunk] = []
-        """What ``torch.func`` may still read."""
+        """Chunks, each acquired once, that ``torch.func`` may still read."""
 
     # ---- calls of modules ---------------------------------------------------------------------------------------
 
     @own_work
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
-        """A hooked module starts to compute: gather what it reads, and wait for the updates of what is in place."""
+        """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock."""
         state = self._state
         if not state.computing:
+            # Counted before anything can fail: an interrupt from here on is found by the next call.
             state.num_open += 1
             self.let_go_of_transformed()
         if self._activations.offloads and not state.in_backward:
             self._activations.begin_forward()
+        # Moving weights is no part of a transform around the model: inside one, copies would be recorded and batched.
         with self._lock, without_transforms():
             if not state.computing:
                 self._begin()
             if self.observers.recording is not None:
                 self.observers.recording.begin_call(module)
             try:
+                # What is in place and still being updated is waited for here, by the block that reads it.
                 self.exposure.catch_up(resident)
                 record = self.calls.begin(module, chunks)
+                # After the gathering: if that fails there is no call whose end could end the phase.
                 if not state.in_forward:
                     state.begin_forward()
                 if self._moves:
                     self._manager.look_ahead()
             finally:
+                # If nothing has begun after all, what `_begin` has made ordinary is guarded again.
                 self.exposure.rest_if_idle()
         if self._moves:
+            # Saved-tensor hooks are of this thread alone, so they need no lock.
             self._saved_weights.begin_call(record)
             if chunks and is_differentiating():
                 self._keep_for_transform(chunks)
@@ -72,7 +77,8 @@ class ForwardPass:
             self.settle()
 
     def _begin(self) -> None:
-        """Nothing computes yet."""
+        """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""
+        # An update that failed on its thread is told here, before a forward computes with half of it.
         if self._updates.pending:
             self._updates.check()
         if self._activations.offloads:
@@ -80,17 +86,19 @@ class ForwardPass:
         self._state.check_whole()
         if self._moves:
             self._saved_weights.begin_forward()
+            # A view of a window that somebody keeps shows the weights of before the last step until this.
             self._manager.refresh_lent()
         if self._moves:
             self._manager.begin_forward(in_step=torch.is_grad_enabled())
         if self._moves and torch.is_grad_enabled():
+            # All ranks come here for a forward with gradients: they compare scripts before the first gather.
             self._company.begin_step()
             self._manager.look_ahead()
         self.exposure.begin()
 
     def settle(self) -> None:
-        """Where nothing moves: if no update is awaited any more, and nobody records, modules inside of the call that is
-        outermost in this thread need not be looked at until it ends.
+        """Let modules inside of this thread's outermost call go unlooked at until it ends, where nothing moves: if no
+        update is awaited any more, and nobody records.
         """
         if not self.exposure.late and self.observers.recording is None:
             thread = threading.get_ident()
@@ -98,15 +106,17 @@ class ForwardPass:
 
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
-        """A hooked module is done, or failed. None if it never began."""
+        """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         with self._lock, without_transforms():
             record = self.calls.end(module)
+            # Hooks inside it would stay silent in the next forward too.
             if record is None or record.parent is None:
                 self._state.unsettle()
             self._end_if_over()
             if self.observers.recording is not None:
                 self.observers.recording.end_call()
             if record is not None and record.parent is not None:
+                # A view of weights that it gave, or left somewhere, may be read until the call around is over.
                 for chunk in record.chunks:
                     if chunk.is_lent:
                         self.lend(chunk)
@@ -118,32 +128,33 @@ class ForwardPass:
         return record
 
     def unwind(self, depth: int) -> None:
-        """A call ended without its hooks, by an exception: so did all inside it that this thread runs."""
+        """End the calls of this thread beyond ``depth``, which an exception ended without their hooks."""
         with self._lock:
             self.calls.unwind(depth)
             self._state.unsettle()
             self._end_if_over()
 
     def abandon(self) -> None:
-        """So did all calls of this thread, and those of threads that ended."""
+        """End all calls of this thread, and those of threads that have died. Called by Recovery alone."""
         self.calls.abandon()
         self._state.unsettle()
         self._end_if_over()
         self.let_go_of_transformed()
 
     def _end_if_over(self) -> None:
+        # The last thread that runs a forward ends the phase of all.
         if self._state.in_forward and not self.calls.running:
             self._state.end_forward()
 
     @own_work
     def lend(self, chunk: Chunk) -> None:
-        """A module has left a view of its weights behind: the call around it goes on with it."""
+        """Let the call around a module keep a chunk gathered of which that has left a view behind."""
         around = self.calls.hold(chunk)
         if around is not None:
             self._saved_weights.lend(around)
 
     def close(self) -> None:
-        """The model ends; graphs may still refer to its weights."""
+        """Refuse graphs that still refer to the weights: the model ends."""
         self._saved_weights.close()
 
     # ---- torch.func ---------------------------------------------------------------------------------------------
@@ -154,7 +165,7 @@ class ForwardPass:
         return bool(self._transformed)
 
     def _keep_for_transform(self, chunks: tuple[Chunk, ...]) -> None:
-        """``torch.func.grad`` and its kin save params in a way that nobody sees: these stay until it is over."""
+        """Keep chunks gathered until a transform is over, since ``torch.func.grad`` saves params where nobody sees."""
         with self._lock, without_transforms():
             if not self._transformed:
                 self._state.num_open += 1  # it ends without telling
@@ -164,7 +175,7 @@ class ForwardPass:
                     self._transformed.append(chunk)
 
     def let_go_of_transformed(self) -> None:
-        """Something begins that is in no transform: those before are over."""
+        """Release what was kept for transforms, which do not tell when they end, unless one runs in this thread."""
         if self._transformed and innermost_transform() is None:
             chunks, self._transformed = self._transformed, []
             for chunk in chunks:
@@ -173,19 +184,20 @@ class ForwardPass:
     # ---- reads by others ----------------------------------------------------------------------------------------
 
     def begin_reading(self) -> None:
-        """Params are about to be read for a gradient, and no module computes."""
+        """Check that params may be read for a gradient while no module computes."""
         self._updates.check()
         self._state.check_whole()
         self.follow_flips()
 
     def follow_flips(self) -> None:
-        """``requires_grad`` of a param may have been flipped: what became trained gets what it lacks."""
+        """Give params that became trained (``requires_grad`` was flipped) the planes and hooks that they lack."""
         if self._state.take_flips():
             self._trained.follow()
 
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
-        """Outside of a module's call: the weights of ``chunks`` are gathered and their params ordinary ones."""
+        """Gather the weights of ``chunks`` and make their params ordinary ones, outside of a module's call."""
+        # Noted first, as in `begin_call`: an interrupt inside is found by whoever comes next.
         self._state.num_open += 1
         try:
             with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
@@ -193,6 +205,7 @@ class ForwardPass:
         finally:
             with self._lock, without_transforms():
                 self.exposure.rest_if_idle()
+                # With autograd on a backward may follow that reads them: that one closes.
                 if not torch.is_grad_enabled():
                     self._state.close()
 
@@ -201,6 +214,7 @@ class ForwardPass:
         acquired: list[Chunk] = []
         try:
             with self._lock, without_transforms():
+                # Before new pins: a lent window with old content must be fetched again before anybody reads it.
                 self._manager.refresh_lent()
                 for chunk in chunks:
                     self._manager.acquire(chunk)
@@ -209,12 +223,13 @@ class ForwardPass:
             yield
         finally:
             with self._lock, without_transforms():
+                # Guarded first: the release drops a window that an update has overtaken.
                 for chunk in acquired:
                     self.exposure.cover(chunk)
                     self._manager.release(chunk)
 
     def lend_what_is_left(self, chunks: Iterable[Chunk]) -> None:
-        """An operation that read these is over: if its result is a view of weights, the call around it goes on."""
+        """Keep gathered, for the call around, those of ``chunks`` of which an operation has left a view."""
         with self._lock:
             for chunk in chunks:
                 if chunk.is_lent:
@@ -225,7 +240,7 @@ class ForwardPass:
 
 
 class StrayReads:
-    """Those of one model's params.
+    """Serves reads of one model's params outside of their own module's forward.
 
     Args:
         begin_backward_of: what to call when the gradient of an operation's result arrives; it does not keep the model.
@@ -235,7 +250,7 @@ class StrayReads:
         self._forward, self._begin_backward_of = forward, begin_backward_of
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """An operation reads params outside their own module's forward, while the model computes.
+        """Run an operation that reads params outside their own module's forward, while the model computes.
 
         The operation is a call of its own: its chunks are gathered for it, and again when the gradient of its result
         arrives. A result that is a view of the weights lends them to the call around it.
@@ -244,6 +259,7 @@ class StrayReads:
         chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}
         for chunk in chunks.values():
             if chunk.resident:
+                # In place there is nothing to gather: this waits for the update, if one is under way.
                 forward.exposure.expose(chunk)
         moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
         if not moving:
@@ -251,25 +267,28 @@ class StrayReads:
         record, begin = CallRecord(None, moving, forward.calls.innermost), self._begin_backward_of
         with forward.opened(moving):
             result = func(*args, **kwargs)
+        # After the block: the block itself looked into the window, and would count as somebody else.
         forward.lend_what_is_left(moving)
         record.on_gradient(result, partial(begin, record))
+        # An operation that writes to a weight (`w.mul_(2)` in another module's forward) is refused here, by name.
         forward.exposure.refuse_writes()
         return result
 
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
-        """Around an operation that reads ``chunks`` while no module computes."""
+        """Keep ``chunks`` gathered around an operation that reads them while no module computes."""
         self._forward.begin_reading()
         with self._forward.opened(chunks):
             yield
 
     def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """An operation that autograd records reads params while no module computes: a loss with a weight in it.
+        """Run an operation that autograd records and that reads params while no module computes (a loss with a weight).
 
         Raises:
             ParamAccessError: if the result is a view of weights that autograd does not follow: a write to it would
                 leave masters behind.
         """
+        # One operation may read weights of two models (distillation): each has its own books.
         owners = {id(owner): owner for owner in map(owner_of, handles)}
         storages = {handle.chunk.face.untyped_storage()._cdata: handle for handle in handles}
         with contextlib.ExitStack() as stack:
@@ -278,6 +297,7 @@ class StrayReads:
                 stack.enter_context(owner.reads.opened(chunks.values()))
             result = func(*args, **kwargs)
         for tensor in iter_tensors(result):
+            # A view that autograd follows is found by torch's count of the window's storage, and lends it.
             if not tensor.requires_grad and _storage_of(tensor) in storages:
                 handle = storages[_storage_of(tensor)]
                 raise ParamAccessError(

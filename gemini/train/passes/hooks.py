@@ -46,7 +46,7 @@ ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
 
 NUM_ROOT_HOOKS = 3
-"""Of the list of hooks the first ones are the root's, which run while others change."""
+"""Number of hooks of the root, the first in the list: they run while others change, and so stay."""
 
 
 Pre = Callable[[nn.Module, Any], None]
@@ -54,7 +54,7 @@ Post = Callable[[nn.Module, Any, Any], Any]
 
 
 class Passes(Protocol):
-    """Those of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
+    """Passes of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
     config: GeminiConfig
     decision: Decision
@@ -76,6 +76,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
     """
     injected.watch(module for _, module in structure.modules)
     # Updates may be under way where steps overlap.
+    # The root's hooks come first in `hooks`: see NUM_ROOT_HOOKS.
     waits = _chunks_to_await(structure) if passes.config.overlap else {}
     _attach_root(structure, passes, hooks, waits.get("", ()))
     _attach_parts(structure, passes, hooks, waits)
@@ -84,7 +85,7 @@ def attach(structure: Structure, passes: Passes, hooks: list[Any]) -> None:
 def _attach_parts(
     structure: Structure, passes: Passes, hooks: list[Any], waits: Mapping[str, tuple[Chunk, ...]]
 ) -> None:
-    """Hooks on all but the root, as what is compiled has it now.
+    """Register hooks on all modules but the root, as what is compiled has it now.
 
     Args:
         waits: by path of an entrance, the resident chunks whose updates it waits for.
@@ -95,11 +96,14 @@ def _attach_parts(
         entrance = ENTRANCE.fullmatch(path) is not None
         rewritten = handles_of(rewritten_by(module))
         if is_a(type(module), "ParamWrapper"):
+            # Registered before ours, so it runs before them: ours would see torch's write and refuse it.
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         if module is not model and (chunks or rewritten or (entrance and id(module) in structure.holders)):
+            # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten))
             pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
             if not passes.store.moves:
+                # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
         if is_tuner_layer(module):
@@ -107,6 +111,7 @@ def _attach_parts(
     dtype = COMPUTE_DTYPES[passes.config.precision]
     if dtype is torch.float32:
         return
+    # Casts are registered after our own hooks, so they run with the weights gathered.
     kept = {key: passes.decision.kept.get(key, MADE) for key in passes.params.in_fp32}
     hooks += cast_where_they_meet(structure, kept, dtype)
     for path, module in structure.modules:
@@ -114,12 +119,13 @@ def _attach_parts(
         is_named = ENTRANCE.fullmatch(path) and not path.rpartition(".")[2].isdigit() and module is not model
         is_python = id(module) not in structure.compiled
         if is_named and is_python and any(id(param) not in kept for param in module.parameters()):
+            # In front of the gathering: a cast reads no weights, and its inputs are the user's.
             before = _if_outermost(ref, cast_inputs(dtype))
             hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
 def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Callable[..., Any]:
-    """The same hook where a user calls in, and not where the model itself does, or repeats it in backward."""
+    """Make a hook run where a user calls in, and not where the model itself does, or repeats it in backward."""
 
     def before_if_outermost(module: nn.Module, args: Any, kwargs: Any) -> Any:
         passes = ref()
@@ -130,7 +136,7 @@ def _if_outermost(ref: weakref.ref[Passes], before: Callable[..., Any]) -> Calla
 
 
 def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> None:
-    """PEFT's layers do so in their forward, where a write would be refused."""
+    """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
         passes = passes_of(ref)
         for param in layer.parameters():
@@ -149,7 +155,7 @@ def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
 
 
 def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
-    """By path of an entrance: the resident chunks whose updates it waits for before it computes.
+    """Find, by path of an entrance, the resident chunks whose updates it waits for before it computes.
 
     A block waits for all that it holds; what is around blocks for what it reads itself. A param that is read elsewhere
     is still guarded, and waits then.
@@ -157,6 +163,7 @@ def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
     found: dict[str, dict[int, Chunk]] = {}
     for path, _, params, *_ in structure.readers:
         around = path
+        # The root's path matches, so this ends.
         while ENTRANCE.fullmatch(around) is None:
             around = around.rpartition(".")[0]
         for param in params:
@@ -167,17 +174,18 @@ def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
 
 
 def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
-    """PEFT's ParamWrapper registers a parametrization for each forward, in which torch sets the param to itself: to
-    torch a write, and nothing was written.
+    """Forget a write that was none: PEFT's ParamWrapper registers a parametrization for each forward, in which torch
+    sets the param to itself.
     """
     for param in module.parameters():
         handle = handle_of(param)
         if handle is not None and not handle.poisoned:
+            # A poisoned param was not looked at by that forward: its count stays, so a real write to it is still seen.
             handle.version = param._version
 
 
 def passes_of(ref: weakref.ref[Passes]) -> Passes:
-    """What hooks of a module, or of a graph, tell.
+    """Return the passes that hooks of a module, or of a graph, tell.
 
     Raises:
         GeminiError: if the model was deleted.
@@ -189,17 +197,19 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
 
 
 def _taking_over(ref: weakref.ref[Passes], handles: tuple[ParamHandle, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
-    """The hooks of a module that may write to ``handles``: what they are together with its ordinary hooks."""
+    """Add to the hooks of a module that may write to ``handles`` what makes its writes the masters."""
     if not handles:
         return pre, post
     of_threads: dict[int, dict[str, torch.Tensor]] = {}
-    """By thread: what weights were that are rewritten in place, where nothing else tells."""
+    """By thread, what weights were that are rewritten in place: several threads may evaluate the module at once."""
 
     def begin(module: nn.Module, args: Any) -> None:
+        # After `pre`: only then are the weights gathered, and the updates over.
         pre(module, args)
         of_threads[threading.get_ident()] = passes_of(ref).rewriting.begin(handles)
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
+        # Before `post`, which guards the params again and would take the write for one of the program's.
         before, passes = of_threads.pop(threading.get_ident(), None), ref()
         if before is not None and passes is not None:
             passes.rewriting.end(handles, before)
@@ -217,8 +227,11 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
     def root_pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
         state = passes.state
+        # First of all: what an interrupt has left open would make the rest of this hook go wrong. Inside another call
+        # of this thread nothing was interrupted.
         if state.num_open and not state.in_method and not passes.forward.calls.depth:
             passes.recovery.forget_interrupted()
+        # Looked up and not imported: importing the compiler takes seconds.
         is_compiler_there = "torch._dynamo" in sys.modules
         if is_compiler_there:
             refuse_inside_compiled()
@@ -228,27 +241,34 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
             if not state.computing and compiled.have_changed(module):
                 follow_compiled(module, passes)
                 compiled.note(module)
+        # Before anything is gathered: what became trained needs planes, whose room windows would have taken.
         if state.requires_grad_changed and not state.computing:
             passes.forward.follow_flips()
         passes.forward.begin_call(module, chunks, resident)
 
     pre, post = _taking_over(ref, rewritten, root_pre, _post(ref, is_root=True))
     dtype = COMPUTE_DTYPES[passes.config.precision]
+    # Ours gathers before all other hooks of the model, and lets go after them, on exceptions too (always_call).
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
     hooks.append(model.register_forward_hook(post, always_call=True))
     before = (lambda *_: None) if dtype is torch.float32 else cast_inputs(dtype)  # in fp32 a mistake stays one
+    # Prepended last, so it runs first of all. It is there in fp32 too: NUM_ROOT_HOOKS counts it.
     hooks.append(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
 
 
 def follow_compiled(model: nn.Module, passes: Passes) -> None:
-    """Parts of the model were compiled, or are no longer: what is gathered when goes by that.
+    """Hook the model anew: parts of it were compiled, or are no longer, and what is gathered when goes by that.
+
+    Called by the root's own hook, so the root's hooks, the first of the list, must stay.
 
     Raises:
         GeminiError: if the whole was compiled.
         BudgetExceeded: if there is no room for what a part reads at once.
     """
+    # Updates in flight are awaited by the hooks that go now.
     passes.drain()
     structure = Structure(model)  # what is read as a whole has changed
+    # Before a hook is removed: what is refused here leaves the model as it was hooked.
     make_room_for_compiled(passes.store, structure)
     hooks = model.__dict__["_gemini_hooks"]
     for hook in hooks[NUM_ROOT_HOOKS:]:
@@ -262,6 +282,7 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
 
     Calls of the model inside, ``model(x)`` too, are parts of it.
     """
+    # Put back as soon as forward has begun, so that calls of the model inside the method run its real forward.
     own = model.__dict__.get("forward")
 
     def restore() -> None:
@@ -282,6 +303,8 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
 
 
 def _pre(ref: weakref.ref[Passes], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool) -> Pre:
+    """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
+
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
         state = passes.state
@@ -301,11 +324,12 @@ def _unless_inside(
     pre: Pre,
     post: Post,
 ) -> tuple[Pre, Post]:
-    """The same where no weight ever moves: inside another module there is nothing to do but wait for updates, and when
-    those are over, nothing at all.
+    """Make the same hooks for where no weight ever moves: inside another module there is nothing to do but wait for
+    updates, and when those are over, nothing at all.
     """
 
     def pre_unless_inside(module: nn.Module, args: Any) -> None:
+        # The outermost module itself is looked at: its end is what unsettles.
         if state.settled_in == threading.get_ident() and state.settled_for != id(module):
             return
         forward = passes_of(ref).forward
@@ -313,6 +337,7 @@ def _unless_inside(
             pre(module, args)
         elif resident and forward.exposure.late:
             forward.exposure.catch_up(resident)
+            # Perhaps the last update that anybody waits for: from here on hooks return at the first line.
             forward.settle()
 
     def post_unless_inside(module: nn.Module, args: Any, output: Any) -> Any:
@@ -325,6 +350,8 @@ def _unless_inside(
 
 
 def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
+    """Make the hook that ends the call of a module, and notices when its backward begins."""
+
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes = passes_of(ref)
         record = passes.forward.end_call(module)
@@ -332,8 +359,10 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
             return None
         if passes.forward.observers.recording is not None:
             passes.forward.observers.recording.watch_backward(module, output)
+        # A transform wraps its tensors: a hook on one would never be called.
         if not torch.is_grad_enabled() or innermost_transform() is not None:
             return None
+        # A recomputation is outermost in its thread as well, and its backward is running already.
         outermost = record.parent is None and not passes.state.in_backward
         if passes.backward.scaling.loss_scale is not None and outermost:
             output = _enter_scale(output, passes, is_root=is_root)
@@ -347,11 +376,12 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
 
 
 def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
-    """fp16: the loss that the model has computed is where its own loss scale enters in a plain backward."""
+    """Let the model's own loss scale (fp16) enter in a plain backward, at the loss that the root has computed."""
     scaling = passes.backward.scaling
     scaling.watch_outputs(output)
     if not is_root:
         return output
+    # Weakly: the graph of a loss that the program keeps must not keep the model.
     ref, own = weakref.ref(passes), weakref.ref(scaling)
 
     def begin() -> None:

@@ -32,7 +32,7 @@ class Parts:
     store: ChunkStore
     state: StepState
     lock: AbstractContextManager[Any]
-    """Of the books: one thread at a time changes what is gathered."""
+    """Lock of the books: one thread at a time changes what is gathered. Workers never take it."""
     observers: Observers
     writes: WriteObservers
     exposure: Exposure

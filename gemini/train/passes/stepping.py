@@ -35,7 +35,7 @@ from gemini.train.update.tiles import ParamUpdate
 
 @dataclass
 class MeasuredNorm:
-    """What a backward that only measures has found.
+    """Result of a backward that only measures.
 
     Attributes:
         norm: the 2-norm of all gradients, before clipping; NaN until the block is over.
@@ -45,13 +45,11 @@ class MeasuredNorm:
 
 
 class Stepping:
-    """The steps of one model.
+    """Makes the steps of one model. Called by the training thread alone, and never inside a backward.
 
     Args:
-        rule: that it was wrapped for.
-        gradients: how they are kept, as ``GeminiConfig(gradients=)`` says.
-        company: who shares the model.
-        slices: of a model in slices, else None.
+        rule: that the model was wrapped for.
+        mode: how gradients are kept, as ``GeminiConfig(gradients=)`` says.
     """
 
     def __init__(self, parts: Parts, rule: UpdateRule, mode: str, backward: BackwardPass, recovery: Recovery):
@@ -69,13 +67,15 @@ class Stepping:
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         self.looks_for_optimizers = True
         """Whether the first step with gradients is still to come."""
+        # `time.perf_counter()` when the step before was handed over.
         self._step_began = 0.0
+        # Ranks must all skip a step or none, so where they share one the host has to know.
         self._may_stop_there = (
             store.device.tier is Tier.GPU and not self._sink.divides and parts.gradients.norms.knows_only_own
         )
 
     def warn_of_no_optimizer(self) -> None:
-        """After the first step: which params have a gradient that nobody will use. Said once per model."""
+        """Name, after the first step and once per model, params with a gradient that nobody will use."""
         self.looks_for_optimizers = False
         left = [h for h in self._params.handles if h.has_grad and (h.optimizer is None or h.optimizer() is None)]
         if left:
@@ -144,6 +144,7 @@ class Stepping:
                 "clipping needs every gradient before the first update, and HybridAdam(step_in_backward=True) has used "
                 "them: leave step_in_backward out, or say speculate=True"
             )
+        # Replicas add up first: every rank comes here, as it must call clip_grad_norm_ too.
         self._sink.settle()
         norm = self._clip_on_device(float(max_norm)) if handles is None and not error_if_nonfinite else None
         if norm is not None:
@@ -151,15 +152,18 @@ class Stepping:
         if max_norm != math.inf:  # without a limit, one rank may look at it alone
             self._sink.note_clipping(float(max_norm), handles)
         chosen = self._params.handles if handles is None else handles
+        # Gradients that a scaler has unscaled and those that it has not have different units: each its own sum.
         left = self.scaling.left_scaled(chosen)
         used = [handle for handle in chosen if handle not in left] if left else chosen
         total = math.sqrt(self._gradients.norms.total_sum(used)) * self.scaling.unscale_seen(chosen)
         if left:
             total = math.hypot(total, math.sqrt(self._gradients.norms.total_sum(left)))
+        # What was clipped before is part of the norm: a second call finds the norm after the first.
         self.state.fetch_clipping()
         total *= self.state.clip_coefficient
         if error_if_nonfinite:
             self._gradients.norms.check_finite(chosen)
+        # A norm of inf or NaN clips nothing: the step refuses or skips these gradients.
         if math.isfinite(total):
             coefficient = kernels.clip_coefficient(total, float(max_norm))
             if handles is None:
@@ -170,7 +174,7 @@ class Stepping:
         return torch.full((), total, dtype=torch.float32, device=self._store.device.torch_device)
 
     def _clip_on_device(self, max_norm: float) -> torch.Tensor | None:
-        """Where all sums are on the device that keeps them: the norm, which nobody has waited for."""
+        """Clip where all sums are on the device that keeps them. The norm, which nobody has waited for, or None."""
         if self.state.has_clipped or self._sink.divides or self.scaling.is_scaled:
             return None
         clip = self._gradients.norms.clip_factor(max_norm)
@@ -180,7 +184,7 @@ class Stepping:
         return clip.norm.float().view(())
 
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
-        """``GradScaler.unscale_``: whether these gradients, scaled by a scaler, hold inf or NaN.
+        """Tell ``GradScaler.unscale_`` whether these gradients, scaled by a scaler, hold inf or NaN.
 
         Raises:
             GeminiError: if their loss was not scaled.
@@ -189,13 +193,13 @@ class Stepping:
         return not math.isfinite(self._gradients.norms.total_sum(handles))
 
     def settle(self) -> None:
-        """Gradients are about to be looked at: no interrupted pass is left, and ranks have what all of them have."""
+        """Make ready for a look at gradients: no interrupted pass is left, and ranks have what all of them have."""
         self._recovery.forget_interrupted()
         self._sink.settle()
 
     @contextmanager
     def measuring(self, max_norm: float) -> Iterator[MeasuredNorm]:
-        """A backward inside leaves the norm of its gradients and nothing else; the next one updates, clipped by it.
+        """Let a backward inside leave the norm of its gradients and nothing else; the next one updates, clipped by it.
 
         Raises:
             GeminiError: where gradients are kept, with several ranks, and if no gradient came.
@@ -218,10 +222,12 @@ class Stepping:
                 yield measured
             if not self._backward.has_gradients:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
+            # First: a norm of NaN would make a coefficient of NaN, and the next backward would write it into weights.
             self._gradients.norms.check_finite(handles)
             measured.norm = math.sqrt(self._gradients.norms.total_sum(handles))
             self.state.clip_in_backward = kernels.clip_coefficient(measured.norm, max_norm)
         finally:
+            # The sums of the measured gradients would else count as gradients that wait.
             self._backward.discard()
 
     def discard(self, handles: list[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
@@ -238,7 +244,7 @@ class Stepping:
     # ---- the step -----------------------------------------------------------------------------------------------
 
     def begin_step(self, optimizer: Stepper) -> None:
-        """``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
+        """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
 
         Raises:
             GeminiError: if an update broke off before.
@@ -248,10 +254,12 @@ class Stepping:
             self.state.check_whole()
         if self.state.num_open:
             self._recovery.forget_interrupted()
+        # Updates inside backward that were finite only as far as the device knows are told of before the step ends.
         if self.state.updated_in_backward:
             self.updates.unseen.look()
         if self._may_guess and optimizer.may_guess and self.updates.guesses.would_pay and not self.scaling.is_scaled:
             begin_guessing(optimizer)
+        # On all ranks, and before anything changes: one that disagrees raises on every rank.
         self._sink.agree_on_step(optimizer)
         if self._slices is not None:
             handles = self._params.handles
@@ -287,48 +295,59 @@ class Stepping:
             self.skip(handles)
             self._note_step(is_plain=False)
             return
+        # All params of these chunks: an update goes over the whole chunk's window, and a write beside it would be lost
+        # with it.
         indices = {handle.chunk.spec.index for handle in handles}
         written = written_to([handle for index in indices for handle in self._params.by_chunk[index]])
         if written or self._exposure.written:
             self._exposure.refuse(written)
         clip = self.state.clip_there
+        # None where the host has to look; it then waits for the sums of squares, and the step goes on with numbers.
         stop = self._stop_on_device(handles, clip) if self._may_stop_there and not scaling.is_scaled else None
         if stop is None:
             self._gradients.norms.check_finite(handles)
             if clip is not None and handles:
                 self.state.fetch_clipping()
                 clip = None
+        # Params that take the step without a gradient of their own (`zero_grad(set_to_none=False)`).
         missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
         coefficient = 1.0 if clip is not None else self.state.clip_coefficient
+        # Before the lines below: hyperparameters are computed with the step count and clipping that they reset.
         by_chunk = self._by_chunk(handles, groups, scalars, coefficient)
         is_plain = None  # nobody asks where nothing is guessed
         if stepping_in_backward or self._may_guess:
             is_plain = clip is None and coefficient == 1.0 and all(handle.clip == 1.0 for handle in handles)
+        # From here on the step changes the model. What breaks off in between leaves some params counted and not
+        # updated.
         try:
             note_writes(handles)
             for handle in handles:
                 handle.num_steps += 1
                 handle.leftover = Leftover.USED
                 handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
+            # Last in the block: a worker may begin as soon as it has the first update.
             self.updates.submit(by_chunk, stop, None if clip is None else clip.factor)
             if is_plain is not None:
                 self._note_step(is_plain=is_plain)
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
+        # Only now: a step that broke off must not count towards a larger scale.
         if loss_scale is not None:
             loss_scale.stepped()
         self.end_step()
 
     def _note_step(self, *, is_plain: bool) -> None:
-        """What tells whether guesses pay. Waits are those of the step before, which are known."""
+        """Note what tells whether guesses pay. Waits are those of the step before, which are known."""
         before, self._step_began = self._step_began, time.perf_counter()
         waited = self._store.mover.watch.stalls.get("update", 0.0)
         self.updates.guesses.note_step(is_plain=is_plain, waiting=waited / (self._step_began - before))
 
     def _stop_on_device(self, handles: list[ParamHandle], clip: kernels.ClipFactor | None) -> torch.Tensor | None:
+        """Make the flag by which the device itself stops updates that are not finite; None where it cannot."""
+        # The host's own look does this with the sums; here nobody else would.
         for handle in handles:
             handle.refuse_incomplete_gradient()
         return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
@@ -337,9 +356,10 @@ class Stepping:
         self, handles: list[ParamHandle], groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable], coefficient: float,
     ) -> Mapping[int, list[ParamUpdate]]:  # fmt: skip
-        """``coefficient``: of clipping the whole model, if the device does not have it."""
+        """Make the updates, by chunk. ``coefficient``: of clipping the whole model, if the device does not have it."""
         scale = coefficient * (self.scaling.unscale if self.scaling.is_scaled else 1.0)
         by_chunk: dict[int, list[ParamUpdate]] = {}
+        # One value for all params of a group with as many steps: a rule computes it once for thousands of params.
         known: dict[tuple[int, int, float], Hashable] = {}
         for handle, group in zip(handles, groups, strict=True):
             key = id(group), handle.num_steps, scale * handle.clip
@@ -349,13 +369,15 @@ class Stepping:
         return by_chunk
 
     def restored(self) -> None:
-        """Masters and states are those of a checkpoint: what belongs to the ones before is gone."""
+        """Drop what belongs to masters and states of before: they are those of a checkpoint now."""
         self.discard()
         self.state.mark_restored()
         self._store.manager.drop(self._store.chunks)
 
     def end_step(self) -> None:
-        """After an optimizer step: what moved since the last one is what the report shows."""
+        """End an optimizer step: what moved since the last one is what the report shows."""
+        # Gradients that this step has not used (another optimizer's) keep their clipping; later ones are not clipped by
+        # it.
         if self.state.has_clipped:
             self._backward.fold_clipping()
         if self.state.clip_in_backward != 1.0:
@@ -363,17 +385,19 @@ class Stepping:
         if self.state.updated_in_backward:
             self.state.updated_in_backward = False
         self._store.mover.watch.end_step()
+        # All ranks come here, whatever they updated: their agreement counts steps.
         self.company.end_step(has_gradients=self._backward.has_gradients)
         if self._backward.observers.recording is not None:
             self._backward.observers.recording.end_step()
         if self._observers:
             self._observers.step_ended()
+        # Last: the next forward's weights are fetched behind what the program does between steps.
         if self._moves:
             self._store.manager.look_ahead()
 
 
 def stepping_of(handle: ParamHandle) -> Stepping:
-    """Of the model that manages a param.
+    """Return the stepping of the model that manages a param.
 
     Raises:
         ParamAccessError: if that was deleted.
