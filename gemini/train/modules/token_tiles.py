@@ -145,15 +145,17 @@ class TokenTiles:
         finally:
             for module in training:
                 module.training = True
-        self._can_be_cut[kind] = isinstance(alone, torch.Tensor) and alone.shape[-2] == last - first
-        if self._can_be_cut[kind] and type(given[0]) is torch.Tensor:  # others have no values: a step is traced
+        can_be_cut = isinstance(alone, torch.Tensor) and alone.shape[-2] == last - first
+        if can_be_cut and type(given[0]) is torch.Tensor:  # others have no values: a step is traced
             among = among[..., first:last, :]
             if not torch.allclose(alone.float(), among.float(), rtol=1e-2, atol=1e-3):
                 raise GeminiError(
                     f"tile_tokens={self.tokens}: {path!r} ({kind.__name__}) gives a token another result when it is "
                     "computed without its neighbours, so it cannot be computed in tiles. Leave tile_tokens out"
                 )
-        return self._can_be_cut[kind]
+        # Not before: a program that catches the error and goes on is told again.
+        self._can_be_cut[kind] = can_be_cut
+        return can_be_cut
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
