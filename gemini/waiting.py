@@ -51,8 +51,8 @@ def begin_work() -> None:
 
 
 def on_worker() -> bool:
-    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker waits for no other
-    worker and asks nobody for memory.
+    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker asks nobody for
+    memory: whoever is asked may wait for that very worker.
     """
     return _of_thread.works
 
