@@ -117,7 +117,7 @@ class WindowMemory:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Let what the calling thread allocates inside be of the pool. One thread at a time: the allocator demands it."""
+        """Let what the calling thread allocates inside be of the pool. The allocator demands one thread at a time."""
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
                 # Computes nothing, so that the order in which the allocator hands blocks on waits for no layer.

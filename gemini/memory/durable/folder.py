@@ -290,8 +290,8 @@ class StoreFolder:
 
     def committed_by_all(self, runs: Mapping[str, Runs]) -> None:
         """Every rank has written its record: the slots of the commit before are free, and older stores are gone."""
-        # Now and not in `commit`: while some rank has not written its record, the commit before is the one that all have,
-        # and its file must not be the next one to be written.
+        # Now and not in `commit`: while some rank has not written its record, the commit before is the one that all
+        # have, and its file must not be the next one to be written.
         self._place = 1 - self._place
         for name, pair in self.slots.pairs.items():
             pair.commit(runs[name])

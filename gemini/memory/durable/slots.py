@@ -44,8 +44,7 @@ None where a record of version 1 has none.
 
 
 class SlotPair:
-    """The two slots of one plane. Written by one thread at a time; sums alone have a lock, since a commit reads them
-    beside writes.
+    """The two slots of one plane. Written by one thread at a time; sums have a lock, for several threads look at them.
 
     Args:
         offset: of the first slot in the file; the second one follows it.
