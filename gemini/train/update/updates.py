@@ -97,7 +97,8 @@ class Updates:
         be. ``stop`` and ``factor``: see :meth:`_update_now`.
         """
         if self._observers:
-            # Before any job is queued: a checkpoint must know that what it has not written yet is about to change.
+            # Before any job is queued: a checkpoint behind the training waits here for the updates of the step before,
+            # so that none of them stands behind one that waits for the checkpoint.
             self._observers.before_updates()
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
