@@ -406,7 +406,9 @@ class Ledger:
                 raise self.refusal(want)
 
     def reserve_if_room(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn]) -> bool:
-        """The same for what can be done without: False if it does not fit."""
+        """Take bytes for what can be done without: False if they do not fit, also when those that may be asked have
+        given.
+        """
         if tier not in self._accounts:
             return False
         return self.take(tier, num_bytes, holder) or self.obtain(

@@ -84,7 +84,7 @@ class CudaDevice(Device):
         return self._memory.has_place(num_bytes)
 
     def move_windows_together(self, windows: Sequence[Window]) -> None:
-        # Copies into the windows may be under way on streams that the moving does not know.
+        # What was computed may still read the windows where they are.
         self.synchronize()
         move_together(windows)
 

@@ -42,7 +42,7 @@ class CudaEvent(Event):
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
         try:
-            # The usual case, without a clock: most waits come after the copy.
+            # No clock is read where it is over already.
             if self._event.query():
                 return
             since = time.perf_counter()

@@ -25,7 +25,7 @@ class Window(ABC):
         return self.bytes.numel()
 
     def face(self) -> torch.Tensor:
-        """The same bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
+        """The bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
         counting who refers to it does not count copies under way.
         """
         return self.bytes

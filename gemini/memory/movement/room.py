@@ -200,7 +200,8 @@ class Room:
         self._put_behind(window, want)
 
     def populate_before(self, moment: int, window: Window) -> bool:
-        """The same ahead of its use at ``moment``, from what is needed later; False if that is not enough.
+        """Put memory behind a window ahead of its use at ``moment``, from what is needed later; False if that is not
+        enough.
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """

@@ -74,7 +74,9 @@ class StagingSet:
         return self._memory.get()[at : at + num_bytes].view(dtype)
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The same of area ``number``, which has room for a tile of fp32, whatever goes through it."""
+        """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes
+        through it.
+        """
         return self.staged(self._scratch[number], dtype, numel)
 
     def leaves(self, number: int, event: Event) -> None:
@@ -155,7 +157,9 @@ class Staging:
         return slots[0] if slots else None
 
     def take_slots(self) -> list[StagingSet]:
-        """The same cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is left."""
+        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is
+        left.
+        """
         return self._take(1 if self._rule.whole else SLOTS)
 
     def _take(self, num_slots: int) -> list[StagingSet]:

@@ -549,7 +549,7 @@ def _there(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _without_traceback(error: Exception) -> Exception:
-    """The same without a traceback, whose frames would keep the graph alive that keeps the error."""
+    """A copy without a traceback, whose frames would keep the graph alive that keeps the error."""
     raised = copy.copy(error)
     raised.__cause__ = error.__cause__
     return raised

@@ -132,7 +132,9 @@ class GradientStore:
             transfers.begin(Lane.LANDING, land, len(self.landing), held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
+        """The views in which gradients land, and what rounding their sum loses; None where that is not within the
+        device's reach.
+        """
         plane, error = chunk.planes[GRAD].device_view(start, stop), None
         if GRAD_ERROR in chunk.planes:
             error = chunk.planes[GRAD_ERROR].device_view(start, stop)

@@ -89,7 +89,9 @@ class DeferredFiniteChecks:
     def stop_for_landed(
         self, mover: Mover, chunk: Chunk, handles: list[ParamHandle], rule: UpdateRule
     ) -> torch.Tensor | None:
-        """The same for gradients in the chunk's plane, from the sums they came with; None if it is for the host."""
+        """The flag that stops an update from the chunk's plane, from the sums that its gradients came with; None if it
+        is for the host.
+        """
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
         flag = kernels.nonfinite_flag(sums) if rule.has_kernel and path_of(mover, chunk) is Path.ON_DEVICE else None
         if flag is not None:
