@@ -408,7 +408,7 @@ class Room:
     def start_over(self) -> None:
         """Windows have what the chunks say that is gathered, and nothing else; no frame is parked."""
         if self._device.frames is not None:
-            # Parked frames are counted twice or not at all: none is simpler to count.
+            # No frame is parked afterwards, so the pool is what windows on a GPU have free, or empty.
             self._device.frames.trim()
         self.lending.start_over("windows")
         tier, gathered = self.tier, sum(window.num_bytes for window in self._windows())

@@ -144,8 +144,8 @@ class Staging:
 
     def _make_on_device(self, num_bytes: int) -> torch.Tensor:
         buffer = self._device.make_buffer(num_bytes)
-        # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so they would be
-        # overtaken by these zeros.
+        # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so without this
+        # wait the zeros could come after them.
         self._device.mark().wait()
         return buffer
 

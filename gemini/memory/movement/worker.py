@@ -137,7 +137,7 @@ class JobThread:
         with WHOLE, self._lock:
             for position, (_, number, other) in enumerate(self._waiting):
                 if other is job:
-                    # It keeps its number: of several that are hurried the first one stays first.
+                    # It keeps its number: of several that are hurried the one that was queued first goes first.
                     self._waiting[position] = (float("-inf"), number, job)
                     heapq.heapify(self._waiting)
                     return

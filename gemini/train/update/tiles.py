@@ -503,8 +503,7 @@ def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -
 
 
 def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:
-    """The tiles of a streamed update through the one slot of the thread that trains, where there is no update worker.
-    """
+    """The tiles of a streamed update, through the one slot of the training thread, where there is no update worker."""
     slot: StagingSet = mover.staging.on_device[0]
     for tile in streamed_tiles(mover, work, slot.tile, mover.device.mark()):
         tile.staging = slot
