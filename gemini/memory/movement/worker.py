@@ -40,8 +40,8 @@ class Job(Event):
         super().__init__()
         self.run = run
         self.urgency = urgency
-        # Of the thread that computes. Flushing denormals is a setting of each thread, and results must not depend on who
-        # works.
+        # Of the thread that computes. Flushing denormals is a setting of each thread, and results must not depend on
+        # who works.
         self.flush_mode = kernels.flush_mode()
         # Set when it is queued: whoever waits looks whether that thread is alive.
         self.worker: JobThread | None = None
