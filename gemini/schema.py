@@ -43,7 +43,7 @@ def shown(value: Any) -> str:
 
 
 def _explained(data: Any, kind: type[Any], what: str, message: str) -> str:
-    problem, _, path = message.partition(" - at `$")
+    problem, _, path = message.replace(" - at `key` in `$", " - at `$").partition(" - at `$")
     keys: list[str | int] = []
     value = data
     for name, index, any_key in _STEP.findall(path):

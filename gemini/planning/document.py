@@ -71,7 +71,7 @@ class Document:
             return cls._from_body(body)
         except ValueError as e:
             raise PlanMismatch(f"this {kind} is damaged: {e}") from e
-        except (KeyError, TypeError, IndexError, AttributeError) as e:
+        except (KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as e:
             raise PlanMismatch(f"this {kind} is damaged: {type(e).__name__}: {e}") from e
 
     def _to_body(self) -> dict[str, Any]:

@@ -47,16 +47,18 @@ class Facts:
         self.values, self.names = values, names
 
     def __or__(self, other: Facts) -> Facts:
-        """These and those of ``other``, about the same params."""
+        """Join with the facts of ``other``, about the same params."""
         return Facts({**self.values, **other.values}, self.names or other.names)
 
     @property
     def checksum(self) -> int:
         """A number of 32 bits, never 0, whichever order the values are in."""
+        # Plain values sorted by name, then the columns, which all ranks give in the same order.
         plain = {name: value for name, value in self.values.items() if not isinstance(value, array)}
         found = zlib.crc32(json.dumps(plain, sort_keys=True, default=str).encode())
         for column in self.values.values():
             found = zlib.crc32(column.tobytes(), found) if isinstance(column, array) else found
+        # 0 is what a rank says that has no facts.
         return found or 1
 
     def told(self) -> dict[str, Any]:
@@ -88,6 +90,7 @@ def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
 
 def checksum_of(tensor: torch.Tensor) -> int:
     """Sum up the bits of its values in 32 bits; not its dtype and shape."""
+    # The bits that a reader sees: a conjugated or negated view has others in memory.
     data = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().view(-1)
     return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
 
@@ -111,12 +114,14 @@ def plain(value: Any) -> Any:
 
 def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Difference | None:
     """Find the first fact that two ranks differ in, by what :meth:`Facts.told` says; ``names`` of the params."""
+    # In the order of the facts: a cause stands before what follows from it.
     for label in {**first, **other}:
         a, b = first.get(label, "none"), other.get(label, "none")
         if a == b:
             continue
         if label not in _COLUMNS:
             return Difference(label, a, b)
+        # A column is told as the words of its items: the first that differ name the param.
         name, a, b = next(of for of in zip(names, a, b, strict=True) if of[1] != of[2])
         return Difference(f"{label} of {name!r}", _COLUMNS[label](a), _COLUMNS[label](b))
     return None
@@ -151,6 +156,8 @@ class Handshake:
         """
         if self._group is None:
             return conclude([work()])
+        # A failure is kept until the others have heard of it: raised here, they would wait for this rank until the
+        # timeout.
         given: Any = None
         concluded: Any = None
         failure: BaseException | None = None
@@ -160,12 +167,14 @@ class Handshake:
             failure = e
         rows = self._gather((given, None if failure is None else _as_failure(failure)))
         failures = {rank: failed for rank, (_, failed) in enumerate(rows) if failed is not None}
+        # What fails on the first rank now goes out with the result that the others wait for.
         if self.rank == 0 and not failures:
             try:
                 concluded = conclude([given for given, _ in rows])
             except BaseException as e:
                 failure, failures = e, {0: _as_failure(e)}
         concluded, failures = self._broadcast((concluded, failures))
+        # An interrupt is this program's own: the others get an error that names this rank, here it stays what it is.
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         if failures:
@@ -173,7 +182,8 @@ class Handshake:
         return concluded
 
     def _gather(self, said: Any) -> list[Any]:
-        """On the first rank what each rank says, elsewhere nothing."""
+        """Collect what each rank says, on the first one; elsewhere nothing."""
+        # torch wants the global rank of the receiver, also in a group of some ranks.
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
         first = self._global_rank(0)
         guarded(self._doing, lambda: dist.gather_object(said, heard, dst=first, group=self._group))
@@ -262,7 +272,7 @@ def agree(
     words: str = "values",
     refused: type[GeminiError] = GeminiError,
 ) -> None:
-    """All ranks of ``wire`` come here, and go on together or not at all.
+    """Let all ranks of ``wire``, which all come here, go on together or not at all.
 
     Args:
         facts: what must be alike on all of them; not asked for where a rank is alone or refuses.
@@ -280,9 +290,11 @@ def agree(
         if refusal is not None:
             raise refusal
         return
+    # A rank that refuses may be in no state to say its facts.
     found = Facts({}) if facts is None or refusal is not None else facts()
     own = _REFUSES if refusal is not None else 0 if facts is None else found.checksum
     heard = _swap(wire, own, doing) if swap is None else swap(own)
+    # All ranks hear the same numbers: either all of them tell, or none does.
     if _REFUSES in heard or len(set(heard)) > 1:
         tell(wire, doing, found, refusal, words=words, refused=refused)
 
@@ -296,18 +308,21 @@ def tell(
     words: str = "values",
     refused: type[GeminiError] = GeminiError,
 ) -> NoReturn:
-    """All ranks of ``wire`` come here when they do not agree; raises as :func:`agree`, always."""
+    """Raise as :func:`agree` does, always: all ranks of ``wire`` come here when they do not agree."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
     heard = [json.loads(text) for text in wire.exchange_texts(json.dumps(said, default=str), doing)]
+    # Only now: the others needed this rank's words.
     if refusal is not None:
         raise refusal
     for rank, (_, why) in zip(wire.global_ranks, heard, strict=True):
         if why is not None:
             raise error_called(why[0], refused)(f"rank {rank} refused {doing}: {why[1]}")
+    # Everyone is compared with the first rank, so that all ranks raise the same words.
     for rank, (other, _) in zip(wire.global_ranks, heard, strict=True):
         if (found := first_difference(heard[0][0], other, facts.names)) is not None:
             where = {"doing": doing, "rank": wire.global_ranks[0], "other_rank": rank, "against": found.against}
             raise RankMismatch(WORDS[words].format(**where, **found._asdict()))
+    # Bits that no words tell apart, such as two kinds of NaN.
     raise RankMismatch(f"{doing}: the ranks disagree. Nothing was changed")
 
 

@@ -72,7 +72,7 @@ class Request(NamedTuple):
 
 
 class Handler(Protocol):
-    """Does what was agreed."""
+    """What does the work that ranks have agreed on, on all of them in the same order."""
 
     def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
         """Give every rank in ``receivers`` (perhaps this one) the weights of a chunk or the values of a param."""
@@ -82,10 +82,11 @@ class Handler(Protocol):
 
 
 class Agreement:
-    """One per engine. ``num_steps`` tells how far a rank is, for the error message."""
+    """The agreements of one engine. ``num_steps`` tells how far a rank is, for the error message."""
 
     def __init__(self, wire: Wire):
         self._wire = wire
+        # Of all ranks, at the last exchange.
         self._steps: list[int] = []
         self.num_steps = 0
         # For who watches over the wait (gemini.ranks.watch), from another thread.
@@ -105,6 +106,7 @@ class Agreement:
             RankLost: if a rank died or does not answer.
         """
         while True:
+            # The same list on every rank, so that all of them choose the same.
             requests = self._exchange(request)
             chosen = choose(requests)
             if chosen is None:
@@ -114,17 +116,20 @@ class Agreement:
                 handler.serve(chosen, [rank for rank, other in enumerate(requests) if other.subject == chosen])
             elif point is Point.REDUCE:
                 handler.reduce(index, requests)
+            # Else it was what other ranks wanted: this one says the same again, until its own turn comes.
             if request.subject == chosen:
                 return requests
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Around a wait for other ranks: who watches over waits may look."""
+        """Note a wait for other ranks, so that the watch may look after it; from any thread."""
+        # The time comes last: with it the watch, on its own thread, begins to look at the rest.
         self.waiting_in, self.thread, self.whereabouts = what, threading.get_ident(), ""
         self.waiting_since = time.monotonic()
         try:
             yield
         except RankLost as e:
+            # The watch has written down where the lost rank was last.
             if self.whereabouts:
                 raise RankLost(f"{e}. While it was waited for, {self.whereabouts}") from e
             raise
@@ -137,6 +142,7 @@ class Agreement:
         )
         with self.waiting(request.point.words):
             rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
+        # Notes of the watch that were written after fewer exchanges are void from here on.
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
         return [Request(Point(row[0]), row[1], row[2]) for row in rows]
@@ -146,6 +152,7 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     """Choose what is done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
     served = [request.subject for request in requests if request.point in _SERVED]
     if served:
+        # Any order would do that is the same on all ranks.
         return min(served)
     if any(request.point is Point.BEGIN_STEP for request in requests):
         return Point.BEGIN_STEP, 0  # who begins a step needs nobody to begin it as well
@@ -153,6 +160,7 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     if reduced and all(request.point in _REDUCING for request in requests):
         # Backward goes through the layout from its end: what comes first there is complete first.
         return Point.REDUCE, max(reduced)
+    # Everything else is for all ranks at once.
     if all(request.subject == requests[0].subject for request in requests):
         return requests[0].subject
     return None

@@ -27,8 +27,11 @@ from gemini.ranks.wire import Tag, Wire
 NAMES = ("pp", "dp_replicate", "dp", "cp", "tp", "ep")
 _SAME = {"replicate": "dp_replicate", "dp_shard": "dp", "shard": "dp", "fsdp": "dp", "sp": "cp"}
 """Other names of dims, of torch's FSDP2 examples and accelerate."""
+# Dims whose ranks divide every chunk among them.
 SHARDING = ("dp", "cp")
+# Dims whose ranks have other params, or other parts of them.
 SLICING = ("pp", "tp", "ep")
+# Dims whose ranks read other samples; along all others they compute with the same ones.
 SAMPLING = ("dp_replicate", "dp", "ep")
 
 
@@ -242,6 +245,7 @@ class Ranks:
             self.context,
             self.experts,
         )
+        # Several wires may have one group, which ends once.
         for group in {wire.group for wire in wires}:
             if group is not None:
                 end_subgroup(group)
@@ -297,6 +301,7 @@ class Ranks:
         if wire.size == 1:
             return []
         sums = torch.tensor([checksum_of(tensor) for tensor in tensors.values()], dtype=torch.int64, device="cpu")
+        # Every rank hears all checksums, so all come to the same names, in the same order, for the broadcasts.
         everyone = wire.swap(Tag.VALUES, sums, "the comparison of weights")
         differing = (everyone != everyone[0]).any(0).tolist()
         names = [name for name, differs in zip(tensors, differing, strict=True) if differs]
@@ -304,6 +309,7 @@ class Ranks:
             tensor = tensors[name]
             on_cpu = tensor.detach().to("cpu").contiguous()
             wire.broadcast(Tag.VALUES, on_cpu, 0, f"sending {name} of rank 0 to all")
+            # A contiguous tensor on the CPU was received in place; any other gets its values from the copy.
             if on_cpu.data_ptr() != tensor.data_ptr() and wire.rank != 0:
                 tensor.detach().copy_(on_cpu)
         return names
@@ -340,6 +346,7 @@ def join(
     if len(ranks) == 1:
         return alone()
     everyone = _wire(ranks, process_group)
+    # NCCL's group beside gloo's: agreements and messages by name stay on the CPU.
     everyone.library = _collective(ranks) if cuda else None
     return Ranks(
         wire=everyone,
@@ -373,6 +380,7 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     in_job = ranks_along(mesh, *names)
     if len(in_job) == 1:
         return alone()
+    # Of the user's group only the timeout is taken over.
     parent = mesh.get_group(0)
 
     def along(*dims: str, within: Wire | None = None) -> Wire:
@@ -390,12 +398,15 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     parts = alone_on_wire()
     if in_parts:
         parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
+    # Also in one order on all ranks, for the same reason.
     for group in (wire, context, experts) if cuda else ():
-        if group.size > 1:
+        # The wire of shards even where it has one rank: sums over replicas of whole chunks stay on the device with it.
+        if group is wire or group.size > 1:
             group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
+    # Slices that the caller has cut are checkpoints of their own: nobody knows what the others have.
     writers = job if in_parts else everyone
     return Ranks(
         wire=wire,
@@ -439,9 +450,11 @@ def _timeout(group: dist.ProcessGroup) -> Any:
 
 
 def _count_local(job: Wire, most: int) -> int:
-    """Ranks of the job on this machine, of ``most``: as the launcher says, else those with the same host and boot."""
+    """Count the ranks on this machine, of ``most``: as the launcher says, else those with the same host and boot."""
     if "LOCAL_WORLD_SIZE" in os.environ:
+        # The launcher may have started processes here that are not of this job.
         return min(int(os.environ["LOCAL_WORLD_SIZE"]), most)
+    # The boot id beside the name: machines of a cluster may have the same name.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             here = file.read().strip()

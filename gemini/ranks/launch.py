@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 
+# What torch's rendezvous "env://" reads; a process that lacks one of them was not started by a launcher.
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -76,11 +77,13 @@ def _told(environment: Mapping[str, str] = os.environ) -> Mapping[str, str]:
         # The same on all of a step, another for the next one, and below what the system gives out by itself.
         "MASTER_PORT": str(12000 + (job * 31 + step) % 18000),
     }
+    # What is set already, by torchrun or the user, is not overwritten.
     return {**found, **environment}
 
 
 def first_host(hosts: str) -> str:
     """The first of Slurm's list of hosts: ``node[007-012,20],other`` begins with ``node007``."""
+    # A prefix, perhaps a list of numbers and ranges, perhaps a suffix, up to the first comma outside of brackets.
     match = re.match(r"([^,\[]+)(?:\[([^\]]*)\])?([^,]*)", hosts)
     if match is None:
         return hosts

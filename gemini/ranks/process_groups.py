@@ -35,7 +35,10 @@ from gemini.patches import register
 from gemini.ranks import launch
 from gemini.ranks.wire import guarded
 
+# How often these ranks have met to make a group: the number of their next meeting in the store.
 _made: Counter[tuple[int, ...]] = Counter()
+# By ranks, the count of groups that their last group was named by. The next one needs a higher count, since in the
+# store the name of a group that has ended still leads to its old addresses.
 _highest: dict[tuple[int, ...], int] = {}
 
 
@@ -47,6 +50,7 @@ def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None 
     Raises:
         RankLost: if one of them does not come.
     """
+    # A group of all ranks: torch names it by a count that is the same on all of them.
     if len(ranks) == dist.get_world_size():
         groups: list[dist.ProcessGroup] = []
         guarded(
@@ -56,10 +60,12 @@ def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None 
         return groups[0]
     most = max(_group_counts(tuple(ranks), timeout or c10d.default_pg_timeout))
     fill_up = []
+    # Groups of this rank alone, which nobody has to join, until its count is that of the others.
     while len(c10d._world.pg_names) < most:
         fill_up.append(dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
     made = dist.new_group(list(ranks), backend=backend, timeout=timeout, use_local_synchronization=True)
     _highest[tuple(ranks)] = most
+    # Only now: while the group got its name they had to count.
     for group in fill_up:
         dist.destroy_process_group(group)
     return made
@@ -79,6 +85,7 @@ def _group_counts(ranks: tuple[int, ...], timeout: timedelta) -> list[int]:
     _made[ranks] += 1
     store = c10d._world.pg_map[default][1]
     mine = f"{meeting}/{dist.get_rank()}"
+    # Said before the others are waited for, who wait for it as well.
     store.set(mine, str(max(len(c10d._world.pg_names), _highest.get(ranks, -1) + 1)))
     counts = []
     for rank in ranks:
@@ -116,8 +123,9 @@ class WaitingGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """None for a rank alone."""
+        """The group, made when it is asked for first, by all of its ranks; None for a rank alone."""
         if self._group is None and len(self._ranks) > 1:
+            # Torch's own timeout: a rank may write to its disk for longer than a step may take.
             self._group = make_subgroup(self._ranks, "gloo")
             _open.add(self)
         return self._group
@@ -153,6 +161,7 @@ class WaitingGroup:
 @partial(register, "atexit.register")
 def end_all() -> None:
     """A thread of gloo may be the last to let go of a tensor, which takes the interpreter: they end before it does."""
+    # A copy: the set shrinks when a group is collected meanwhile.
     for waiting in list(_open):
         waiting.close()
 
@@ -168,6 +177,7 @@ def start_group(timeout: timedelta, *, cuda: bool) -> dist.Store:
     """
     stores: list[dist.Store] = []
 
+    # Before the rendezvous, which reads these variables.
     launch.tell_torch()
 
     def meet() -> None:
@@ -186,6 +196,7 @@ def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> d
     Raises:
         RuntimeError: if one of them does not come within ``timeout``.
     """
+    # Rank 0 chooses, because every attempt has one.
     word = _call_all(store, size, timeout) if rank == 0 else _answer(store, rank, timeout)
     return dist.PrefixStore(f"gemini-{word}", store)
 
@@ -204,6 +215,7 @@ def _call_all(store: dist.Store, size: int, timeout: timedelta) -> str:
             if greeted.get(rank) != greeting:
                 store.set(f"gemini-word-for/{greeting.decode()}", word)
                 greeted[rank] = greeting
+            # No process of an earlier attempt knows the word: who repeats it is alive.
             if store.check([f"gemini-heard/{word}/{rank}"]):
                 missing.discard(rank)
         if missing and time.monotonic() > deadline:
@@ -214,6 +226,7 @@ def _call_all(store: dist.Store, size: int, timeout: timedelta) -> str:
 
 
 def _answer(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    # A name of this process alone: an answer to an earlier process of this rank is not taken for its own.
     greeting = uuid.uuid4().hex
     store.set(f"gemini-greeting/{rank}", greeting)
     store.wait([f"gemini-word-for/{greeting}"], timeout)

@@ -41,7 +41,7 @@ _running: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Waiting(Protocol):
-    """The place of a rank, as its training thread notes it."""
+    """The place of a rank, as its training thread notes it and the thread of the watch reads it, without a lock."""
 
     num_exchanges: int
     waiting_since: float | None
@@ -68,18 +68,23 @@ class Watch:
         self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
         assert wire.group is not None, "there are others"
         self._store = c10d._world.pg_map[wire.group][1]
+        # After how many exchanges this rank was first seen outside of the model, and when.
         self._outside: tuple[int, float] | None = None
+        # What the others find in the store.
         self._noted = _NOWHERE
+        # Seconds of one wait after which this rank warns next.
         self._next = 0.0
         self._end = Latch()
         self._thread = threading.Thread(target=self._run, name="gemini-watch", daemon=True)
+        # Ctrl-C waits: out of the middle of start() it would leave a thread that nobody stops.
         with WHOLE:
             self._thread.start()
         _running.add(self)
 
     def stop(self) -> None:
-        """The model, its groups or the process ends."""
+        """End the thread: the model, its groups or the process ends."""
         self._end.set()
+        # The garbage collector may end the model on the thread of the watch, which cannot wait for itself.
         if self._thread is not threading.current_thread():
             self._thread.join(2)
 
@@ -90,6 +95,7 @@ class Watch:
 
     def _place(self) -> str | None:
         """Find where this rank stands; None if it is at work for the model, and will go on by itself."""
+        # A wait for ranks of another model of this process: only those can end it.
         for other in list(_running):
             since = other._waiting.waiting_since
             long_ago = since is not None and time.monotonic() - since >= OUTSIDE_S
@@ -98,7 +104,9 @@ class Watch:
         return _line_of(self._waiting.thread, at_work=False)
 
     def _look(self) -> bool:
+        """Write down or read where ranks stand, if it is time; False without a model. Runs on the watch's thread."""
         inside, waiting, now = self._is_inside(), self._waiting, time.monotonic()
+        # Read once: the training thread goes on and changes them meanwhile.
         since, number = waiting.waiting_since, waiting.num_exchanges
         if inside is None:
             return False
@@ -110,6 +118,7 @@ class Watch:
         self._next = 0.0
         if inside:
             self._outside = None
+        # An exchange in between: it was inside, and has come out again.
         elif self._outside is None or self._outside[0] != number:
             self._outside = number, now
         long_outside = self._outside is not None and now - self._outside[1] >= OUTSIDE_S
@@ -127,9 +136,11 @@ class Watch:
         for peer in self._peers:
             key = f"gemini/outside/{peer}"
             note = _Note(*json.loads(self._store.get(key))) if self._store.check([key]) else _NOWHERE
+            # Another number of exchanges: the note is of an earlier wait, and that rank has been inside since.
             if note.after != number or note.place is None:
                 continue
             other = self._global_ranks[peer]
+            # Read by the waiting thread if the wait ends in an error.
             self._waiting.whereabouts = f"rank {other} was in no call of this model, but at {note.place}"
             if not warns:
                 return
@@ -154,6 +165,8 @@ def _line_of(thread: int, *, at_work: bool = True) -> str | None:
     inside = ""
     while frame is not None:
         room, code = frame.f_globals.get("__name__", ""), frame.f_code
+        # From the innermost frame outwards: the first one of the program is the place, and torch's function inside of
+        # it the reason. Torch's functions stand in a wrapper of one name.
         if room.startswith("torch.distributed") and code.co_name != "wrapper":
             inside = f", in torch.distributed.{code.co_name}"
         elif room.startswith(_OWN):
@@ -167,6 +180,6 @@ def _line_of(thread: int, *, at_work: bool = True) -> str | None:
 
 @partial(register, "atexit.register")
 def _stop_all() -> None:
-    """Before the interpreter ends: a thread must not come back from the store into what is half gone."""
+    """End all before the interpreter does: a thread must not come back from the store into what is half gone."""
     for watch in list(_running):
         watch.stop()

@@ -29,15 +29,15 @@ from gemini.waiting import PROGRESS
 class Tag(IntEnum):
     """Kinds of messages; two ranks that stand at different points of a program never mix them up."""
 
-    AGREEMENT = 1
-    WEIGHTS = 2
-    GRADIENTS = 3
-    REPLICAS = 4
-    BY_NAME = 5
-    VALUES = 6
-    CONTEXT = 7
-    HEADER = 8
-    EXPERTS = 9
+    AGREEMENT = 1  # what a rank wants next, checksums, gradient norms
+    WEIGHTS = 2  # of chunks, to be gathered
+    GRADIENTS = 3  # of chunks, to be added up over the shard group
+    REPLICAS = 4  # sums of shards, to be added up over replicas
+    BY_NAME = 5  # values of one param or state that somebody reads
+    VALUES = 6  # small numbers and texts, and weights of the first rank at the start
+    CONTEXT = 7  # parts of sequences (cp)
+    HEADER = 8  # what a rank brings to a collective outside of agreements
+    EXPERTS = 9  # tokens on their way to experts (ep)
 
 
 class Pending:
@@ -62,6 +62,7 @@ class Pending:
                     work.wait()
             except RuntimeError as e:
                 raise lost(self._who[peer], self._what, e) from e
+            # Only when it is over: a wait that was interrupted can be made again.
             self._works.pop(0)
 
 
@@ -102,6 +103,7 @@ class Wire:
         works: list[tuple[int, dist.Work]] = []
         for peer in self.peers:
             try:
+                # An empty tensor is no message, on either side.
                 if peer in incoming and incoming[peer].numel():
                     work = dist.irecv(_as_bytes(incoming[peer]), group=self.group, group_src=peer, tag=tag)
                     works.append((peer, _some(work)))
@@ -114,13 +116,14 @@ class Wire:
         return Pending(works, self.global_ranks, what)
 
     def swap(self, tag: Tag, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Every rank's ``value``, stacked in the order of ranks; on the CPU, or by the library for CUDA tensors."""
+        """Hear every rank's ``value``, stacked in their order; on the CPU, or by the library for CUDA tensors."""
         if self.library is not None and value.is_cuda:
             stacked = value.new_empty((self.size, *value.shape))
             self.all_gather_by_library(tag, stacked.flatten(), value.contiguous().flatten(), what)
             return stacked
         everyone = torch.empty((self.size, *value.shape), dtype=value.dtype, device="cpu")
         everyone[self.rank].copy_(value)
+        # Sent from its row, which is contiguous and lives as long as the messages.
         value = everyone[self.rank]
         incoming = {peer: everyone[peer] for peer in self.peers}
         self.start(tag, dict.fromkeys(self.peers, value), incoming, what).wait()
@@ -142,6 +145,7 @@ class Wire:
             splits = list(received), list(sent)
             guarded(what, lambda: dist.all_to_all_single(into, rows, *splits, group=self.library))
             return into
+        # This rank's own rows are copied while those of the others travel.
         outgoing, incoming = rows.split(list(sent)), into.split(list(received))
         pending = self.start(tag, {p: outgoing[p] for p in self.peers}, {p: incoming[p] for p in self.peers}, what)
         incoming[self.rank].copy_(outgoing[self.rank])
@@ -153,6 +157,7 @@ class Wire:
 
         ``scratch``: uint8, at least ``2 * flat.numel() * 4`` bytes.
         """
+        # Each rank adds up one part of all ranks' tensors and sends the sum to the others.
         cuts = [flat.numel() * i // self.size for i in range(self.size + 1)]
         parts = [flat[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
         own = parts[self.rank]
@@ -161,6 +166,7 @@ class Wire:
         total = scratch[flat.numel() * 4 : flat.numel() * 4 + own.numel() * 4].view(torch.float32)
         self.start(tag, {peer: parts[peer] for peer in self.peers}, received, what).wait()
         add_up([own if rank == self.rank else received[rank] for rank in range(self.size)], total)
+        # The one rounding: every rank sends the bits that it keeps itself.
         own.copy_(total)
         self.start(tag, dict.fromkeys(self.peers, own), {peer: parts[peer] for peer in self.peers}, what).wait()
 
@@ -172,8 +178,10 @@ class Wire:
             self.start(tag, {}, {source: value}, what).wait()
 
     def exchange_texts(self, text: str, what: str) -> list[str]:
-        """Every rank's ``text``."""
+        """Hear every rank's ``text``, in the order of ranks."""
+        # torch takes no empty buffer: an empty text goes as a blank.
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        # Rows of a swap are equally long: the sizes first, then the texts, padded.
         sizes = self.swap(Tag.VALUES, torch.tensor([len(data)], device="cpu"), what).view(-1).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
@@ -221,6 +229,8 @@ class Wire:
         others = [rank for rank in senders if rank != self.rank]
         piece = min(piece_numel(self.size, scratch.numel()), shard)
         slots = _Slots(scratch, piece)
+        # Two sets by turns: the next piece arrives in one while the other is added up, and a sum stays until the sum
+        # after the next one.
         buffers = [[slots.take() for _ in others] for _ in range(2)]
         totals = [slots.take() for _ in range(2)]
         ranges = [(a, min(a + piece, shard)) for a in range(0, shard, piece)]
@@ -236,10 +246,12 @@ class Wire:
             assert under_way is not None
             pending, received = under_way
             pending.wait()
+            # On the wire while this piece is added up and used.
             under_way = begin(index + 1) if index + 1 < len(ranges) else None
             if own is not None:
                 received[self.rank] = own[self.rank * shard + a : self.rank * shard + b]
             total = totals[index % 2].view(torch.float32)[: b - a]
+            # In the order of ranks, in which the bits of the sum are defined.
             add_up([received[rank] for rank in sorted(received)], total)
             yield a, b, total
 
@@ -311,7 +323,7 @@ _GONE = re.compile(r"connection (was )?(closed|reset|refused)|broken pipe|timed?
 
 @contextmanager
 def collectives_of(whom: str) -> Iterator[None]:
-    """Around code of ``whom``: a collective of torch in it that fails because a rank is gone is a lost rank.
+    """Turn what a collective of torch in code of ``whom`` raises because a rank is gone into a lost rank.
 
     Raises:
         RankLost: instead of torch's error; it names the rank where there is one other only.
@@ -324,6 +336,7 @@ def collectives_of(whom: str) -> Iterator[None]:
         if not _is_of_a_lost_rank(e):
             raise
         what = f"a collective of {whom}"
+        # torch does not say which rank is gone: with one other there is no doubt.
         if dist.is_initialized() and dist.get_world_size() == 2:
             raise lost(1 - dist.get_rank(), what, e) from e
         raise RankLost(
@@ -333,5 +346,6 @@ def collectives_of(whom: str) -> Iterator[None]:
 
 
 def _is_of_a_lost_rank(error: RuntimeError) -> bool:
+    # Raised by torch.distributed itself: code of the program may say such words of something else.
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_OF_TORCH) and _GONE.search(str(error)) is not None

@@ -18,6 +18,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, human_bytes
+from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
@@ -147,6 +148,7 @@ def release(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: for a model that is not managed.
         BudgetExceeded: if host memory has not enough free bytes for the weights. Nothing was changed.
+        StorageError: if weights cannot be read. Nothing was changed: the model is managed as before.
     """
     if "_gemini_engine" not in model.__dict__:
         raise ValueError(
@@ -182,9 +184,12 @@ def unmanage(model: nn.Module, what: str) -> None:
     optimizers = _optimizers_of(engine)
     for pending in pending_in(engine.write_observers):
         pending.join()
-    model.__dict__.pop("_gemini_changes").undo(model)
-    for optimizer in optimizers.values():
-        give_optimizer_back(optimizer)
+    # What may fail or take long comes first: after it the model is an ordinary one, or managed as before.
+    engine.adoption.read_back()
+    with WHOLE:
+        model.__dict__.pop("_gemini_changes").undo(model)
+        for optimizer in optimizers.values():
+            give_optimizer_back(optimizer)
 
 
 def _optimizers_of(engine: Engine) -> dict[int, Stepper]:
@@ -204,17 +209,16 @@ def _in_tiles(model: nn.Module, tokens: int) -> Undo:
 
 
 def _give_to(model: nn.Module, engine: Engine, *, whole: bool) -> Undo:
-    """The engine, which has taken the params already, is the model's own.
-
-    Args:
-        whole: whether params that are slices become whole again at the end, as experts do.
+    """The engine, which has taken the params already, is the model's own. At the end params that are slices become
+    whole again if ``whole`` says so.
     """
     model.__dict__["_gemini_engine"] = engine
+    engine.adoption.becomes_whole = whole
 
     def undo(model: nn.Module) -> None:
         engine: Engine = model.__dict__["_gemini_engine"]
         try:
-            engine.adoption.give_back(whole=whole)
+            engine.adoption.give_back()
         finally:
             del model.__dict__["_gemini_engine"]
 

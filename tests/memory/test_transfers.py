@@ -285,3 +285,30 @@ def test_who_only_waits_is_not_kept_by_the_error() -> None:
 def _waiters(error: BaseException) -> int:
     frames = traceback.extract_tb(error.__traceback__)
     return sum(frame.name == "test_who_only_waits_is_not_kept_by_the_error" for frame in frames)
+
+
+def test_memory_is_found_in_flight_or_in_the_ledger_at_every_moment() -> None:
+    seen = list[bool]()
+    transfer = Transfer(Lane.FETCH)
+
+    class Watched(Ledger):
+        def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
+            seen.append(transfer.held is not None and not transfer.is_complete())
+            super().release(tier, num_bytes, holder)
+
+    ledger = Watched({Tier.CPU: 100})
+    ledger.reserve(Tier.CPU, 60, "test")
+    transfer.held = Held(ledger, Tier.CPU, 60, "test")
+    transfer.finish()
+    transfer.finish(GeminiError("closed"))  # by the end of the model, beside its own thread
+    assert seen == [True] and transfer.held is None and ledger.free(Tier.CPU) == 100
+
+
+def test_what_no_thread_takes_gives_back_what_it_holds() -> None:
+    ledger = Ledger({Tier.CPU: 100})
+    transfers = Transfers(Mover(CpuDevice(), 16, ledger), [Lane.FETCH])
+    transfers.thread(Lane.FETCH).close()
+    ledger.reserve(Tier.CPU, 60, "test")
+    with pytest.raises(GeminiError, match="closed"):
+        transfers.begin(Lane.FETCH, lambda: None, held=Held(ledger, Tier.CPU, 60, "test"))
+    assert ledger.free(Tier.CPU) == 100 - ledger.held(Tier.CPU, "staging") and not transfers.open[Lane.FETCH]

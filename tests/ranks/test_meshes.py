@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import gemini
 from gemini.memory.system import available_bytes
 from gemini.planning.working import MARGIN
+from gemini.ranks import group
 from gemini.ranks.group import names_of, ranks_along
 from gemini.tiers import Tier
 from tests.ranks.context_cases import Case, Result, batch, differences, make
@@ -323,3 +324,16 @@ def other_batches(along: str, folder: str) -> None:
 def test_ranks_that_read_other_samples_are_refused(along: str, says: str, pool_of: Pools, tmp_path: Path) -> None:
     for text in failures(pool_of(4).outcomes(other_batches, along, str(tmp_path)), "RankMismatch"):
         assert says in text
+
+
+def libraries(dims: list[str]) -> list[Any]:
+    """Which ranks the library's collectives of a shard group are for, by mesh; they are not made."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(group, "_collective", list)
+        return [group.join(None, mesh_of({dim: 2}), cuda=True).wire.library for dim in dims]
+
+
+def test_on_cuda_the_librarys_collectives_serve_whole_replicas_too(pool_of: Pools) -> None:
+    """Their shard group is one rank, and by it sums over replicas stay on the device."""
+    made = pool_of(2).run(libraries, ["dp", "dp_replicate", "ep"])
+    assert made == [[[0, 1], [rank], [rank]] for rank in range(2)]

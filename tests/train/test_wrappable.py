@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 import gemini
-from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement
+from gemini import GeminiConfig, GeminiDDP, GeminiError, MemoryBudget, StaticPlacement, StorageError
 from gemini.memory.nvme import FileTransfer, SpillFile
 from gemini.train import ddp, wrap
 from gemini.train.passes import hooks
@@ -417,3 +417,42 @@ def test_sparse_gradients(tmp_path: Path) -> None:
     with pytest.raises(GeminiError, match="sparse=False"):
         model = GeminiDDP(model, make_config(model, "ram", tmp_path))
         model(torch.tensor([1, 2])).float().sum().backward()
+
+
+# ---- the way back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("the drive does not answer"), KeyboardInterrupt()], ids=["drive", "ctrl-c"]
+)
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_release_that_breaks_off_changes_nothing(
+    where: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = (helpers.wrap(Net(), where, tmp_path, precision="fp32") for _ in range(2))
+    optimizer, other = adam(model), adam(plain)
+    x = torch.ones(2, 8)
+    by_names, reads = world_of(model).by_names, 0
+    real = by_names.read
+
+    def read(*args: Any) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        if reads == 3:
+            raise error
+        return real(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(by_names, "read", read)
+        with pytest.raises(type(error)):
+            gemini.release(model)
+    for _ in range(2):
+        for managed, its in ((model, optimizer), (plain, other)):
+            managed(x).backward()
+            its.step()
+            its.zero_grad()
+    world_of(model).check()
+    after = {name: value.clone() for name, value in plain.state_dict().items()}
+    released = gemini.release(model)
+    assert type(released) is Net and not is_managed(released)
+    assert all(same_bits(value, after[name]) for name, value in released.state_dict().items())

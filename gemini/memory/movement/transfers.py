@@ -74,13 +74,17 @@ class Transfer(Job):
         """Whether it never began."""
         self.held: Held | None = None
         """What its end gives back."""
+        self._given_back = False
 
     def finish(self, error: BaseException | None = None) -> None:
-        # Taken out first: a second end (closed while it runs) gives nothing back twice.
-        held, self.held = self.held, None
-        # Before anybody who waits for that memory wakes up: they would look at the ledger and find it taken still.
-        if held is not None:
+        held = self.held
+        if held is not None and not self._given_back:
+            # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
+            # for memory in flight must find it here or in the ledger. A second end (closed while it runs) gives back
+            # nothing.
+            self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
+            self.held = None
         super().finish(error)
 
     def is_over(self) -> bool:
@@ -166,6 +170,8 @@ class Transfers:
                 for transfer in transfers:
                     if transfer.worker is None or thread.cancel(transfer):  # else it is under way, and stays known
                         self.end(transfer)
+                        if transfer.worker is None:
+                            transfer.finish()  # nobody else gives back what it holds
                 raise
 
     def add(self, transfer: Transfer) -> None:
@@ -205,7 +211,9 @@ class Transfers:
 
     def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
         """Give up a transfer that nobody wants: cancel it, or wait until it is over, however that went."""
-        transfer.taken_back = self.thread(transfer.lane).cancel(transfer)
+        # Set and never cleared: a second call finds it over.
+        if self.thread(transfer.lane).cancel(transfer):
+            transfer.taken_back = True
         self.wait(transfer, cause, name, index)
 
     def end(self, transfer: Transfer) -> None:

@@ -218,6 +218,13 @@ class JobThread:
 class Worker(JobThread):
     """A thread that runs one job after another."""
 
+    _running: Job | None = None
+
+    def _end_here(self) -> None:
+        # The end of the model drains what is in flight, this job too, and would wait for its own thread.
+        if self._running is not None:
+            self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
+
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
         """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where the job has to be
         known to somebody, that belongs into one ``WHOLE`` with this: an interrupt that waits for the end of it comes
@@ -234,6 +241,7 @@ class Worker(JobThread):
                 continue
             # Per thread, and jobs of one worker may come from different threads.
             kernels.set_flush_mode(job.flush_mode)
+            self._running = job
             try:
                 job.run()
             # Surfaces where somebody waits; a worker does not die of it.
@@ -241,6 +249,7 @@ class Worker(JobThread):
                 job.finish(e)
             else:
                 job.finish()
+            self._running = None
             # What it holds is not kept by a worker that waits.
             del job
 

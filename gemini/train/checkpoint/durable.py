@@ -66,6 +66,7 @@ class StoreHome(CheckpointHome):
         self.place, self.draft, self.pending = store.directory, draft, dict(pending)
         self._store, self._sources, self._changed = store, sources, changed
         _check_slots(store, chunks)
+        # Taken now: what changes from here on belongs to the next commit.
         self._taken = changed.take() | self.pending.keys()
         """Chunks that the store has as they are when this is committed."""
         self.pieces = [
@@ -86,12 +87,15 @@ class StoreHome(CheckpointHome):
         self._sequence = ranks.step(lambda: (self.draft.rng, self._store.highest), self._next)
 
     def _next(self, given: list[tuple[Any, int]]) -> int:
-        """On the first rank: the number of the commit."""
+        """Choose the number of the commit, on the first rank."""
         self.draft.take_rng([rng for rng, _ in given])
+        # Higher than any rank has seen, so that what a commit that broke off has left is never taken for one of this.
         return 1 + max(highest for _, highest in given)
 
     def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        # In bytes of the slots, whose pages are those of the plane.
         at = piece.start // piece.plane.block * piece.plane.dtype.itemsize
+        # Waited for, since the next piece comes into the same buffer.
         self._store.slots.pairs[piece.of].begin_write(piece.staged(device, buffer), at).wait()
 
     def flush(self) -> None:
@@ -100,6 +104,7 @@ class StoreHome(CheckpointHome):
 
     def commit(self, ranks: Handshake) -> None:
         """Write a record on every rank: all that it names has reached every drive."""
+        # From here on `end` gives nothing back: a record that names these slots may be on a drive.
         store, self._taken = self._store, set()
         try:
             runs = {name: pair.runs() for name, pair in store.slots.pairs.items()}
@@ -107,10 +112,12 @@ class StoreHome(CheckpointHome):
         except BaseException as e:  # here or there a record may be on the drive
             store.slots.refuse_writes(e)
             raise
+        # Only now may the slots of the commit before be overwritten: any rank could still have had to go back to it.
         store.committed_by_all(runs)
 
     def _record(self, rank: int, runs: Mapping[str, Any]) -> Record:
         text = {"ranks": self._store.ranks, "layout": self._layout, "runs": runs}
+        # The first rank's record alone has the manifest and the values.
         if rank:
             return Record(self._sequence, text, b"")
         tensors = self.draft.tensors
@@ -123,7 +130,7 @@ class StoreHome(CheckpointHome):
 
 
 def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
-    """Which slots there are, and where in them each master and state of this rank begins."""
+    """Describe which slots there are, and where in them each master and state of this rank begins."""
     return {
         "sizes": [[name, pair.num_bytes] for name, pair in store.slots.pairs.items()],
         "tensors": {
@@ -133,6 +140,7 @@ def layout_of(sources: list[PlanePart], store: StoreFolder) -> dict[str, Any]:
                 "dtype": STORED_DTYPES[source.spec.dtype],
                 "shape": list(source.spec.shape),
                 "slots": slot_name(source.kind, source.handle.chunk.spec.index),
+                # In bytes of a slot.
                 "at": source.plane.items(source.place(0)) * source.plane.dtype.itemsize,
             }
             for source in sources
@@ -152,7 +160,7 @@ def _check_slots(store: StoreFolder, chunks: list[Chunk]) -> None:
 
 
 class Stored(NamedTuple):
-    """The last commit of a store, opened."""
+    """The last commit of a store, opened: its manifest, the slots of every rank by file name, and its values."""
 
     commit: Commit
     manifest: Manifest
@@ -161,7 +169,7 @@ class Stored(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """So many pages of a plane from ``first`` on, in which slot they are, and their CRC-32."""
+    """A run of pages of a plane from ``first`` on: how many, in which slot they are, and their CRC-32."""
 
     first: int
     pages: int
@@ -193,6 +201,7 @@ class SlotReader(TensorFile):
                 raise Malformed("its layout does not list its slots")
             name, size = entry
             slots[str(name)] = check_runs(_fields(runs, str(name))[0], size, path), offset, size
+            # Each plane has two slots, one behind the other; its runs say in which of them a page was written last.
             offset += 2 * size
         self.entries: dict[str, dict[str, Any]] = {}
         for name, entry in tensors.items() if isinstance(tensors, dict) else [("tensors", None)]:
@@ -218,13 +227,14 @@ class SlotReader(TensorFile):
         """
         plane, at = self._places[name]
         for run in self._runs(plane, at, at + self.specs[name].num_bytes):
+            # Small params share a run, and every one of them asks for it.
             if (plane, run.first) not in self._whole:
                 self._compare(plane, run)
                 self._whole.add((plane, run.first))
         return iter(())
 
     def damage(self) -> Iterator[str]:
-        """What of the committed slots is not as it was written, in words."""
+        """Find what of the committed slots is not as it was written, in words."""
         for plane, (_, _, size) in self.slots.items():
             for run in self._runs(plane, 0, size):
                 try:
@@ -233,7 +243,7 @@ class SlotReader(TensorFile):
                     yield str(e)
 
     def _runs(self, plane: str, start: int, stop: int) -> Iterator[_Run]:
-        """Those that have any of the bytes ``[start, stop)`` of a plane."""
+        """Find the runs that have any of the bytes ``[start, stop)`` of a plane."""
         page = 0
         for count, slot, crc in self.slots[plane][0]:
             if page * PAGE < stop and start < (page + count) * PAGE:
@@ -246,6 +256,7 @@ class SlotReader(TensorFile):
         Raises:
             StorageError: if it cannot be read, or is not what was written.
         """
+        # Nothing was ever written there, and nothing is read.
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
@@ -254,9 +265,11 @@ class SlotReader(TensorFile):
         try:
             with self._opened() as file:
                 for at in range(0, run.pages * PAGE, _AT_ONCE):
+                    # The last one may be shorter.
                     part = buffer[: run.pages * PAGE - at]
                     _read(file.fileno(), self.path, position + at, bytes_of(part))
                     crc = crc32(part, crc)
+            # Without a sum all that can be seen is that it can be read.
             if crc == run.crc or run.crc is None:
                 return
             what = "they are not what was written"
@@ -280,6 +293,7 @@ class SlotReader(TensorFile):
         last, page = first + len(view), 0
         with self._opened() as file:
             for count, slot, _ in runs:
+                # What of the wanted bytes is in this run, in bytes of the plane.
                 begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
                 page += count
                 if begin < end:
@@ -310,6 +324,7 @@ def open_store(directory: Path) -> Stored:
     commit = last_commit(directory)
     with as_damage(commit.folder):
         opened: dict[str, SlotReader] = {}
+        # The manifest as a folder would have it. The values are in the first rank's record, and compared with it.
         files: dict[str, Any] = {VALUES: {"header": 0, "tensors": {}}}
         for rank, record in enumerate(commit.records):
             checksum, runs = _fields(record.text, "layout", "runs")
@@ -349,6 +364,7 @@ def _values(listed: Any, data: bytes) -> list[torch.Tensor]:
         bytes_of(value)[:] = data[at : at + spec.num_bytes]
         values.append(value)
         at += spec.num_bytes
+    # Bytes that nothing describes are damage as well.
     if at != len(data):
         raise Malformed("a commit record is longer than its tensors")
     return values

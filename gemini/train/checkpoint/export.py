@@ -78,6 +78,7 @@ class Export:
             return self._run_in_parts(ranks)
         result: Any = None
         attempt = Attempt(BaseException)
+        # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
         if ranks.is_first:
             with attempt, _naming_the_disk(self._directory):
                 self._collect()
@@ -89,7 +90,7 @@ class Export:
         return result
 
     def _end_together(self, attempt: Attempt) -> None:
-        """What has failed on one rank has failed on all."""
+        """Let what has failed on one rank fail on all. The others may wait long for the one that writes."""
         self._ranks.waiting.wait_for_all("save_pretrained")
         self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, attempt.refusal)
 
@@ -102,6 +103,7 @@ class Export:
             with attempt, _naming_the_disk(self._directory):
                 self._begin()
         views: dict[str, torch.Tensor] = {}
+        # Gone through to the end even after a failure: the other ranks send and serve every param.
         for name, whole in self._wholes(ranks) if reads else ():
             if writes and attempt.refusal is None and not self._is_given():
                 with attempt, _naming_the_disk(self._directory):
@@ -148,14 +150,14 @@ class Export:
             directory.mkdir(parents=True, exist_ok=True)
 
     def _collect(self) -> None:
-        """All weights as tensors that take no memory."""
+        """Make all weights tensors that take no memory, and give them to transformers."""
         self._begin()
         if not self._is_given():
             views = {h.name: self._mapped(h).view(h.param.shape) for h in self._by_names.handles}
             self._give(views)
 
     def _give(self, views: dict[str, torch.Tensor]) -> None:
-        """Weights as the ``state_dict`` argument, unless the caller gave one.
+        """Give weights as the ``state_dict`` argument, unless the caller gave one.
 
         Args:
             views: by the first name of a param its weights, of all stages.
@@ -163,6 +165,7 @@ class Export:
         if self._is_given():
             return
         state = own_state(self._model)
+        # By every name that the model's state has now, tied ones too; all but params is copied to the CPU.
         for name, value in state.items():
             handle = handle_of(value)
             if handle is not None:
@@ -184,7 +187,7 @@ class Export:
         return result
 
     def _dtype_of(self, handle: ParamHandle) -> torch.dtype:
-        """In which a param is written."""
+        """The dtype in which a param is written."""
         return handle.chunk.flat.dtype if self._dtype is self._compute else self._dtype
 
     def _mapped(self, handle: ParamHandle) -> torch.Tensor:
@@ -192,15 +195,18 @@ class Export:
         plane, slot, dtype = handle.chunk.weights, handle.slot, self._dtype_of(handle)
         if not slot.numel:  # no file of no bytes can be mapped
             return torch.empty(0, dtype=dtype, device="cpu")
+        # The plane holds the whole param, in the dtype that is written: no copy at all.
         if self._ranks.size == 1 and plane.dtype == dtype:
             if isinstance(plane, FilePlane):
                 return plane.mapped(slot.start, slot.stop)
             view = plane.host_view(slot.start, slot.stop)
             if view is not None:
                 buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
+                # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
                 buffer.owner = view  # type: ignore[attr-defined]
                 return torch.frombuffer(buffer, dtype=view.dtype)
         if dtype != handle.chunk.flat.dtype:
+            # One param in memory at once, then its pages are the file's.
             masters = self._by_names.read(handle, dtype).reshape(-1)
             return self._file_backed(slot.numel, dtype).copy_(masters)
         whole = self._file_backed(slot.numel, plane.dtype)
@@ -213,13 +219,14 @@ class Export:
         """
         with tempfile.TemporaryFile(dir=self._directory) as file:
             os.posix_fallocate(file.fileno(), 0, numel * dtype.itemsize)  # a full disk says so here, and not by SIGBUS
+            # The mapping keeps the nameless file when it is closed.
             mapping = mmap.mmap(file.fileno(), numel * dtype.itemsize)
         return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype)
 
 
 @contextmanager
 def _naming_the_disk(directory: Any) -> Iterator[None]:
-    """What a full or broken disk makes libraries say, in our words (errors of a hub have no number)."""
+    """Say in our words what a full or broken disk makes libraries say (errors of a hub have no number)."""
     try:
         yield
     except Exception as e:

@@ -63,7 +63,7 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fp32: bool = False
 
     def slice_of(self, rank: int) -> TensorSlice | None:
-        """What a rank had; None for all of it."""
+        """Make the slice that a rank had; None for all of it."""
         return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
 
 
@@ -142,7 +142,7 @@ def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What stands in the manifest.
+    """Read what stands in the manifest.
 
     Raises:
         StorageError: if it is missing, damaged, of another format or version, or no checkpoint has it.
@@ -154,6 +154,7 @@ def read_manifest(path: Path) -> Manifest:
         raise StorageError(f"{path} is not a checkpoint: it has no manifest.json") from e
     except (OSError, ValueError) as e:
         raise StorageError(f"{path}/{MANIFEST} cannot be read: {e}") from e
+    # It is over everything else in the manifest.
     checksum = data.pop("checksum", None) if isinstance(data, dict) else None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise StorageError(f"{path}/{MANIFEST} is not that of a Gemini checkpoint")
@@ -187,6 +188,7 @@ def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
         StorageError: if one is missing or holds other tensors than the manifest says and the params need.
     """
     opened = {name: TensorFile(path / name) for name in manifest.files}
+    # The headers first: what is compared below is believed to be what they say.
     for name, file in opened.items():
         if file.header_checksum != manifest.files[name].header:
             raise StorageError(f"{path / name} is damaged: its header is not what was written. Use an older checkpoint")
@@ -219,7 +221,7 @@ def compare_sums(file: TensorFile, name: str, piece: int, entry: SavedTensor) ->
 
 @contextlib.contextmanager
 def as_damage(path: Path) -> Iterator[None]:
-    """What cannot be, as the error that a user gets.
+    """Turn what cannot be into the error that a user gets.
 
     Raises:
         StorageError: for a Malformed inside.
@@ -231,7 +233,7 @@ def as_damage(path: Path) -> Iterator[None]:
 
 
 def _checksum(manifest: dict[str, Any]) -> int:
-    """CRC-32 of the manifest in one canonical form."""
+    """CRC-32 of the manifest in one canonical form (names sorted, no blanks), however the file is laid out."""
     return zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -255,6 +257,7 @@ def _manifest_of(data: Any) -> Manifest:
     if VALUES not in manifest.files:
         raise Malformed(f"files has no {VALUES}")
     for name in manifest.files:
+        # A name from somebody else's manifest must not lead out of the folder.
         if "/" in name or "\0" in name or name.startswith(".") or not name.endswith(".safetensors"):
             raise Malformed(f"files has {name!r}, which is no name of a file of a checkpoint")
     return manifest
@@ -275,13 +278,16 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
     """
     for name, listed in manifest.files.items():
         specs, piece = opened[name].specs, manifest.piece
+        # Either side alone could hide a tensor that nobody compares.
         if specs.keys() != listed.tensors.keys():
             different = sorted(specs.keys() ^ listed.tensors.keys())[0]
             raise Malformed(f"{name} and the manifest do not agree on there being a tensor {different!r}")
         for tensor, entry in listed.tensors.items():
+            # A value is one piece, however large; no piece of an empty tensor was summed.
             pieces = -(-specs[tensor].numel // (max(specs[tensor].numel, 1) if name == VALUES else piece))
             if len(entry.sums) != pieces:
                 raise Malformed(f"files.{name}.{tensor} has {len(entry.sums)} checksums of {pieces} pieces")
+    # Values are numbered from 0 without a gap: the encoded data refer to them by number.
     values = manifest.files[VALUES].tensors
     numbered = ((number, values.get(number)) for number in map(str, range(len(values))))
     if any(entry is None or (entry.of, entry.start) != (number, 0) for number, entry in numbered):
@@ -291,15 +297,18 @@ def _compare(manifest: Manifest, opened: dict[str, TensorFile]) -> None:
 
 def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None:
     exact = frozenset(manifest.exact)
+    # By key what a param of this form must have: the shape of a slice, its dtype, and how many slices there are.
     needed: dict[str, tuple[tuple[int, ...], torch.dtype, int]] = {}
     for name, param in manifest.params.items():
         shape, size = _shape_of_slices(name, param), 1 if param.cut is None else param.cut[2]
+        # One manifest may have exact and compact params, whose planes differ.
         rule = manifest.rule.of(name in exact)
         precision = precision_of(param, manifest.precision)
         specs = plane_specs(precision, "transient", rule, trainable=param.trained, coded=param.coded)
         for kind, plane in specs.items():
             items = plane.num_items(math.prod(shape))
             needed[f"{kind}/{name}"] = whole_shape(shape, items), getattr(torch, plane.dtype), size
+    # By key and slice the spans of elements that files have: they must meet end to end.
     found: dict[tuple[str, int], list[tuple[int, int]]] = {
         (key, rank): [] for key, (_, _, size) in needed.items() for rank in range(size)
     }
@@ -319,6 +328,7 @@ def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None
         shape, _, size = needed[of]
         key = key_in_file(of, rank, size)
         end = 0
+        # An overlap or a gap shows as a span that does not begin where the one before it ends.
         for start, stop in sorted(spans):
             if start != end:
                 raise Malformed(f"{key} has elements {min(start, end)} to {max(start, end)} {_often(start, end)}")
@@ -328,12 +338,12 @@ def _compare_parts(manifest: Manifest, opened: Mapping[str, TensorFile]) -> None
 
 
 def key_in_file(of: str, rank: int, size: int) -> str:
-    """What slice ``rank`` of ``size`` of a plane is called in a file; 1 for a whole one."""
+    """Name slice ``rank`` of ``size`` of a plane as files do; ``size`` is 1 for a whole one."""
     return of if size == 1 else f"{of}[slice {rank} of {size}]"
 
 
 def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
-    """Of one slice of a param.
+    """The shape of one slice of a param.
 
     Raises:
         Malformed: if it cannot have been cut so.
@@ -351,7 +361,7 @@ def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
 
 
 def whole_shape(shape: Sequence[int], numel: int) -> tuple[int, ...]:
-    """Of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
+    """Shape of a whole plane of a param: the param's, or flat where a plane has fewer items than the param elements."""
     return tuple(shape) if math.prod(shape) == numel else (numel,)
 
 

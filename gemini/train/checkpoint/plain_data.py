@@ -35,6 +35,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
         raise TypeError(
             f"{where[:80]}... is nested {_MAX_DEPTH} deep or holds itself, which a checkpoint cannot keep: make it flat"
         )
+    # bool before int, which it is a subclass of.
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):  # an enum or a subclass: its number
@@ -52,6 +53,7 @@ def encode(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) 
     if isinstance(value, list):
         return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
     if isinstance(value, dict):
+        # A user's dict with one of our tags as a key would come back as something else: it goes as items.
         if all(isinstance(key, str) for key in value) and not {_TUPLE, _ITEMS, _TENSOR, _BYTES} & set(value):
             return {key: encode(v, tensors, f"{where}.{key}", depth + 1) for key, v in value.items()}
         items = []
@@ -73,6 +75,7 @@ def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str)
         empty_shell = isinstance(value, FakeTensor) or hasattr(value, "__tensor_flatten__")  # a DTensor, say
         if value.layout is not torch.strided or value.is_quantized or value.is_nested or empty_shell:
             raise TypeError
+        # The bits that a reader sees: lazily conjugated or negated views have others in memory.
         plain = value.detach().as_subclass(torch.Tensor).to("cpu").resolve_conj().resolve_neg().contiguous()
         if plain.numel() and not plain.untyped_storage().data_ptr():  # it only looks like a tensor
             raise TypeError
@@ -80,6 +83,7 @@ def _encode_tensor(value: torch.Tensor, tensors: list[torch.Tensor], where: str)
         if plain.dtype in STORED_DTYPES:
             tensors.append(plain)
             return {_TENSOR: number}
+        # As bytes, with dtype and shape beside them.
         tensors.append(plain.view(-1).view(torch.uint8))
     except GeminiError:  # a managed param: it says how it can be read
         raise
@@ -115,6 +119,7 @@ class Decoder:
 
     def decode(self, data: Any, where: str, depth: int = 0) -> Any:
         """The value of ``data``."""
+        # Made by somebody: Python's own limit of recursion is not far.
         if depth > 3 * _MAX_DEPTH:
             raise Malformed(f"{where[:80]}... is nested too deep")
         if data is None or isinstance(data, (bool, str, float)):
@@ -147,7 +152,7 @@ class Decoder:
         return {key: self.decode(v, f"{where}.{key}", depth + 1) for key, v in data.items()}
 
     def end(self) -> None:
-        """All was decoded: no tensor may be left over."""
+        """Refuse tensors that nothing has referred to, when all was decoded."""
         left = [i for i, tensor in enumerate(self._tensors) if tensor is not None]
         if left:
             raise Malformed(f"nothing refers to tensor {left[0]}")
@@ -161,6 +166,7 @@ class Decoder:
         number = data[_TENSOR]
         if type(number) is not int or not 0 <= number < len(self._tensors):
             raise Malformed(f"{where} refers to tensor {number!r}, which is not there")
+        # Each is given out once: `encode` never refers to a tensor twice.
         found, self._tensors[number] = self._tensors[number], None
         if found is None:
             raise Malformed(f"{where} refers to tensor {number}, as something else does")

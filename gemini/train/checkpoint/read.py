@@ -105,7 +105,7 @@ class Form(NamedTuple):
 
 @dataclass
 class Loss:
-    """What exact states lost in becoming compact."""
+    """Counts what exact states lost in becoming compact."""
 
     params: int = 0
     elements: int = 0
@@ -130,6 +130,7 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
     n = there[WEIGHTS].numel()
     made = {spec.kind: _empty(spec, n) for spec in here.specs}
     master = there[WEIGHTS] if saved.fp32 else torch.empty(n, dtype=torch.float32, device="cpu")
+    # Through the fp32 master, whichever two forms these are.
     if not saved.fp32:
         kernels.join_master(there[WEIGHTS], there[RESIDUAL], master)
     if here.fp32:
@@ -138,8 +139,10 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
         kernels.split_master(master, made[WEIGHTS], made[RESIDUAL])
     loss.elements += n
     if saved.fp32 or there[RESIDUAL].dtype is torch.int16:
+        # bf16 weights and an int8 residual have 24 of a master's 32 bits: its low byte is what is lost.
         lost = not here.fp32 and made[RESIDUAL].dtype is torch.int8
         loss.rounded += int(torch.count_nonzero(master.view(torch.int32) & 0xFF)) if lost else 0
+    # The states have the same names in both rules; compact ones come with scales.
     for kind in (spec.kind for spec in face_of(saved.rule).planes):
         values = there[kind]
         if saved.rule.exact is not None:
@@ -186,6 +189,7 @@ class Reader:
         self._rule, self._params, self._is_bf16 = rule, manifest.params, manifest.precision == "bf16"
         self._forms = {name: Form(manifest.rule.of(name in exact), p.fp32) for name, p in manifest.params.items()}
         self.loss = Loss()
+        # In one order on every rank: each compares its share of them.
         self._entries = [
             (opened[file], name, entry)
             for file, listed in manifest.files.items()
@@ -209,10 +213,13 @@ class Reader:
 
     def read(self, observers: WriteObservers) -> None:
         """Overwrite what this rank keeps, range by range."""
+        # From here on the model is neither what it was nor what was saved: whoever called marks it, if this breaks off.
         self.started = True
         chunks = {source.handle.chunk.spec.index: source.handle.chunk for source in self._sources}.values()
+        # A checkpoint that is being written behind the training gets each chunk as it was.
         for chunk in chunks:
             observers.before_write(chunk)
+        # A param in another form is converted as a whole, master and states together, and left out below.
         others = {
             source.handle.whole_name: source.handle for source in self._sources if self._other_form(source.handle)
         }
@@ -247,12 +254,13 @@ class Reader:
         self.loss.params += lossy and part.numel > 0
         for start, stop in tiles(0, part.numel, self._mover.tile):
             read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
+            # Only from exact to compact is anything lost that is worth telling.
             loss = self.loss if lossy else Loss()
             for kind, values in converted(saved, here, read, loss).items():
                 store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
     def _runs(self, key: str, handle: ParamHandle) -> list[_Run]:
-        """What holds a saved plane of the slice that a param is here."""
+        """Find the tensors that hold a saved plane of the slice that a param is here."""
         own = 0 if handle.cut is None else handle.cut.rank
         return [run for run in self._saved.get(key, []) if run.slice == own]
 
@@ -260,6 +268,7 @@ class Reader:
         """Items ``[start, stop)`` of this rank's part, from slices that are others than those of here."""
         cut, saved = source.handle.cut, self._params[source.handle.whole_name].slice_of(0)
         first, last = source.offset + start, source.offset + stop
+        # By their numbers in the whole param, then by which slice has them and where.
         elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)
         slices, own = (torch.zeros_like(elements), elements) if saved is None else saved.of_whole(elements)
         values = torch.empty(last - first, dtype=source.plane.dtype, device="cpu")
@@ -267,6 +276,7 @@ class Reader:
             there = ((slices == run.slice) & (own >= run.start) & (own < run.stop)).nonzero().view(-1)
             if there.numel():
                 wanted = own[there]
+                # One read of all from the first to the last: the wanted ones lie close together in a slice.
                 low, high = int(wanted.min()), int(wanted.max()) + 1
                 read = torch.empty(high - low, dtype=values.dtype, device="cpu")
                 run.file.read_into(run.name, low - run.start, read)
@@ -293,7 +303,7 @@ class Reader:
                 yield start - offset, stop - offset, run, start - run.start
 
     def _fill(self, source: PlanePart, start: int, stop: int, run: _Run, at: int) -> None:
-        """In place where the host can write it, else through a staging area."""
+        """Read a range, in place where the host can write it, else through a staging area."""
         in_place = source.plane.host_view(source.place(start), source.place(stop))
         if in_place is not None:
             run.file.read_into(run.name, at, in_place)
@@ -338,7 +348,9 @@ class Rest:
         self._state = decoder.decode(manifest.scheduler, "scheduler")
         self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
         factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
+        # All has been decoded: a tensor that nothing refers to is damage.
         decoder.end()
+        # Groups, plain params and factors are compared with those of here before anything is taken over.
         self._groups = check_groups(
             path, own_groups(groups, params), own_groups(groups_of(optimizer), params), optimizer
         )
@@ -373,6 +385,7 @@ class Rest:
 
     def _load_model(self) -> None:
         now, refusal = self._beside_params(), None
+        # Scales belong to codes, which are params: `put_back` copies them, not the model.
         own = {name: value for name, value in self._model_state.items() if name not in self._scales}
         try:
             load_beside_params(self._model, self._by_names, own)
@@ -410,6 +423,7 @@ class Rest:
             self._scheduler.load_state_dict(self._state)
         if self._loss_scale is not None and self._manifest.loss_scale is not None:
             vars(self._loss_scale).update(self._manifest.loss_scale)
+        # More ranks than wrote it: the others keep their own generators.
         if rank < len(self._rng):
             set_rng_states(self._rng[rank])
 
@@ -431,6 +445,7 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             f"{path} was saved for another model: {len(different)} params differ, the first is {different[0]!r} "
             f"(saved {saved.get(different[0])}, here {here.get(different[0])})"
         )
+    # A scale of compact states is for a block of elements as they follow each other in one slice.
     anew = [handle for handle in handles if is_cut_anew(manifest.params[handle.whole_name], handle)]
     if anew and (manifest.rule.exact is not None or rule.exact is not None):
         sizes = [1 if cut is None else cut[2] for cut in (manifest.params[anew[0].whole_name].cut, _cut_of(anew[0]))]

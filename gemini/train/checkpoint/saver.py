@@ -86,15 +86,18 @@ class Saver(WriteObserver):
     ) -> None:
         """Write it on a thread, which gives the ``num_bytes`` back that were reserved."""
         try:
+            # Buffers and the states of plain params go on changing with the training.
             home.draft.tensors[:] = [tensor.clone() for tensor in home.draft.tensors]
             staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
+            # Before the thread starts and before anybody is told of it: a chunk that is not in here may change.
             self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in home.pieces} | home.held}
             self._held, self._pending = home.held, home.pending
             # Not a daemon: the interpreter waits for the checkpoint before it ends.
             arguments = (staging, ledger, num_bytes)
             self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
+            # Before the thread starts, so that no change of a chunk is missed.
             observers.append(self)
             self._thread.start()
         except BaseException:
@@ -103,27 +106,33 @@ class Saver(WriteObserver):
             raise
 
     def before_updates(self) -> None:
-        """Those of the step before are over before any of the next waits for a chunk to be written."""
+        """Wait until the updates of the step before are over: only then may one of the next wait for its chunk. Called
+        by the training thread alone.
+        """
         if self._alive:
             for update in self._pending.values():
                 update.wait_until_over()
 
     def before_write(self, chunk: Chunk) -> None:
-        """A chunk is about to change: come back when it has been written."""
+        """Come back when a chunk that is about to change has been written. Called by any thread; on the saver's own it
+        returns at once.
+        """
         index = chunk.spec.index
         own = self._pending.get(index)
         if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
             return
         saved = self._unsaved.get(index)
         if saved is not None and self._alive and threading.current_thread() is not self._thread:
+            # Read by the thread when it takes its next piece. A later wish overwrites an earlier one, which then has
+            # its turn.
             self._urgent = index
             await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")
 
     def after_write(self, chunk: Chunk) -> None:
-        """Of no interest: what is written is the state of before."""
+        """Do nothing: what is written is the state of before."""
 
     def step_ended(self) -> None:
-        """Of no interest either."""
+        """Do nothing."""
 
     @property
     def done(self) -> bool:
@@ -141,6 +150,7 @@ class Saver(WriteObserver):
                 await_latch(self._over, lambda: f"the checkpoint {self._final}")
             elif not self._over.wait(timeout):
                 raise TimeoutError(f"the checkpoint {self._final} is still being written after {timeout:g} s")
+            # The latch is set in the thread's last lines; this waits for the rest of them.
             self._thread.join()
 
     def raise_if_unseen(self) -> None:
@@ -166,13 +176,17 @@ class Saver(WriteObserver):
         return self._thread is not None and self._thread.is_alive()
 
     def _work(self, staging: torch.Tensor, ledger: Ledger, num_bytes: int) -> None:
+        """Write it and give everything back. Runs on the saver's thread."""
         try:
             self._write(lambda wanted: staging[:wanted])
         except BaseException as e:  # surfaces where somebody waits for it
             self._error = e
+            # The interpreter ends: nobody comes any more to ask.
             if not threading.main_thread().is_alive():
                 warn(f"a checkpoint that nobody waited for failed: {e}")
         finally:
+            # However it ended: nobody is left waiting for a chunk. The latch of the end comes last, when all is given
+            # back.
             ledger.release(Tier.CPU, num_bytes, _HOLDER)
             for index in list(self._unsaved):
                 self._free(index)
@@ -194,19 +208,22 @@ class Saver(WriteObserver):
         for piece in pieces:
             waiting.setdefault(piece.chunk_index, deque()).append(piece)
         while waiting:
+            # Seen between two pieces: what is in the middle of one goes on to its end.
             if self._abandoned:
                 raise GeminiError(f"the model was deleted while the checkpoint {self._final} was written")
             index = self._urgent if self._urgent in waiting else next(iter(waiting))
             assert index is not None
             yield waiting[index].popleft()
+            # The piece is written: who waits for this or another chunk sees that something moves.
             PROGRESS.note()
             if not waiting[index]:
+                # Its last piece: the chunk may change, unless a record names the slots that it lives in.
                 del waiting[index]
                 if index not in self._held:
                     self._free(index)
 
     def _free(self, index: int) -> None:
-        """A chunk may change."""
+        """Let a chunk change, and who waits for that go on."""
         self._unsaved.pop(index).set()
 
 
@@ -254,6 +271,7 @@ def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, w
     ledger = manager.room.ledger
     if num_bytes == 0:
         return
+    # Staging that no step has needed yet will be reserved by one.
     room = ledger.free(Tier.CPU) - max(staging - ledger.held(Tier.CPU, "staging"), 0)
     if on_host:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))

@@ -98,14 +98,17 @@ def save_checkpoint(
         _check_optimizer(optimizer, engine.params)
         store = engine.store.durable
         commits = store is not None and final == store.directory
+        # A commit of the store in the background takes updates in flight as they come out.
         if wait or not commits:
             engine.drain()
         for pending in pending_in(engine.write_observers):
             pending.join()
             engine.write_observers.remove(pending)
+            # An error of the checkpoint before that nobody has asked for.
             pending.raise_if_unseen()
         if not commits:
             checkpoint_format.check_target(final, directory)
+        # Before it is asked for gradients: those of a backward that broke off do not count.
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
         if engine.backward.has_gradients:
@@ -176,7 +179,7 @@ def load_checkpoint(
 def _load(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, using: ExitStack
 ) -> Any:
-    """What is entered in ``using`` is held until the caller leaves it."""
+    """Load a checkpoint. What is entered in ``using`` is held until the caller leaves it."""
     engine = _engine(model)
     opened: Mapping[str, TensorFile]
     with Attempt() as attempt:
@@ -199,21 +202,26 @@ def _load(
                 loss_scale=engine.backward.scaling.loss_scale,
             )  # fmt: skip
         engine.recovery.forget_interrupted()
+        # An update that broke off is no matter any more: all it would have written is overwritten.
         engine.updates.forget()
         engine.store.manager.drain()
     engine.shards.agree_on_folder(Point.LOAD_CHECKPOINT, "load_checkpoint", directory, attempt.refusal)
 
+    # Another group than those of training: one rank may wait long for the disk of another.
     ranks = Handshake(engine.ranks.waiting.group, f"loading the checkpoint {path}")
     rule = engine.stepping.rule.spec
     reader = Reader(manifest, opened, sources_of(engine.params.handles), engine.store.mover, rule)
+    # Every checksum is compared by some rank, and all wait for that, before any of them changes anything.
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
     with ExitStack() as writing:
         try:
+            # The model first, since it may refuse; masters and states next; what cannot fail comes last.
             rest.load_model(ranks, writing)
             ranks.step(lambda: reader.read(engine.write_observers), lambda _: None)
             engine.stepping.restored()
             rest.put_back(engine.ranks.everyone.rank)
         except BaseException as e:
+            # Until then nothing has been overwritten, and the model goes on as it was.
             if reader.started:
                 engine.state.mark_corrupted(e)
             raise
@@ -225,7 +233,7 @@ def _draft(
     part: ModelPart, *, optimizer: HybridOptimizer, scheduler: Any, extra: Any, precision: str, rule: RuleSpec,
     piece: int, loss_scale: LossScale | None,
 ) -> Draft:  # fmt: skip
-    """Everything but masters and states as it is now.
+    """Note all but masters and states as it is now.
 
     Raises:
         TypeError: what :func:`save_checkpoint` says.

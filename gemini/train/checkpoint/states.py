@@ -43,6 +43,7 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
         for param in group["params"]:
             handle = handle_of(param)
             names.append(handle.whole_name if handle is not None else f"#{index}")
+            # A number counts all params of the optimizer, managed ones too, in the order of its groups.
             index += 1
         groups.append({**group, "params": names})
     return groups
@@ -60,11 +61,12 @@ def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
 
 def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
     """The factors of managed params, by name: copies."""
+    # Copies: they are written when training may have gone on.
     return {h.whole_name: {name: value.clone() for name, value in h.factors.items()} for h in handles if h.factors}
 
 
 def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:
-    """What :func:`factors_of` gave, if it is of these params; those that were frozen then have none in it.
+    """Check what :func:`factors_of` gave, and return it, if it is of these params; those frozen then have none in it.
 
     Raises:
         Malformed: if it holds what no rule can have left.
@@ -83,19 +85,20 @@ def check_factors(saved: Any, handles: Iterable[ParamHandle]) -> dict[str, dict[
 
 
 def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Put back what :func:`check_factors` found good."""
+    """Put back what :func:`check_factors` found good; the factors of params that were frozen then begin at zero."""
     for handle in handles:
         for name, value in handle.factors.items():
             if handle.whole_name in saved:
                 value.copy_(saved[handle.whole_name][name])
             else:
+                # Frozen when it was saved, trained here: it begins anew.
                 value.zero_()
 
 
 def check_groups(
     path: Path, saved: Any, here: list[dict[str, Any]], optimizer: HybridOptimizer
 ) -> list[dict[str, Any]]:
-    """What of saved groups is to be taken over, if an optimizer whose groups are ``here`` can go on with them.
+    """Check that an optimizer with groups ``here`` can go on with saved ones, and return what is to be taken over.
 
     Raises:
         Malformed: if they hold what no optimizer can have.
@@ -115,6 +118,7 @@ def check_groups(
     for i, (group, ours) in enumerate(zip(saved, here, strict=True)):
         try:
             optimizer.check_group(group, f"groups[{i}]")
+            # As it would come back from a checkpoint: tuples, enums and subclasses of numbers have other types here.
             both = {k: plain_form(value) for k, value in ours.items() if k in group and k not in IMPLEMENTATIONS}
             check_alike(both, group, f"groups[{i}]", finite=True, fixed=False)
         except (TypeError, ValueError, KeyError, OverflowError) as e:
@@ -142,6 +146,7 @@ def check_alike(here: Any, saved: Any, where: str, *, finite: bool, fixed: bool)
             raise Malformed(f"{where} is {str(saved)[:80]} where it is {str(here)[:80]} now")
         return
     if _is_number(here) and _is_number(saved):
+        # A larger one would overflow where torch computes with it, in some later step.
         if isinstance(saved, int) and saved.bit_length() > 63:
             raise Malformed(f"{where} is too large a number")
         if finite and math.isfinite(here) and not math.isfinite(saved) and not where.endswith("best"):
@@ -157,6 +162,7 @@ def check_alike(here: Any, saved: Any, where: str, *, finite: bool, fixed: bool)
             ours = fixed and key not in _OF_USERS
             check_alike(here[key], saved[key], f"{where}.{key}", finite=finite, fixed=ours)
     elif isinstance(here, (list, tuple)) and here:
+        # Lists may grow as a schedule goes on, but not those with an entry per group.
         same_length = len(here) == len(saved)
         if not same_length and (where.endswith(("lrs", "_lr", "lambdas", "betas")) or isinstance(here[0], dict)):
             raise Malformed(f"{where} has {len(saved)} entries where there are {len(here)} now")
@@ -182,7 +188,7 @@ _STATES_OF = {torch.bfloat16: "residual", torch.float16: "master"}
 
 
 def check_plain_states(path: Path, optimizer: HybridOptimizer, states: Any) -> dict[int, dict[str, Any]]:
-    """What :func:`plain_states` gave, by number, if it is of these params.
+    """Check what :func:`plain_states` gave, and return it by number, if it is of these params.
 
     Raises:
         Malformed: if it holds what no optimizer can have.
@@ -260,6 +266,7 @@ def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None
         why = "several of its elements are one in memory"
     else:
         try:
+            # Tried on memory of its own: a failure must come before the model has changed.
             torch.empty_like(target).copy_(value)
         except RuntimeError as e:
             why = str(e)
@@ -268,8 +275,8 @@ def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None
 
 
 def check_model_state(path: Path, model: nn.Module, here: dict[str, Any], saved: Any, version: int) -> dict[str, Any]:
-    """What the model is given of its saved state, that has ``here`` beside its params. Whether it takes that is its own
-    matter, but for tensors that nothing can be written to.
+    """Check and return what the model, with ``here`` beside its params, is given of its saved state. Whether it takes
+    that is its own matter, but for tensors that nothing can be written to.
 
     Raises:
         Malformed: if it is no such state.
@@ -290,7 +297,8 @@ def check_model_state(path: Path, model: nn.Module, here: dict[str, Any], saved:
 
 
 def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """With what a checkpoint lacks that knew only buffers, each of them by its first name."""
+    """Add what a checkpoint lacks that knew only buffers, each of them by its first name."""
+    # A buffer under several names was saved under the first alone.
     first = {id(here[name]): name for name in saved if name in here}
     others = {name: saved[first[id(value)]] for name, value in here.items() if id(value) in first}
     buffers = {id(buffer) for buffer in model.buffers()}
@@ -305,12 +313,13 @@ def _with_unsaid(path: Path, model: nn.Module, here: dict[str, Any], saved: dict
 
 
 def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
-    """What two values must have in common, so that one can take the place of the other in a model's state."""
+    """The form that two values must share, so that one can take the place of the other in a model's state."""
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
 def rng_states() -> dict[str, Any]:
     """The random states of this process: Python's, torch's, numpy's if it is loaded."""
+    # A tensor in place of 625 numbers: it goes to the file of values.
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": [version, torch.tensor(internal, device="cpu"), gauss],
@@ -318,6 +327,7 @@ def rng_states() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
+    # Not imported for this: a generator that nobody has loaded has no state.
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         states["numpy"] = [name, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached]
@@ -365,6 +375,7 @@ def set_rng_states(states: dict[str, Any]) -> None:
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     torch.set_rng_state(states["torch"])
+    # With another number of GPUs it is unclear whose state is whose.
     if "cuda" in states and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
     if "numpy" in states and importlib.util.find_spec("numpy") is not None:
@@ -378,7 +389,7 @@ def set_rng_states(states: dict[str, Any]) -> None:
 
 
 def scheduler_kind(scheduler: Any) -> str | None:
-    """What tells schedulers whose states look alike."""
+    """A name that tells schedulers apart whose states look alike; None without one."""
     return None if scheduler is None else type(scheduler).__qualname__
 
 
@@ -388,9 +399,11 @@ def check_scheduler(path: Path, scheduler: Any, optimizer: HybridOptimizer, save
     Raises:
         PlanMismatch: saying why it cannot; the scheduler is as it was.
     """
+    # Compared first: most classes take any dict into their attributes.
     _compare_scheduler(path, scheduler, saved, kind)
     with _as_it_was(scheduler, optimizer):
         try:
+            # A copy: the scheduler may keep or change what it is given.
             scheduler.load_state_dict(copy.deepcopy(saved))
         except Exception as e:
             raise _other_scheduler(path, scheduler, f"{type(e).__name__}: {e}") from e
@@ -440,14 +453,16 @@ def _without_empty(states: Any) -> Any:
 
 @contextlib.contextmanager
 def _as_it_was(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
-    """Whatever is done to a scheduler inside is undone."""
+    """Undo whatever is done to a scheduler inside."""
     state = copy.deepcopy(scheduler.state_dict())
     parts = [scheduler, *(getattr(scheduler, "_schedulers", None) or ()), *getattr(scheduler, "lr_lambdas", ())]
+    # A scheduler may set learning rates while it loads: the optimizer's groups are put back too.
     attributes = [(vars(part), dict(vars(part))) for part in parts if hasattr(part, "__dict__")]
     attributes += [(group, dict(group)) for group in optimizer.param_groups]
     try:
         yield
     finally:
+        # By its own method first, for what it keeps elsewhere; then its attributes, whatever that has done.
         with contextlib.suppress(Exception):
             scheduler.load_state_dict(state)
         for now, before in attributes:
@@ -456,7 +471,7 @@ def _as_it_was(scheduler: Any, optimizer: HybridOptimizer) -> Iterator[None]:
 
 
 class ModelPart(NamedTuple):
-    """Of the params that are here, by the names that they have in the whole model."""
+    """What is here of a model, by the names that its params have in the whole model."""
 
     params: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
@@ -467,7 +482,7 @@ class ModelPart(NamedTuple):
 
 
 def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_names: ByName) -> ModelPart:
-    """What this process has.
+    """Collect what this process has.
 
     Raises:
         TypeError: for params of the optimizer that are not managed, of a model in stages: there are no names for them.
@@ -491,7 +506,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
 
 
 def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> ModelPart:
-    """All stages together, in the order of the whole model.
+    """Put all stages together, in the order of the whole model.
 
     Raises:
         RankMismatch: if they have other numbers of param groups.
@@ -508,6 +523,7 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
         groups.append({**group, "params": [name for name in order if name in names]})
     params = {name: value for part in parts for name, value in part.params.items()}
     exact = {name for part in parts for name in part.exact}
+    # Where two stages have one name, the first stage's value is kept.
     buffers = {name: value for part in reversed(parts) for name, value in part.buffers.items()}
     factors = {name: value for part in parts for name, value in part.factors.items()}
     return ModelPart(
@@ -516,7 +532,7 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
 
 
 def own_groups(groups: Any, params: ParamSet) -> Any:
-    """Of groups of all stages those params that are here, in the order of the whole model."""
+    """Pick from groups of all stages the params that are here, in the order of the whole model."""
     if not params.of_stages or not isinstance(groups, list):
         return groups
     own = {handle.whole_name for handle in params.handles}
@@ -531,7 +547,7 @@ def own_groups(groups: Any, params: ParamSet) -> Any:
 
 
 def own_values(saved: Any, params: ParamSet, own: Mapping[str, Any]) -> Any:
-    """Of saved values of all stages, by name, those that are here too."""
+    """Pick from saved values of all stages, by name, those that are here too."""
     if not params.of_stages or not isinstance(saved, dict):
         return saved
     return {name: value for name, value in saved.items() if name in own}

@@ -74,6 +74,7 @@ class TensorFileWriter:
             self._offsets[spec.name] = offset
             offset += spec.num_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
+        # So that the tensors behind it begin at a multiple of 8 bytes, as in files of the library.
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self.header_checksum = zlib.crc32(self._header)
@@ -84,6 +85,7 @@ class TensorFileWriter:
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
         view = bytes_of(piece)
+        # Of memory, not of what the disk has: what it did to the bytes shows when they are read.
         checksum = zlib.crc32(view)
         try:
             if self._file is None:
@@ -95,13 +97,15 @@ class TensorFileWriter:
         return checksum
 
     def close(self) -> None:
-        """Everything was written: let it reach the disk. Idempotent."""
+        """Let the file reach the disk, when everything was written. Idempotent."""
+        # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
         if self._closed:
             return
         try:
             if self._file is None:
                 self._open()
+            # On the disk before the manifest names its checksums.
             sync(self.path)
             self.abandon()
         except OSError as e:
@@ -120,6 +124,7 @@ class TensorFileWriter:
     def _put(self, view: memoryview, position: int) -> None:
         assert self._file is not None
         while view:
+            # The system may write less than it is asked to.
             done = os.pwrite(self._file.fileno(), view, position)
             view, position = view[done:], position + done
 
@@ -138,6 +143,7 @@ class TensorFile:
                 size = os.fstat(file.fileno()).st_size
                 start = file.read(8)
                 length = int.from_bytes(start, "little")
+                # Before it is read: a damaged length could be larger than memory.
                 if not 2 <= length <= size - 8:
                     raise Malformed("its header length is not possible")
                 text = file.read(length)
@@ -154,6 +160,8 @@ class TensorFile:
             raise StorageError(f"cannot read {path}: {e.strerror}") from e
         except ValueError as e:
             raise StorageError(f"{path} is not a safetensors file, or is damaged: {e}") from e
+        # The tensors must fill the file without a gap or an overlap. Empty ones come first where several begin at one
+        # place.
         end = 0
         for name in sorted(self.specs, key=lambda n: (self._offsets[n], self.specs[n].num_bytes)):
             if self._offsets[name] != end:
@@ -210,6 +218,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises:
         OSError: as ``open`` does, and if it is not a regular file.
     """
+    # O_NONBLOCK: opening a pipe would wait for somebody to write into it.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -226,6 +235,7 @@ def parse_json(text: bytes) -> Any:
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
+        # Which of two is meant would be up to the reader.
         if len(found) != len(pairs):
             raise Malformed("a name stands in it twice")
         return found
@@ -237,7 +247,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
-    """What a header says of a tensor, and where it begins.
+    """Read from a header what a tensor is and where it begins, in bytes behind the header.
 
     Raises:
         Malformed: if that is not possible.
@@ -269,7 +279,7 @@ def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory (torch exports no buffer of bf16, so by address)."""
+    """A contiguous CPU tensor's memory (torch exports no buffer of bf16, so by address); the tensor must outlive it."""
     assert tensor.is_contiguous() and tensor.device.type == "cpu"
     num_bytes = tensor.numel() * tensor.element_size()
     if num_bytes == 0:

@@ -34,11 +34,11 @@ from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import model_state
 
 _readers = WeakTensorKeyDictionary()
-"""Promises to what reads their values."""
+"""By promise, the function that reads its values. It goes when the promise does."""
 
 
 class Promises:
-    """Of the params and states that one model keeps; no update of it may have broken off."""
+    """Makes promises of the params and states that one model keeps; no update of it may have broken off."""
 
     def __init__(self, by_names: ByName):
         self._by_names = by_names
@@ -56,6 +56,7 @@ class Promises:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
             handle = handle_of(param)
+            # As in torch, a param has no state before its first step.
             if handle is not None and handle.num_steps:
                 states = {spec.kind: _state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
                 step = torch.tensor(float(handle.num_steps), device="cpu")
@@ -112,8 +113,11 @@ def _write_streamed(content: Any, draft: Path) -> bool:
             _reader_of(tensor)
         elif tensor.layout is not torch.strided or tensor.is_quantized:
             return False
+    # The layout of the file alone: headers and room for values, which no promise has.
     with torch.serialization.skip_data(materialize_fake_tensors=True):
         _save(content, draft)
+    # A record for each storage. One more than was found by looking: an object hides a tensor whose values would be
+    # missing.
     records = torch._C.PyTorchFileReader(str(draft)).get_all_records()
     if sum(name.startswith("data/") for name in records) != len({t.untyped_storage()._cdata for t in tensors}):
         return False
@@ -121,9 +125,11 @@ def _write_streamed(content: Any, draft: Path) -> bool:
         os.posix_fallocate(file.fileno(), 0, draft.stat().st_size)  # a full disk says so here, and not by SIGBUS
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):  # what is written to its tensors is in the file
         laid_out = torch.load(draft, map_location="cpu", mmap=True, weights_only=False)
+    # The same structure in the same order, so that each tensor meets its place.
     places = [leaf for leaf in tree_leaves(laid_out) if isinstance(leaf, torch.Tensor)]
     done: set[int] = set()
     for tensor, place in zip(tensors, places, strict=True):
+        # Tied tensors have one place, and are read once.
         if id(tensor) not in done:
             done.add(id(tensor))
             value = _reader_of(tensor)() if isinstance(tensor, FakeTensor) else tensor
@@ -141,6 +147,7 @@ def _save(content: Any, draft: Path) -> None:
 
 
 def _promise(shape: torch.Size, dtype: torch.dtype, read: Callable[[], torch.Tensor]) -> torch.Tensor:
+    # Outside of the mode a fake tensor stays one: whatever computes with it makes another, which nothing is known of.
     with FakeTensorMode():
         promise = torch.empty(shape, dtype=dtype, device="cpu")
     _readers[promise] = read

@@ -52,7 +52,7 @@ class PlanePart(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Where in the whole param's items they begin."""
+        """The place in the whole param's items at which they begin."""
         return self.handle.part.offset // self.plane.block
 
     def place(self, start: int) -> int:
@@ -61,8 +61,9 @@ class PlanePart(NamedTuple):
 
 
 def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
-    """Every source of this rank, chunk after chunk."""
+    """List every source of this rank, chunk after chunk."""
     found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
+    # Chunk after chunk: behind the training each is free to change as soon as its last piece is written.
     return sorted(found, key=lambda source: source.handle.chunk.spec.index)
 
 
@@ -104,6 +105,7 @@ class Piece(NamedTuple):
         """Their items in the buffer, as bytes, with zeros up to the end of a page."""
         plane, size = self.plane, self.plane.dtype.itemsize
         first = self.start // plane.block * size
+        # Files are read in whole pages. Behind the items stand those of another param, or nothing.
         end = min(plane.num_bytes, -(-(first + self.num_bytes) // PAGE) * PAGE)
         staged = buffer(end - first)
         items = staged[: self.num_bytes].view(plane.dtype)
@@ -114,12 +116,13 @@ class Piece(NamedTuple):
             device.copy(items, there, "checkpoint").wait()
         else:
             plane.load(self.start, self.start + (end - first) // size, staged.view(plane.dtype))
+        # Else the drive would get what the buffer held before.
         staged[self.num_bytes :].zero_()
         return staged
 
 
 class Draft(NamedTuple):
-    """Everything but masters and states, as it was when the checkpoint was asked for."""
+    """All that a checkpoint holds but masters and states, as it was when the checkpoint was asked for."""
 
     manifest: dict[str, Any]
     tensors: list[torch.Tensor]
@@ -127,7 +130,7 @@ class Draft(NamedTuple):
     """Of this rank; None where one that has another slice of the same params says it."""
 
     def take_rng(self, rng: list[Any]) -> None:
-        """On the first rank: note the RNG states of all."""
+        """Note the RNG states of all ranks, on the first one."""
         self.manifest["rng"] = encode([one for one in rng if one is not None], self.tensors, "rng")
 
 
@@ -190,13 +193,16 @@ def write(
     def put_all() -> None:
         for piece in order(home.pieces):
             if piece.chunk_index in home.pending:
+                # The checkpoint has what the update makes, not what it began with.
                 home.pending[piece.chunk_index].wait()
             home.put(piece, device, buffer)
+        # Also those of chunks without a piece: they write to the drive themselves, and are flushed with the rest.
         for update in home.pending.values():
             update.wait()
         home.flush()  # last of all: nobody who waits for a piece waits for the disk itself
 
     try:
+        # In this order on every rank: none commits before all have flushed.
         home.begin(ranks)
         ranks.step(put_all, lambda _: None)
         home.commit(ranks)
@@ -223,10 +229,12 @@ class FolderHome(CheckpointHome):
             for source in self._sources.values()
             for start, stop in tiles(0, source.numel, piece)
         ]
+        # Asked of an empty range, a plane says whether the host can read it where it is.
         self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
         self.held, self.pending = set(), {}
         self._files: dict[str, TensorFileWriter] = {}
         """By source."""
+        # By source, in the order of its pieces, which therefore must be put in order.
         self._sums: dict[str, list[int]] = {key: [] for key in self._sources}
         self._made: Path | None = None
 
@@ -235,21 +243,24 @@ class FolderHome(CheckpointHome):
         self._work, self._rank = self.place.parent / name, ranks.rank
 
     def _make(self, rng: list[Any]) -> str:
-        """On the first rank: the folder that all write into, beside the final one."""
+        """Make the folder that all write into, beside the final one; on the first rank."""
         self._made = replacing.begin(self.place)
         self._made.mkdir()
         self.draft.take_rng(rng)
         return self._made.name
 
     def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+        # With the first piece: a replica that puts nothing makes no files.
         if not self._files:
             self._open()
         source = self._sources[piece.of]
+        # In items of the tensor in the file.
         start = (piece.start - source.place(0)) // piece.plane.block
         self._sums[piece.of].append(self._files[piece.of].write(source.spec.name, start, piece.read(device, buffer)))
 
     def _open(self) -> None:
         """Make the files, of about ``FILE_BYTES`` each."""
+        # A folder that only the first rank sees would make each rank save a part that nobody finds.
         if not self._work.is_dir():
             raise StorageError(
                 f"{self._work}, which the first rank has made, is not there: ranks on several machines need a "
@@ -276,7 +287,7 @@ class FolderHome(CheckpointHome):
         ranks.step(self._listed, self._finish)
 
     def _listed(self) -> dict[str, Any]:
-        """What the manifest says of the files of this rank."""
+        """List what the manifest says of the files of this rank."""
         listed: dict[str, Any] = {}
         for key, source in self._sources.items():
             file = self._files[key]
@@ -288,11 +299,12 @@ class FolderHome(CheckpointHome):
         return listed
 
     def _finish(self, listed: list[dict[str, Any]]) -> None:
-        """On the first rank, when all have written: values and manifest, then the new one takes the old one's place."""
+        """Write values and manifest, on the first rank when all are done, and let the new one replace the old one."""
         assert self._made is not None
         files = self.draft.manifest["files"] = {VALUES: _write_values(self._made / VALUES, self.draft.tensors)}
         for of_rank in listed:
             files.update(of_rank)
+        # Last: a folder without a manifest is no checkpoint.
         write_manifest(self._made, self.draft.manifest)
         check_target(self.place, self.place)  # again: the writing may have taken long
         replacing.swap(self._made, self.place)

@@ -28,7 +28,7 @@ _WHAT = "an exchange of attention (context parallel)"
 
 
 class Exchange:
-    """Among the ranks of one context group.
+    """The exchange among the ranks of one context group.
 
     Args:
         meet: waits until every rank of the model stands at such an exchange, serving those that still need weights. So
@@ -76,13 +76,13 @@ class ImaginedExchange(Exchange):
         return own.new_empty((self.size, *own.shape))
 
     def tell(self, numbers: torch.Tensor) -> list[list[int]]:
-        """The others say the same, each of its own part."""
+        """Let the others say the same, each of its own part."""
         return [[number, *numbers.tolist()[1:]] for number in range(self.size)]
 
 
 def exchange_dims(exchange: Exchange, split: int, join: int, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of each tensor, a part along dim ``join``: the whole, of which dim ``split`` has this rank's part. All are of one
-    dtype, and travel together.
+    """Exchange tensors of which each rank has a part along dim ``join`` for tensors that are whole there, with a
+    part along dim ``split``. All are of one dtype, and travel together.
     """
     return _ExchangeDims.apply(exchange, split, join, *parts)  # type: ignore[no-any-return]
 
@@ -170,12 +170,12 @@ class Attend:
         self._masks: dict[Any, torch.Tensor] = {}
 
     def serve(self, model: nn.Module) -> None:
-        """For all modules of a model."""
+        """Become the attention of all modules of a model."""
         for module in model.modules():
             _attending[module] = self
 
     def leave(self, model: nn.Module) -> None:
-        """Not any more."""
+        """Leave the modules of a model without it."""
         for module in model.modules():
             _attending.pop(module, None)
 
@@ -193,6 +193,7 @@ class Attend:
             )
         self._refuse_what_is_not_divided(module, attention_mask, how)
         self.num_calls += 1
+        # They count within this part; the kernel would look for packed sequences in them.
         for name in ("position_ids", "cache_position"):
             how.pop(name, None)
         causal = how.pop("is_causal", None)
@@ -202,7 +203,11 @@ class Attend:
         return self._gathered(module, query, key, value, causal, how)
 
     def kind_for(self, heads: int) -> str:
-        """Which kind divides so many query heads."""
+        """Choose the kind that divides so many query heads.
+
+        Raises:
+            GeminiError: if Ulysses was asked for and cannot.
+        """
         if self._kind == "auto":
             return ULYSSES if heads % self._exchange.size == 0 else GATHERED
         if self._kind == ULYSSES and heads % self._exchange.size:
@@ -218,6 +223,7 @@ class Attend:
         how: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
         size, heads, groups = self._exchange.size, key.shape[1], query.shape[1] // key.shape[1]
+        # As few copies as will do: keys travel that often.
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
         if times > 1:  # each rank needs a whole number of heads of keys
             key, value = (x.repeat_interleave(times, 1) for x in (key, value))
@@ -243,7 +249,7 @@ class Attend:
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
         how: dict[str, Any],
     ) -> tuple[torch.Tensor, Any]:  # fmt: skip
-        """The kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
+        """Call the kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
         mask = None
         if causal and self._kernel == "eager":
             mask = self._mask(query, key, additive=True)

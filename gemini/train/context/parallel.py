@@ -87,6 +87,7 @@ def part_of(batch: Mapping[str, Any], rank: int, size: int) -> dict[str, Any]:
         raise ValueError(
             "sequence_batch: position_ids are not 0, 1, 2, ...: packed sequences are not cut. Give each its own row"
         )
+    # Of the whole, before it is cut: a part goes on where the one before it ends.
     whole["position_ids"] = expected
     if shifted is not None:
         whole["shift_labels"] = shifted
@@ -259,14 +260,14 @@ class ContextParallel:
         self._before: Any = None
 
     def put(self) -> None:
-        """Until :meth:`take_away`."""
+        """Let the model compute parts, until :meth:`take_away`."""
         self._before = self._model.__dict__.get("forward")
         self._attend.serve(self._model)
         self._name_attention(register(self._kernel))
         self._model.__dict__["forward"] = self._divided(self._model.forward)
 
     def take_away(self) -> None:
-        """The model computes whole sequences again."""
+        """Let the model compute whole sequences again."""
         self._model.__dict__.pop("forward", None)
         if self._before is not None:
             self._model.__dict__["forward"] = self._before
@@ -287,6 +288,7 @@ class ContextParallel:
             self._compare(mark)
             # A cache would hold the keys of this part only, and the next token would look at these.
             kwargs.setdefault("use_cache", False)
+            # Counted, to find a model whose attention never asks: its parts would be computed as if they were wholes.
             self._attend.in_forward, self._attend.num_calls = True, 0
             try:
                 with self._watched_loss(kwargs):
@@ -309,6 +311,7 @@ class ContextParallel:
                 "model(**gemini.sequence_batch(batch, mesh)), the same batch on all ranks of cp. Whole sequences are "
                 "for evaluation, under torch.no_grad()"
             )
+        # The user's own kernel for the time of this forward: no rank meets another in it.
         divided = self._configs[0]._attn_implementation
         self._name_attention(self._kernel)
         try:

@@ -35,7 +35,7 @@ _NEWER = re.compile(r"flash_attention_\d+")
 
 
 class Conditions(NamedTuple):
-    """What FlashAttention depends on.
+    """The conditions that FlashAttention depends on.
 
     Attributes:
         cuda: the model computes on a CUDA device of compute capability 8.0 or newer.
@@ -66,6 +66,7 @@ def choose(requested: str | None, stored: str | None, has: Conditions) -> str | 
     """
     explicit = stored if requested in (None, AUTO) else requested
     if explicit is not None:
+        # What the user or the config names is taken as it is, or refused: never replaced by something else.
         _refuse_impossible(explicit, "the config's" if requested in (None, AUTO) else "", has)
         return None if requested in (None, AUTO) else requested
     fits = has.cuda and has.half and has.package and has.supported and not has.deterministic
@@ -73,6 +74,7 @@ def choose(requested: str | None, stored: str | None, has: Conditions) -> str | 
 
 
 def _refuse_impossible(asked: str, whose: str, has: Conditions) -> None:
+    # Only the names of FlashAttention: transformers judges all others itself.
     if not _NEWER.fullmatch(asked):
         return
     said = f"{whose} attn_implementation={asked!r}".strip()
@@ -90,7 +92,7 @@ def _refuse_impossible(asked: str, whose: str, has: Conditions) -> None:
 
 @dataclass(frozen=True)
 class Attention:
-    """What a user says of attention, and of what it depends on.
+    """The attention that a user asks for, with what it depends on.
 
     Args:
         requested: ``attn_implementation``: a name, "auto" or None (which say nothing), or a dict by sub-config.
@@ -114,6 +116,7 @@ class Attention:
         """
         has = conditions(hf_config, model_class, self.precision, self.device)
         if isinstance(self.requested, dict):
+            # Looked at one by one; the dict itself is transformers' to deal out.
             for name in self.requested.values():
                 choose(name, None, has)
             return {"attn_implementation": self.requested}
@@ -122,7 +125,7 @@ class Attention:
 
     @contextlib.contextmanager
     def refused_by_transformers(self, hf_config: Any) -> Iterator[None]:
-        """What transformers cannot do (an old package, one for other GPUs) is a value of the user's.
+        """Turn what transformers cannot do (an old package, one for other GPUs) into an error about the user's value.
 
         Raises:
             ValueError: instead of ``ImportError``, where FlashAttention was asked for.
@@ -139,7 +142,7 @@ class Attention:
 
 
 def conditions(hf_config: Any, model_class: Any, precision: str, device: Any) -> Conditions:
-    """What there is of what FlashAttention needs."""
+    """Find out what there is of what FlashAttention needs."""
     cuda = _computes_on_cuda(device)
     half = precision in ("bf16", "fp16")
     deterministic = (
@@ -157,7 +160,7 @@ def conditions(hf_config: Any, model_class: Any, precision: str, device: Any) ->
 
 
 def stored_in(hf_config: Any) -> str | None:
-    """What a config says of attention, or one of its parts does."""
+    """The attention that a config, or one of its parts, names; None if none does."""
     found = getattr(hf_config, "_attn_implementation", None)
     for key in getattr(hf_config, "sub_configs", None) or ():
         found = found or getattr(getattr(hf_config, key, None), "_attn_implementation", None)
@@ -169,6 +172,7 @@ def has_package() -> bool:
     try:
         if importlib.util.find_spec("flash_attn") is None:
             return False
+        # Imported, not only found: its binary fits one version of torch.
         importlib.import_module("flash_attn")
     except Exception as e:
         warn(f"flash_attn is installed and cannot be imported ({e}): attention is torch's own")
@@ -181,12 +185,14 @@ def without_package(hf_config: Any) -> None:
     parts = [getattr(hf_config, key, None) for key in getattr(hf_config, "sub_configs", None) or ()]
     for part in (hf_config, *parts):
         if part is not None and getattr(part, "_attn_implementation", None) == FLASH:
+            # Past the setter, which would ask for the package.
             part._attn_implementation_internal = "sdpa"
 
 
 def _computes_on_cuda(device: Any) -> bool:
     if not torch.cuda.is_available():
         return False
+    # What GeminiDDP takes where the user says nothing and CUDA is there.
     if device is None:
         device = "cuda"
     try:
@@ -201,6 +207,7 @@ def _class_behind(model_class: Any, hf_config: Any) -> Any:
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         return model_class
+    # A mapping may have several classes for a config; the first is what the auto class builds.
     found = mapping[type(hf_config)] if type(hf_config) in mapping else None
     return found[0] if isinstance(found, (tuple, list)) else found
 

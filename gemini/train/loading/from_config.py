@@ -84,7 +84,7 @@ def from_config(
 def skeleton_from_config(
     hf_config: Any, *, model_class: Any = None, attention: Attention | None = None, **kwargs: Any
 ) -> Skeleton:
-    """What :func:`from_config` makes before it places anything."""
+    """Make what :func:`from_config` makes before it places anything."""
     if model_class is None:
         model_class = class_of(hf_config)
     build = getattr(model_class, "from_config", None) or model_class._from_config
@@ -103,29 +103,35 @@ class DrawnModel(Skeleton):
     def __init__(self, make: Callable[[], nn.Module]):
         self._make = make
         to_meta = _ToMeta()
+        # The second build must draw the same numbers: what this one draws is put back.
         with generators_kept(), _registering(to_meta), without_drawing():
             self.model = make()
         empties = replace_by_stand_ins(self.model)
+        # By the order of registration; None for a param that the model has let go of since.
         self._expected = [empties.get(key) for key in to_meta.registered]
 
     def fill(self, homes: ByName, ranks: Ranks) -> nn.Module:
         pager = Pager(homes)
         with generator_of_first(ranks), _registering(_TakeOver(pager, self._expected)):
             self.model = self._make()
+        # While the pager still serves: a copied layer is written home from memory.
         self._swap_params(homes)
         pager.finish()
+        # A buffer may hold what a constructor drew or measured on this rank alone.
         ranks.take_from_first(dict(self.model.named_buffers()))
         return self.model
 
     def _swap_params(self, homes: ByName) -> None:
-        """Every param of the model becomes the one its name has a home for."""
+        """Let every param of the model become the one its name has a home for."""
         model = self.model
         names = {name: handle for handle in homes.handles for name in handle.names}
         ours = {id(handle.param): handle for handle in homes.handles}
         for name, param in list(model.named_parameters(remove_duplicate=False)):
             handle = names.pop(name, None)
+            # Under its name there must be no other name's param, and none of another shape.
             if handle is None or ours.get(id(param), handle) is not handle or param.shape != handle.param.shape:
                 raise _differs(model, name)
+            # It came about without being registered as expected: its values go home, and our param takes its place.
             if param is not handle.param:
                 homes.write_whole(handle, param.data)
                 owner, _, leaf = name.rpartition(".")
@@ -142,28 +148,31 @@ def _differs(model: nn.Module, name: str) -> GeminiError:
 
 
 class _TakeOver:
-    """What becomes of each param that a module registers while the model is built for real."""
+    """Hands each param to the pager that a module registers while the model is built for real."""
 
     def __init__(self, pager: Pager, expected: list[nn.Parameter | None]):
         self._pager = pager
         self._expected = iter(expected)
+        # Weak, so that the id of a param that has gone may be another one's.
         self._seen: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
     def __call__(self, param: nn.Parameter) -> nn.Parameter:
         if id(param) in self._seen:
             return param
+        # What does not match is left as it is: the check by name at the end finds its home, or refuses.
         ours = next(self._expected, None)
         if ours is None or ours.shape != param.shape or ours.dtype != param.dtype:
             self._seen[id(param)] = param
             return param
         self._pager.bring_in(ours, param.data)
+        # Attributes that the constructor put on it (a flag for initialization, say).
         ours.__dict__.update(param.__dict__)
         self._seen[id(ours)] = ours
         return ours
 
 
 class _ToMeta:
-    """What becomes of each param that a module registers while the model is built without memory for params."""
+    """Makes each param a meta tensor that a module registers while the model is built without memory for params."""
 
     def __init__(self) -> None:
         self.registered: dict[int, nn.Parameter] = {}  # by id, in order
@@ -185,6 +194,7 @@ def _registering(replace: Callable[[nn.Parameter], nn.Parameter]) -> Iterator[No
     original, thread = nn.Module.register_parameter, threading.get_ident()
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        # Other threads of the program may build modules meanwhile.
         is_ours = param is not None and threading.get_ident() == thread
         original(self, name, replace(param) if is_ours else param)  # type: ignore[arg-type]
 
@@ -206,7 +216,7 @@ def without_drawing() -> Iterator[None]:
 
 
 def _only_tie(model: Any) -> None:
-    """What is left of transformers' ``init_weights``, which a model may call more than once."""
+    """Tie, all that is left of transformers' ``init_weights``, which a model may call more than once."""
     model.tie_weights(recompute_mapping=False)
 
 

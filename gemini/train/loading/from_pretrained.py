@@ -94,7 +94,7 @@ def skeleton_from_pretrained(
     attention: Attention | None = None,
     **kwargs: Any,
 ) -> tuple[Skeleton, dict[str, Any]]:
-    """What :func:`from_pretrained` makes before it places anything, and the report of keys."""
+    """Make what :func:`from_pretrained` makes before it places anything, with the report of keys."""
     _refuse(path, kwargs)
     with naming_files(path):
         hf_config = _read_config(path, model_class, kwargs)
@@ -103,8 +103,10 @@ def skeleton_from_pretrained(
     attention = Attention() if attention is None else attention
     kwargs |= attention.keyword(hf_config, model_class)
     loading = _Loading()
+    # transformers runs as ever; only the two steps that touch values are ours.
     with naming_files(path), loading.replacing_steps(), attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
+    # It took a way that does not pass through the replaced steps.
     if loading.source is None:
         raise GeminiError(
             f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
@@ -138,6 +140,7 @@ class _Loading:
                     "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
                     "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
                 )
+            # Copies: transformers notes in the mapping what it has matched, and the files are read again later.
             on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
             shapes, file_of = {}, {}
             for file in files:
@@ -147,6 +150,7 @@ class _Loading:
             with without_progress(), noting_how(made, shapes):
                 found, _ = convert(model, shapes, on_meta)
             self.source = Source(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
+            # Before transformers ties: it compares values, which are not here.
             _tie_equal(model, files, found)
             return found, None
 
@@ -190,6 +194,7 @@ def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
     if given is not None and not isinstance(given, (str, os.PathLike)):
         return given
     reader = getattr(model_class, "config_class", None) or transformers.AutoConfig
+    # Arguments that choose the file; all others are for the model.
     hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
     return reader.from_pretrained(given or path, **{key: kwargs[key] for key in hub if key in kwargs})
 
@@ -222,13 +227,14 @@ _DTYPES = {
 
 
 def _tie_equal(model: Any, files: list[str], found: Any) -> None:
-    """Where a checkpoint has both of two tied params, transformers ties them if they are equal, and so must we.
+    """Tie params of which a checkpoint has both, if they are equal, as transformers does.
 
     It compares values, which meta tensors do not have; so the files are compared here. Unequal ones stay apart.
     """
     for target, source in list(model.all_tied_weights_keys.items()):
         if target in found.missing_keys or source in found.missing_keys:
             continue
+        # Taken from the ties, so that transformers keeps two params.
         if not _equal_in_files(files, target, source):
             model.all_tied_weights_keys.pop(target)
             continue

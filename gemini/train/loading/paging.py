@@ -28,6 +28,7 @@ def stand_in(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of NaN that takes no memory but for one element, its own: what a param that is away, or not there yet,
     holds.
     """
+    # A generator runs on one thread at a time.
     with _lock:
         return next(_elements(dtype)).expand(shape)
 
@@ -52,9 +53,11 @@ class PagedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # Shapes and dtypes are those of the stand-in; nothing of memory is.
         if func in METADATA and func not in OF_MEMORY:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        # All of one operation stay in memory together: bringing one in must not send another home.
         given = list(tensors_in((args, kwargs)))
         for param in given:
             if isinstance(param, PagedParameter):
@@ -92,9 +95,11 @@ class Pager:
     ) -> None:
         """Make ``param`` ordinary: with ``value``, or what it held when it left. Those in ``keep`` stay in memory."""
         num_bytes = param.numel() * param.dtype.itemsize
+        # Before the new memory is taken: ROOM holds with it.
         self._make_room(num_bytes, {id(other) for other in keep})
         if value is None and id(param) in self._filled:
             handle = self._handles[id(param)]
+            # Read from the masters where the param is wider than what its chunk computes in.
             exact = None if param.dtype is handle.chunk.flat.dtype else torch.float32
             value = self._homes.read_whole(handle, exact).to(param.dtype)
         elif value is None:
@@ -108,6 +113,7 @@ class Pager:
         """Write what ``param`` holds to its home, and free its memory."""
         self._homes.write_whole(self._handles[id(param)], param.data)
         self._filled.add(id(param))
+        # Written before it is forgotten: a write that fails leaves the param as it is.
         self._inside_bytes -= self._inside.pop(id(param))
         self._put_away(param)
 
@@ -120,6 +126,7 @@ class Pager:
             del handle.param._gemini_pager  # type: ignore[attr-defined]
 
     def _put_away(self, param: nn.Parameter) -> None:
+        # The whole shape, also of a param that is a slice: constructors see what they have made.
         param.data = stand_in(torch.Size(self._handles[id(param)].whole_shape), param.dtype)
         param._gemini_pager = self  # type: ignore[attr-defined]
         param.__class__ = PagedParameter
@@ -127,6 +134,7 @@ class Pager:
     def _make_room(self, num_bytes: int, keep: set[int]) -> None:
         if self._inside_bytes + num_bytes <= ROOM:
             return
+        # Oldest first, since a dict keeps the order in which they came.
         for key in list(self._inside):
             if key not in keep:
                 self.send_home(self._handles[key].param)

@@ -48,6 +48,7 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
         for name, param in module._parameters.items():
             if param is None:
                 continue
+            # A tied param is one object, and stays one.
             if id(param) not in new:
                 made = new[id(param)] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)
                 made.data = stand_in(param.shape, param.dtype)  # not made of it: they would share its count of writes
@@ -58,7 +59,7 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """What is drawn inside is drawn again after it."""
+    """Put the random generators back afterwards: what is drawn inside is drawn again."""
     python, torchs = random.getstate(), torch.get_rng_state()
     try:
         import numpy
@@ -77,12 +78,13 @@ def generators_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def generator_of_first(ranks: Ranks) -> Iterator[None]:
-    """All ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
+    """Let all ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
     if ranks.are_alone:
         yield
         return
     own = torch.get_rng_state()
     shared = own.clone()
+    # Into a copy: the generator itself is set when all have it.
     ranks.take_from_first({"the state of the random generator": shared}, of_job=True)
     torch.set_rng_state(shared)
     try:
@@ -96,6 +98,7 @@ def generator_of_first(ranks: Ranks) -> Iterator[None]:
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Let ``owner`` have another attribute inside the block."""
     own = vars(owner)
+    # An inherited attribute is not set on the owner afterwards.
     before, was_own = own.get(name), name in own
     setattr(owner, name, value)
     try:

@@ -54,7 +54,7 @@ class Made(NamedTuple):
 
 
 class SliceReading(NamedTuple):
-    """What of the tensors behind one param is read.
+    """The part of the tensors behind one param that is read.
 
     Attributes:
         own_shape: of the slice that the param is.
@@ -67,9 +67,10 @@ class SliceReading(NamedTuple):
     some: tuple[int, int] | None
 
     def read(self, tensor: Any, number: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """What is here of the tensor with this number, or None if nothing is."""
+        """Read what is here of the tensor with this number; None if nothing is."""
         if self.some is not None and number is not None and not self.some[0] <= number < self.some[1]:
             return None
+        # A view of mapped memory: nothing is read until it is copied.
         mapped: torch.Tensor = tensor[...]
         if self.of_each is None:
             return mapped.to(dtype)
@@ -82,10 +83,12 @@ def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
     if made.operations is None:
         return None
     dim, groups, shape, some = cut.dim, cut.groups, cut.shape, None
+    # From the param back to the files: each step says which slice of its input gives that slice of its result.
     for operation in reversed(made.operations):
         kind = type(operation).__name__
         if kind == "MergeModulelist" and operation.dim == 0 and some is None:
             if dim == 0:
+                # The first dim of the param counts tensors: some of them are read whole, the others not at all.
                 each = shape[0] // cut.size
                 some = (cut.rank * each, (cut.rank + 1) * each)
                 if groups != 1 or set(made.numbers) != {shape[0]}:
@@ -96,10 +99,12 @@ def reading_of(cut: TensorSlice, made: Made) -> SliceReading | None:
             if operation.dim == dim:
                 if groups % parts:
                     return None
+                # Each of the concatenated tensors has its own share of the groups.
                 groups //= parts
             shape = tuple(n // parts if at == operation.dim else n for at, n in enumerate(shape))
         elif kind != "Interleave" or operation.dim == dim:
             return None
+    # Something else happens in between that is not known here: the whole is read.
     if shape != made.shape:
         return None
     of_each = None if some is not None else TensorSlice(shape, dim, groups, cut.rank, cut.size)
@@ -138,6 +143,7 @@ def reading_slices(metas: Mapping[str, torch.Tensor], readings: Mapping[str, Sli
     """
     from transformers import core_model_loading
 
+    # transformers asks about the tensors of the state dict that it was given, which are these.
     by_meta = {id(metas[name]): reading for name, reading in readings.items()}
 
     class Step:
@@ -166,7 +172,7 @@ Place = Callable[[str, torch.Tensor], None]
 
 @dataclass
 class Source:
-    """What transformers resolved: the files, how their keys become params, and which params they lack."""
+    """A folder as transformers sees it: the files, how their keys become params, and which params they lack."""
 
     files: list[str]
     file_of: dict[str, str]
@@ -182,9 +188,11 @@ class StoredModel(Skeleton):
         self._stored = self.model = model
         self._source = source
         self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        # After the metas were kept: transformers goes by them when it reads.
         replace_by_stand_ins(model)
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._drawn = {id(self._params[name]) for name in source.missing if name in self._params}
+        # A tied param of which the files have one name is not missing.
         self._drawn -= {id(param) for name, param in self._params.items() if name not in source.missing}
         self._kept: dict[int, torch.Tensor] = {}
         self._is_adapted = adapt is not None
@@ -195,6 +203,7 @@ class StoredModel(Skeleton):
     def _adapt(self, adapt: Callable[[Any], Any]) -> None:
         away = _ReadAtTouch(self._params, self._source.missing, self.read)
         buffers = dict(self._stored.named_buffers())
+        # Buffers first: an initialization may compute with them.
         self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
         self._initialize(self._params.values())
         for param in self._params.values():
@@ -220,10 +229,12 @@ class StoredModel(Skeleton):
             for name, param in self._params.items()
             if id(param) in handles and id(param) not in self._kept and name not in self._source.missing
         }
+        # Given up one by one: each is freed when it is home.
         for key in list(self._kept):
             homes.write_whole(handles[key], self._kept.pop(key))
         self._stream(homes, places)
         if not self._is_adapted:
+            # After streaming, so that an initialization which reads a param finds its value at home.
             pager = Pager(homes, [handle.name for key, handle in handles.items() if key not in self._drawn])
             with generator_of_first(ranks):
                 self._initialize([handle.param for handle in homes.handles])
@@ -246,10 +257,12 @@ class StoredModel(Skeleton):
 
     def _initialize(self, params: Iterable[nn.Parameter]) -> None:
         """Let transformers draw what the files lack, and compute the buffers that no file has."""
+        # transformers draws what carries no mark; modules were marked while shapes were loaded.
         for module in self._stored.modules():
             module._is_hf_initialized = False
         for param in params:
             param._is_hf_initialized = id(param) not in self._drawn  # type: ignore[attr-defined]
+        # Tied params would be drawn once for each of their modules.
         with _apart(self._stored):
             self._stored.initialize_weights()
 
@@ -277,6 +290,7 @@ class StoredModel(Skeleton):
         internal_step(core_model_loading, "set_param_for_module")
 
         def put(model: Any, name: str, value: torch.Tensor, found: Any, *_: Any) -> None:
+            # As set_param_for_module does: what is left at the end counts as missing.
             found.missing_keys.discard(name)
             place(name, value)
 
@@ -288,6 +302,7 @@ class StoredModel(Skeleton):
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
+            # Before the first step is replaced: another load on another thread must not take ours for its own.
             stack.enter_context(LOCK)
             stack.enter_context(replaced(core_model_loading, "set_param_for_module", put))
             stack.enter_context(replaced(model, "state_dict", lambda: self._metas))
@@ -296,7 +311,7 @@ class StoredModel(Skeleton):
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
     def _open(self, keys: set[str], stack: contextlib.ExitStack) -> dict[str, Any]:
-        """These tensors of the files, not read yet."""
+        """Open the files for these tensors, which are not read yet."""
         from safetensors import safe_open
 
         found: dict[str, Any] = {}
@@ -311,7 +326,7 @@ class StoredModel(Skeleton):
         return found
 
     def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
-        """What of the files is read for params of which slices are here."""
+        """Find what of the files is read for params of which slices are here."""
         found = {}
         for name, handle in places.items():
             if handle.cut is not None and name in self._source.made:
@@ -345,7 +360,7 @@ class _ReadAtTouch:
         param.data = value
 
     def end(self) -> set[int]:
-        """No value comes any more; returns the ``id`` of those that nobody changed, as far as they are away."""
+        """End the reading at touch; returns the ``id`` of those that nobody changed, as far as they are away."""
         untouched = set()
         for param in self._params:
             if isinstance(param, PagedParameter):
@@ -360,6 +375,7 @@ class _ReadAtTouch:
 
     def _make_room(self, num_bytes: int, keep: set[int]) -> None:
         for key, param in list(self._inside.items()):
+            # Only what may be unchanged counts here; what somebody has changed stays, beside the budget.
             if self._inside_bytes + num_bytes <= paging.ROOM:
                 return
             if key in keep or param.grad is not None or _is_shared(param):
@@ -368,6 +384,7 @@ class _ReadAtTouch:
             value = self._read(self._names[key])
             self._inside_bytes -= value.nbytes
             now = param.data
+            # Only what is as in the files, to the bit, can come from there again.
             alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
             if alike and same_bits(now, value):
                 param.data = paging.stand_in(param.shape, param.dtype)
@@ -395,7 +412,7 @@ def internal_step(owner: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def without_progress() -> Iterator[None]:
-    """No bar of transformers' within."""
+    """Show no progress bar of transformers inside the block."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

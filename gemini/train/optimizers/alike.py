@@ -15,7 +15,7 @@ from gemini.train.passes.stepping import Stepping
 
 
 def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Every rank is about to load the same state into managed params; called when this rank has nothing against it.
+    """See that every rank is about to load the same state into managed params; this one has nothing against it.
 
     Raises:
         RankMismatch: on every rank, naming what differs; nothing was changed.
@@ -29,6 +29,7 @@ def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
         for index, (group, loaded) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
             if all(handle_of(param) is None for param in group["params"]):
                 continue
+            # Hyperparameters alone: labels may differ, and no update depends on them.
             for name in optimizer.defaults:
                 values[f"{name} of param group {index}"] = repr(plain(loaded.get(name, "not given")))
             for key, param in zip(loaded["params"], group["params"], strict=True):
@@ -41,8 +42,10 @@ def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
+    # A param without states says nothing: a rank that has some differs in that they are there.
     values = {}
     for name, value in state.items():
+        # Whole tensors go as checksums, numbers as what they say, so that an error can name both.
         is_values = isinstance(value, torch.Tensor) and value.dim() > 0
         values[f"{name} of {handle.name!r}"] = checksum_text(value) if is_values else repr(plain(value))
     return values
@@ -57,6 +60,7 @@ def told_to_all(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
             stepping = _stepping_of(self)
             if stepping is None:
                 return method(self, *args, **kwargs)
+            # If the method has met the other ranks, they have heard of it: a second meeting would wait for ever.
             before = stepping.company.num_meetings
             try:
                 return method(self, *args, **kwargs)

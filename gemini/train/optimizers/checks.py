@@ -100,6 +100,7 @@ def check_group(group: Group, what: str) -> None:
     decoupled = is_decoupled(group)
     if not isinstance(decoupled, bool):
         raise TypeError(f"decoupled of {what} must be True (AdamW) or False (Adam), got {decoupled!r}")
+    # torch's name for the same; without weight decay both ways are one.
     meant = group.get("decoupled_weight_decay", decoupled)
     if meant is not None and bool(meant) is not decoupled and float(group["weight_decay"]) != 0:
         raise ValueError(
@@ -210,6 +211,7 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
         if not state:
             continue  # it has had no update
         factors = shapes_of(rule.spec.factors, param.shape)
+        # All of the rule's, and beside them only what completes the weights.
         wanted = {"step", *factors, *(spec.kind for spec in rule.spec.planes)}
         if not wanted <= state.keys() <= wanted | {"residual", RESIDUAL_OF, "master"}:
             raise ValueError(
@@ -220,6 +222,7 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
         _check_residual_of(state, name)
         for spec in rule.spec.planes:
             shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
+            # A state dict has one number where the plane has it for every block.
             shape = torch.Size() if spec.kind in rule.uniform else shape
             value = state[spec.kind]
             if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
@@ -241,12 +244,14 @@ def _is_group(group: Any) -> bool:
 
 
 def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
+    # torch's Adam and AdamW always have "amsgrad", other optimizers never.
     if "decoupled" not in group and "amsgrad" not in group and group.keys() & _OF_TORCH:
         raise ValueError(
             f"{what} is of another optimizer of torch: HybridAdam loads states of its own, of torch.optim.AdamW, and "
             "with decoupled=False of torch.optim.Adam"
         )
     here = is_decoupled(mine)
+    # Hyperparameters first, as if decay were the same; the kind of decay has an error of its own.
     check_group({**mine, **group, "decoupled": here, "decoupled_weight_decay": here}, what)
     check_decay(group, mine, what)
 
@@ -322,6 +327,7 @@ def _range_of(value: Any, param: nn.Parameter, name: str, key: str) -> tuple[flo
         raise ValueError(f"{key!r} of {name!r} is {value.dtype} in the loaded state, wanted a float dtype")
     if value.numel() == 0:
         return 0.0, 0.0
+    # One pass for range and finiteness: NaN makes both ends NaN, and no comparison with it holds.
     lowest, highest = (float(end) for end in torch.aminmax(value.detach().float()))
     if not (-_LARGEST <= lowest and highest <= _LARGEST):
         raise ValueError(f"{key!r} of {name!r} holds inf or NaN in the loaded state (or is no fp32 number)")
@@ -338,7 +344,7 @@ def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
 
 
 def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:
-    """What of a saved group goes into the optimizer's: not its params, nor what an Adam is, which was compared."""
+    """Take from a saved group what goes into the optimizer's: neither params nor the kind of Adam (compared before)."""
     left = {"params", "decoupled", "decoupled_weight_decay"} if "decoupled" in mine else {"params", "decoupled"}
     kept = {k: v for k, v in saved.items() if k not in left}
     return copy.deepcopy(kept)  # a learning rate may be a tensor, which a scheduler fills, or a label a list

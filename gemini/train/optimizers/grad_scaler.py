@@ -56,6 +56,7 @@ class GradScaler(torch.amp.GradScaler):
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # The scale of the losses since the last update: gradients refer to it, and it is read before it changes.
         self._current: Scale | None = None
 
     def scale(self, outputs: Any) -> Any:
@@ -102,19 +103,23 @@ class GradScaler(torch.amp.GradScaler):
         if not handles:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         stepping = stepping_of(handles[0])
+        # Sums of squares of all ranks first: inf or NaN is looked for in the whole gradient.
         stepping.settle()
         ready = [handle for handle in handles if handle.has_grad]
         is_bad = stepping.find_nonfinite(ready) if ready else False
         plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
+        # torch walks over groups: it is shown the plain params alone.
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
         is_shared = stepping.company.ranks.shares_params
+        # With other ranks a plain param's gradient is each rank's own, and all must skip or none.
         if not ready and not (is_shared and plain):
             return found
         if is_shared:
             is_bad = _agree(stepping.company, stepping.scaling, is_bad, has_plain=bool(plain), found=found)
         stepping.scaling.mark_unscaled(ready)
         device = found_inf.device
+        # In torch's own form: `step` skips where any device has found something.
         flag = torch.full_like(found_inf, float(is_bad))
         found[device] = found[device] + flag if device in found else flag
         return found
@@ -127,6 +132,7 @@ class GradScaler(torch.amp.GradScaler):
             AssertionError: if the optimizer has no gradients.
             GeminiError: for gradients of a managed model whose loss was not scaled.
         """
+        # Else the optimizer takes the call for one of torch's scaler, and refuses.
         token = scaler_steps.set(True)
         try:
             return super().step(optimizer, *args, **kwargs)
@@ -134,6 +140,7 @@ class GradScaler(torch.amp.GradScaler):
             scaler_steps.reset(token)
 
     def _maybe_opt_step(self, optimizer: Any, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # A skipped step drops the gradients too: the next backward would add to inf.
         if isinstance(optimizer, HybridOptimizer) and any(
             found.item() for found in optimizer_state["found_inf_per_device"].values()
         ):
@@ -154,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         return {**super().__getstate__(), "_current": None}
 
     def _forget_current(self) -> None:
-        """Gradients keep the scale that they have: its value is read before it changes."""
+        """Let gradients keep the scale that they have: its value is read before it changes."""
         if self._enabled and self._current is not None:
             self._current.snapshot()
             self._current = None
@@ -175,7 +182,9 @@ def _agree(
     """
     if has_plain:
         is_bad = is_bad or any(flag.item() for flag in found.values())
+    # Ranks may stand elsewhere: they meet before a message that only this place sends.
     company.meet_all(Point.SYNC_GRADS)
+    # Scales go with the flags: gradients of other scales were added up.
     own = torch.tensor([float(is_bad), scaling.held.value], dtype=torch.float64, device="cpu")
     rows = company.ranks.everyone.swap(Tag.AGREEMENT, own, "the loss scale")
     scales = rows[:, 1].tolist()

@@ -38,13 +38,14 @@ def class_in_place_of(original: Any, kind: Any) -> Any:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "_gemini_original": original,
+        # Pickles name the two classes, from which this one is made again.
         "__reduce_ex__": lambda self, protocol: (_new, (original, kind), self.__getstate__()),
     }
     return type(original.__name__, (kind, original), namespace)
 
 
 def _new(original: type, kind: type) -> Any:
-    """For copies and pickles, which would look for the class by its name."""
+    """Make an empty one for copies and pickles, which would look for the class by its name."""
     made = class_in_place_of(original, kind)
     return made.__new__(made)
 
@@ -59,8 +60,11 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     original: Any = type(optimizer)
     before = dict(vars(optimizer))
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    # So that a failure gives params back to whom they belonged.
     owners = [(param, optimizer_of(param)) for param in params]
+    # Read while it is torch's optimizer still: its states are by param there.
     past = {index: state for index, param in enumerate(params) if (state := _past_of(optimizer, param, rule))}
+    # A method on the object itself would hide that of the new class.
     for name in _SERVED:
         if name in before and not (name == "step" and _is_of_scheduler(optimizer)):
             raise ValueError(
@@ -100,15 +104,17 @@ def give_back(optimizer: Any) -> None:
     original = getattr(type(optimizer), "_gemini_original", None)
     if original is None:
         return
+    # Everything that others have put on it stays; what is ours goes.
     left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
     give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
+    # States of plain params stay; managed ones begin anew, as their planes are gone.
     state = _first_state(original, optimizer.param_groups) | dict(dict.items(optimizer.state))
     _put_back(optimizer, original, {**left, "state": defaultdict(dict, state)})
     _renew_step(optimizer)
 
 
 def _first_state(original: Any, groups: list[dict[str, Any]]) -> dict[Any, Any]:
-    """What a class has before the first step: torch's Adagrad makes its sums when it is made."""
+    """The states that a class has before the first step: torch's Adagrad makes its sums when it is made."""
     try:
         return dict(original([dict(group) for group in groups]).state)
     except TypeError:  # it wants more than params
@@ -116,6 +122,7 @@ def _first_state(original: Any, groups: list[dict[str, Any]]) -> dict[Any, Any]:
 
 
 def _put_back(optimizer: Any, original: type, attributes: dict[str, Any]) -> None:
+    # Else models would go on waiting for its updates inside backward.
     stepping_in_backward.discard(optimizer)
     optimizer.__class__ = original
     vars(optimizer).clear()
@@ -135,11 +142,13 @@ def _renew_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._patch_step_function()  # torch's: hooks of the optimizer are called
     if "step" not in vars(optimizer):
         return
+    # Weak: a function on the optimizer that held it would be a cycle, which only the collector ends.
     reference, function = weakref.ref(optimizer), type(optimizer).step
 
     @functools.wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:
         alive: Any = reference()
+        # What torch's schedulers look for before they warn.
         alive._opt_called = True
         return function(alive, *args, **kwargs)
 

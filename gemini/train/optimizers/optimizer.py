@@ -64,6 +64,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     """
 
     rule: UpdateRule = rules.ADAM
+    # The number of the backward in which the groups were looked at last (`step_in_backward`).
     _backward_checked = -1
     _checked_groups: list[Group] | None = None
     """The groups as they were when they were looked at last, without their params."""
@@ -79,16 +80,18 @@ class HybridOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{unknown[0]}= is not a hyperparameter of {rule.spec.name!r}: {list(rule.defaults)}")
         self.rule = rule
         defaults = {**rule.defaults, **hypers}
+        # Before torch's constructor takes the params over: what is refused here has changed nothing.
         self.check_group(defaults, type(self).__name__)
         self._update(step_in_backward, speculate)
         torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
         self._end_of_making(self._params())
 
     def _update(self, step_in_backward: bool, speculate: bool | None) -> None:
-        """When updates are made."""
+        """Set when updates are made: inside backward or in the step, as guesses or not."""
         if speculate and not step_in_backward:
             raise ValueError("speculate=True needs step_in_backward=True: it is about updates inside backward")
         self.step_in_backward, self.speculate = step_in_backward, bool(speculate)
+        # The caller left the choice: guessing begins by itself where that has paid.
         self.may_guess = speculate is None and not step_in_backward
         self._is_made = False
 
@@ -104,9 +107,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._update(step_in_backward, None)
         for group in self.param_groups:
             self.check_group(group, what)
+        # Refuses params of two models, while nothing has been taken over.
         self._owner_of(self._params())
         vars(self)["state"] = states_of.States(self, {})
         if states:  # which are written over those of an optimizer before, once all ranks have accepted them
+            # torch's state dict: params by number, in the order of the groups.
             numbers = iter(range(len(self._params())))
             groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
             give_to(self, self._params())
@@ -129,8 +134,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy: params that were copied with it are its own."""
+        """Make a copy an optimizer of the params that were copied with it."""
         super().__setstate__(state)
+        # Through __setattr__, which makes it States of this optimizer.
         self.state = state["state"]
         self._end_of_making(param for param in self._params() if optimizer_of(param) is None)
 
@@ -161,6 +167,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict):
             self.check_group({**self.defaults, **param_group}, f"param group {len(self.param_groups)}")
+        # torch refuses params that are in a group already; the rest is asked of the owner below.
         super().add_param_group(param_group)
         try:
             self._owner_of(self._params())
@@ -193,6 +200,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 before the step.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
+        # Outside of WHOLE: a closure is the program's forward and backward, which Ctrl-C may break off.
         loss = None if closure is None else call_with_grad(closure)
         with WHOLE:
             self._step()
@@ -202,11 +210,13 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         plain: list[tuple[nn.Parameter, Group, int]] = []
         managed: list[tuple[ParamHandle, Group]] = []
+        # Kept, not raised: with managed params the other ranks are told first.
         refusal = self._refusal()
         counted = 0
         for group in self.param_groups:
             params = group["params"]
             for param, handle in zip(params, list(map(handle_of, params)), strict=True):
+                # Of all params, as torch numbers them: the name of a plain one in messages.
                 counted += 1
                 if handle is not None:
                     managed.append((handle, group))
@@ -219,16 +229,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         if refusal is not None and not managed:
             raise refusal
         if managed:
+            # Params that another optimizer has taken over since: the error names them.
             lost = [handle for handle, _ in managed if handle.optimizer is None or handle.optimizer() is not self]
             if lost:
                 states_of.check_owned(self, lost)
             self._step_managed(managed, refusal)
+        # After the managed ones, which may still be refused.
         for param, group, index in plain:
             self._step_plain(param, group, index)
 
     def _refusal(self) -> Exception | None:
-        """What is wrong with the hyperparameters of the groups, which are looked at if anything of them is new."""
+        """Find what is wrong with the hyperparameters of the groups, which are looked at if anything of them is new."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        # Looking costs one comparison per value; checking a group costs far more, in every step.
         before = self._checked_groups
         if before is not None and len(before) == len(groups) and all(map(_is_same, groups, before)):
             return None
@@ -277,7 +290,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return states_of.read_state(handle)
 
     def owner(self) -> Owner | None:
-        """What manages the managed params, if there are any.
+        """Find what manages the managed params, if there are any.
 
         Raises:
             GeminiError: for params that another optimizer has taken over since.
@@ -337,12 +350,14 @@ class HybridOptimizer(torch.optim.Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         params = self._params()
+        # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
         self._check_loaded(state_dict)
         saved = state_dict["param_groups"]
         keys = chain.from_iterable(group["params"] for group in saved)
         states = [dict(state_dict["state"].get(key, {})) for key in keys]
         handles = [handle_of(param) for param in params]
         states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+        # The last look before the first change: ranks with other states go on as they were.
         agree_on_state(self, state_dict)
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
@@ -383,12 +398,14 @@ class HybridOptimizer(torch.optim.Optimizer):
     # ---- managed params -----------------------------------------------------------------------------------------
 
     def scalars_in_backward(self, handle: ParamHandle, backward_number: int, scale: float) -> Any:
-        """What to update a param with whose gradient has just become complete (``step_in_backward``)."""
+        """The scalars to update a param with whose gradient has just become complete (``step_in_backward``)."""
         if self._backward_checked != backward_number:  # before the first update of this backward
             self._check_mode(stepping_of(handle))
             self._backward_checked = backward_number
+            # Once per backward, since its first update cannot be taken back.
             for number, group in enumerate(self.param_groups):
                 self.check_group(group, f"param group {number}")
+        # By identity: == of tensors compares values.
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         return self.rule.scalars(group, handle.num_steps + 1, scale)
 
@@ -399,9 +416,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._owner_of(self._params())  # of two models, wrapped after this optimizer was made: refused
         stepping = stepping_of(managed[0][0])
         self._check_mode(stepping)
+        # All ranks come here and agree; only then is a refusal of this rank's own raised.
         stepping.begin_step(self)
         if refusal is not None:
             raise refusal
+        # Behind the agreement: a residual that waits for its weights is given up by all ranks alike.
         states_of.end_waiting(handle for handle, _ in managed)
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
@@ -419,6 +438,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             if handle is not None and param in self.state:
                 state = self.state.pop(param)
                 if "master" in state:
+                    # In fp16 the master was among the states, and the weights only its rounding.
                     owner_of(handle).by_names.write(handle, state["master"])
                 states_of.write_state(handle, state)
 
@@ -446,6 +466,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if param.dtype is torch.float16 and "master" not in state:
             state["master"] = param.detach().float().contiguous()
         state["step"] += 1
+        # In fp16 the master is updated, and the weights are its rounding.
         data = state.get("master", param.data)
         weights = data.contiguous()
         residual = state.get("residual")
@@ -458,6 +479,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             param.grad.contiguous().view(-1),  # type: ignore[union-attr]
         )
         self.rule.run(arrays, [rules.Segment(0, weights.numel(), scalars, where)])
+        # Updated elsewhere: a master, or a copy of a param with gaps.
         if weights.data_ptr() != param.data_ptr():
             param.data.copy_(weights)
         torch.autograd.graph.increment_version(param)  # for autograd a write in place, as torch's own steps are
@@ -525,7 +547,7 @@ def _is_same(group: Group, checked: Group) -> bool:
 
 
 def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: one of torch's would find no gradient on managed params and do nothing, silently.
+    """Refuse one of torch's optimizers, before its step: it would find no gradient on managed params and do nothing.
     ``GeminiDDP`` sees to it, whether or not the program has ever looked at one of ours.
     """
     if isinstance(optimizer, HybridOptimizer):

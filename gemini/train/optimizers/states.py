@@ -85,6 +85,7 @@ class States(defaultdict):  # type: ignore[type-arg]
         handle = self._managed(param)
         if handle is None:
             return super().pop(param, *default)
+        # Read before it is dropped: `pop` gives it back.
         state = read_state(handle)
         start_anew([handle])
         return state
@@ -96,6 +97,7 @@ class States(defaultdict):  # type: ignore[type-arg]
             GeminiError: if another optimizer has taken it over.
         """
         handle, optimizer = handle_of(param), self._optimizer()
+        # In here although it is managed: states of steps before the wrap, until the model has taken them over.
         if handle is None or param in self:
             return None
         if optimizer is not None:
@@ -103,6 +105,7 @@ class States(defaultdict):  # type: ignore[type-arg]
         return handle
 
     def clear(self) -> None:
+        # Plain ones go with the dict; managed ones start anew in their planes.
         super().clear()
         optimizer = self._optimizer()
         if optimizer is not None:
@@ -116,6 +119,7 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
         GeminiError: for states of managed params.
     """
     handles = managed_of(optimizer)
+    # All are looked at before any starts anew.
     for handle in handles:
         if states.get(handle.param) and not isinstance(states, States):
             raise _cannot_write(handle)
@@ -164,19 +168,21 @@ class _Planes(Mapping[str, torch.Tensor]):
 
 
 def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
-    """From now on the params are the optimizer's; managed ones that were not start anew.
+    """Make the params the optimizer's; managed ones that were not its own start anew.
 
     Raises:
         StorageError: if an update in flight, or a write to the spill file, fails.
     """
     params = list(params)
     with WHOLE:
+        # Before they are given away: what starts anew is what another optimizer has left.
         start_anew(h for p in params if (h := handle_of(p)) is not None and optimizer_of(p) is not optimizer)
         give_to(optimizer, params)
 
 
 def start_anew(handles: Iterable[ParamHandle]) -> None:
-    """No steps, and states of zero. Where a param has had no update they are zero already, and nothing is written."""
+    """Set steps and states to zero. Where a param has had no update they are zero already, and nothing is written."""
+    # The write is a whole plane, so it is spared where nothing was written.
     used = [handle for handle in handles if handle.num_steps]
     if not used:
         return
@@ -187,6 +193,7 @@ def start_anew(handles: Iterable[ParamHandle]) -> None:
         for handle in used:
             if state.corrupted_by is None:
                 write_state(handle, {})
+            # Also where nothing was written: a corrupted model gets its states from the checkpoint.
             handle.num_steps = 0
 
 
@@ -212,7 +219,7 @@ def _compact_rule(handle: ParamHandle) -> CompactRule | None:
 
 
 def _names_in(handle: ParamHandle) -> list[str]:
-    """What the states of a param are called."""
+    """List what the states of a param are called."""
     if not handle.chunk.trained:
         return []
     shown, master = _shown(handle), [MASTER] if owner_of(handle).by_names.rounds(handle) else []
@@ -239,6 +246,7 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
         if compact is None:
             value = shown(rule, kind, value)
         elif kind == RESIDUAL:
+            # The upper 8 of the residual's 16 bits are what is kept: the rest reads as 0.
             value = value.short() << 8
         else:
             scales = by_names.read_plane(handle, scale_of(kind))
@@ -250,13 +258,14 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
     if name == RESIDUAL_OF:
         state[RESIDUAL_OF] = torch.tensor(by_names.sum_of_weights(handle), device="cpu")
     if handle.factors:
+        # Factors are no plane: nobody waits for their update unless asked.
         stepping_of(handle).updates.wait(handle.chunk)
         state.update({kind: value.clone() for kind, value in handle.factors.items() if name in (None, kind)})
     return state
 
 
 def saved_state(handle: ParamHandle) -> dict[str, torch.Tensor]:
-    """What a state dict has of one managed param."""
+    """The entry of one managed param in a state dict."""
     of = read_state(handle, RESIDUAL_OF) if RESIDUAL_OF in _names_in(handle) else {}
     return {**read_state(handle), **of}
 
@@ -289,6 +298,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """
     by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
     if rule is not None:
+        # What the rule does not keep in codes (step, residual) passes as it is.
         coded = {kind: value for kind, value in state.items() if kind not in rule.face.spec.kinds}
         for kind in (spec.kind for spec in rule.face.spec.planes):
             coded |= rule.encoded(kind, state[kind]) if state.get(kind) is not None else {}
@@ -306,8 +316,10 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
             of = state.get(RESIDUAL_OF)
             by_names.complete(handle, value, None if of is None else int(of))
         elif value is not None:
+            # One number for the whole param, as `shown` has it: every block gets it.
             is_number = plane.block != 1 and value.dim() == 0
             by_names.write_plane(handle, kind, value.expand(shape) if is_number else value)
+        # Starting anew: zeros. The residual stays, since it is half of the master, which is the model's.
         elif not state and kind != RESIDUAL:
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
     if handle.factors:
@@ -320,9 +332,10 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
 
 
 def end_waiting(handles: Iterable[ParamHandle]) -> None:
-    """They are updated now. Warns of residuals whose weights never came."""
+    """Note that these params are updated now, and warn of residuals whose weights never came."""
     waited = [handle for handle in handles if handle.waiting is not None]
     alone = [handle.name for handle in waited if handle.waiting is not None and not handle.waiting.met]
+    # From the first update on the weights are others: nothing can complete them any more.
     for handle in waited:
         handle.waiting = None
     if alone:
@@ -348,7 +361,7 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
 
 
 def sum_of_plain(param: nn.Parameter) -> torch.Tensor:
-    """What a managed bf16 param has as "residual_of", of a plain one."""
+    """The "residual_of" of a plain bf16 param: the CRC-32 of its weights, as a managed one has it."""
     return torch.tensor(crc32(param.detach().reshape(-1).cpu()), device="cpu")
 
 
@@ -361,11 +374,13 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> d
         dtypes["residual"] = torch.int16
     if param.dtype is torch.float16:
         dtypes["master"] = torch.float32
+    # On the CPU wherever the param is, as in `step`: it is read in every step.
     found = {"step": torch.tensor(float(state["step"]), device="cpu")}
     for name, dtype in dtypes.items():
         if name in state:
             value = state[name].detach()
             if name in blocks and value.dim() == 0:
+                # One number for the whole param, as a state dict shows it.
                 value = value.expand(blocks[name].num_items(param.numel()))
             found[name] = value.to(param.device, dtype, copy=True).contiguous()
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,9 @@ from gemini.train.params.owner import GradHook
 
 
 class _Taken(NamedTuple):
-    """What it takes to give a param back as it was: its dtype, and its values where its home has not all their bits."""
+    """A param that was taken, and what giving it back takes: its dtype, and its values where its home has not all their
+    bits.
+    """
 
     handle: ParamHandle
     dtype: torch.dtype
@@ -46,6 +48,9 @@ class Adoption:
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
         self._grad_hook, self._taken = grad_hook, list[_Taken]()
         self._is_whole = False
+        self.becomes_whole = False
+        """Whether params that are slices become whole again at the end, as experts do."""
+        self._values: dict[ParamHandle, torch.Tensor] | None = None
 
     def take_all(self, *, filled: bool = False) -> None:
         """Move the params home one by one. If one cannot be moved, those that were are given back as they were.
@@ -55,7 +60,9 @@ class Adoption:
         try:
             for index, handles in self._params.by_chunk.items():
                 for handle in handles:
+                    # Noted param by param: what is given back is what was taken, wherever that breaks off.
                     self._taken.append(_Taken(handle, *self._take(handle, filled)))
+                # A chunk at a time: its params are freed before those of the next one are written.
                 if self._chunks[index].gathered:
                     self._exposure.hide(self._chunks[index])
                 else:
@@ -70,15 +77,28 @@ class Adoption:
         if filled:
             self.keep()
 
-    def give_back(self, *, whole: bool = False) -> None:
-        """Make taken params ordinary ones again: with the values they had, as long as that can be done; once the model
-        is whole, with those they have by then, on the CPU in the compute dtype.
+    def read_back(self) -> None:
+        """Read the values that :meth:`give_back` gives, of all params at once. It takes minutes where weights are in
+        files, and an error or an interrupt in the middle of it changes nothing: until all are here, none is given.
+        """
+        read = self._by_names.read_whole if self.becomes_whole else self._by_names.read
+        handles = self._params.handles
+        self._values = call_without_grad(lambda: {handle: handle.as_it_was(read(handle)) for handle in handles})
 
-        Args:
-            whole: whether params that are slices become whole ones.
+    def give_back(self) -> None:
+        """Make taken params ordinary ones again: with the values they had, as long as that can be done; once the model
+        is whole, with those that :meth:`read_back` has read, on the CPU in the compute dtype.
         """
         if self._is_whole:
-            call_without_grad(self._let_go, self._by_names.read_whole if whole else self._by_names.read)
+            if self._values is None:  # a wrap that breaks off
+                self.read_back()
+            values, self._values = self._values or {}, None
+            for index, handles in self._params.by_chunk.items():
+                for handle in handles:
+                    _make_ordinary(handle, values.pop(handle))
+                    # A view would keep the memory of the chunk.
+                    handle.view = torch.empty(0, device="cpu")
+                self._chunks[index].clear_planes()  # nobody reads its home any more
         elif not self._is_divided:
             for handle, dtype, original in self._taken:
                 value = original
@@ -88,14 +108,6 @@ class Adoption:
         else:
             return
         self._params.forget()
-
-    def _let_go(self, read: Callable[[ParamHandle], torch.Tensor]) -> None:
-        for index, handles in list(self._params.by_chunk.items()):
-            values = [read(handle) for handle in handles]
-            for handle, value in zip(handles, values, strict=True):
-                _make_ordinary(handle, handle.as_it_was(value))
-                handle.view = torch.empty(0, device="cpu")
-            self._chunks[index].clear_planes()  # its home is free for the next one
 
     def keep(self) -> None:
         """The model is whole: there is no way back to what it was."""
@@ -114,13 +126,17 @@ class Adoption:
             self._by_names.write(handle, original)
             like = torch.empty_like(original, device="meta")  # of a view with gaps: dense, with its order of dims
             handle.layout = None if like.is_contiguous() else like.stride()
+        # Its memory goes with that of the value.
         param.grad = None
         param.data = handle.view
+        # Behind the change of data: a write by the program is known by a higher number.
         handle.version = param._version
+        # From here on the param counts as managed.
         param._gemini = handle  # type: ignore[attr-defined]
         handle.trained, handle.optimizer = param.requires_grad, reference_to_optimizer_of(param)
         if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
+        # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
 
@@ -144,6 +160,7 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
             handle.hook.remove()
     for chunk in chunks:
         chunk.clear_planes()
+        # Whoever keeps a chunk keeps no memory with it.
         chunk.window = chunk.lender = None
         chunk.on_gone.clear()
         chunk.flat = chunk.face = torch.empty(0, dtype=chunk.flat.dtype, device="cpu")
@@ -153,7 +170,7 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
 
 
 class TrainedParams:
-    """Those of one model.
+    """Follows which params of one model are trained.
 
     Args:
         grad_hook: makes what takes the gradients of a param.
@@ -168,12 +185,13 @@ class TrainedParams:
         self._grad_hook = grad_hook
 
     def follow(self) -> None:
-        """After a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
+        """Take up a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
 
         Raises:
             BudgetExceeded: if no tier has room for that.
             GeminiError: in fp16, where a frozen param has no master.
         """
+        # Saved inputs on their way may be in the room that the new planes need.
         self._activations.drain()
         for handle in self._params.handles:
             handle.trained = handle.param.requires_grad
@@ -186,6 +204,7 @@ class TrainedParams:
         if chunk.trained:
             return
         store, numel = self._store, chunk.weights.numel
+        # The precision and the rule that the chunk was laid out for.
         rule = self._rule.of(chunk.spec.exact)
         precision = precision_of(chunk.spec, self._precision)
         specs = plane_specs(precision, self._gradients, rule, trainable=True)
@@ -203,6 +222,7 @@ class TrainedParams:
         num_bytes = sum(spec.page_bytes(numel) for spec in missing.values())
         below = [tier for tier in store.ledger.tiers if tier is not Tier.GPU]
         if rule.in_memory:
+            # This rule updates whole planes in memory, and stages nothing from a drive.
             below = [tier for tier in below if not tier.in_files]
         tier = next((t for t in below if store.ledger.make_room(t, num_bytes)), None)
         if tier is None:
@@ -210,6 +230,7 @@ class TrainedParams:
                 f"{chunk.name} became trained after wrapping and needs {human_bytes(num_bytes)} for gradients and "
                 "optimizer states, which no tier has: set requires_grad before wrapping, or raise a budget"
             )
+        # Reserved before it is allocated, each; what fails in between is given back by `reserving`.
         planes = {}
         for kind, spec in missing.items():
             with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
@@ -218,5 +239,6 @@ class TrainedParams:
             num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
             store.ledger.reserve(Tier.CPU, num_bytes, "factors")
             handle.factors = make_factors(self._rule, handle.param.shape)
+        # Last: a chunk that lacks a plane is frozen still.
         chunk.change_planes(planes)
         chunk.trained = True

@@ -46,6 +46,7 @@ def refuse_stock_loop() -> None:
     """
     modules = list(_modules_that_call())
     nearest = next((module for module in modules if not module.startswith(_ON_THE_WAY)), "")
+    # Only who calls directly counts: a program inside such a loop may move the model itself.
     if not nearest.startswith(tuple(_LOOPS)):
         return
     who, instead = next(told for known, told in _LOOPS.items() if any(module.startswith(known) for module in modules))
@@ -53,6 +54,7 @@ def refuse_stock_loop() -> None:
 
 
 def _modules_that_call() -> Iterator[str]:
+    # Above this generator and the function that asks.
     frame = sys._getframe(2)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")
@@ -69,6 +71,7 @@ def refuse_wrong_device(error: BaseException, device: torch.device, batch: Any) 
     if not isinstance(error, RuntimeError) or isinstance(error, (GeminiError, torch.OutOfMemoryError)):
         return
     elsewhere = sorted({str(tensor.device) for tensor in tensors_in(batch) if tensor.device != device})
+    # torch's words for tensors on two devices, of operations and of convolutions.
     if elsewhere and ("device" in str(error) or "weight type" in str(error)):
         raise GeminiError(
             f"the model computes on {device}, and it was called with tensors on {', '.join(elsewhere)}. Move each "
@@ -95,7 +98,7 @@ def need_transformers(what: str) -> None:
 
 @contextlib.contextmanager
 def naming_files(path: Any) -> Iterator[None]:
-    """Around what reads a model folder: a file that is damaged, and a folder that is not there, are named.
+    """Name a file that is damaged and a folder that is not there, around what reads a model folder.
 
     Raises:
         StorageError: for a damaged file.
@@ -115,6 +118,7 @@ def naming_files(path: Any) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as e:
+        # Looked for only now: opening every file costs time.
         damaged = _damaged(folder)
         if damaged is None:
             raise
@@ -122,7 +126,7 @@ def naming_files(path: Any) -> Iterator[None]:
 
 
 def damaged_file(file: Path | str, why: Exception) -> StorageError:
-    """What is said of a file of weights that cannot be read."""
+    """The error for a file of weights that cannot be read."""
     return StorageError(
         f"{file} cannot be read: {' '.join(str(why).split())[:200] or type(why).__name__}. The file is damaged or was "
         "not copied to its end: get it again (the other files of the model may be good)"

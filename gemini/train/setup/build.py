@@ -44,7 +44,7 @@ from gemini.train.setup.problem import Decision, check_optimizers, collect_param
 
 @dataclass
 class Built:
-    """What :func:`build` hands to the engine."""
+    """The parts that :func:`build` hands to the engine."""
 
     decision: Decision
     ledger: Ledger
@@ -82,9 +82,11 @@ def build(
     whole = whole_numel(layout, problem.rule)
     tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
     ledger = Ledger(dict(problem.budgets))
+    # Before anything is allocated: what does not fit is refused while the model is whole.
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
     is_declared = config.memory.bytes_of(device.tier) is not None
+    # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
     # Of a budget that leaves activations no room nobody has said that it is all there may be.
     has_all = problem.activations > 0 or config.activations is not None
@@ -93,9 +95,11 @@ def build(
     device.reserve_host(needed.get(Tier.CPU, 0))
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
+    # Windows that are never given back count in full; others as they come and go.
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
     device.reserve_buffers(_buffers(problem, placement))
+    # What is in the durable store needs no room in the spill file.
     on_disk = needed.get(DRIVE, 0)
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
@@ -116,6 +120,7 @@ def build(
         for n in named
         for spec, slot in [place_of[n.names[0]]]
     ]
+    # Factors are small, and always in host memory.
     for handle in handles:
         if handle.chunk.trained:
             handle.factors = make_factors(problem.rule, handle.param.shape)
@@ -126,13 +131,14 @@ def build(
     first_use: dict[int, int] = {}
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
+            # In the order of moments: the first one stays.
             first_use.setdefault(index, access.moment)
     foresight = _foresight(decision, owner)
     return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
-    """Two slots of every plane that outlives the process."""
+    """Open the durable store, with two slots of every plane that outlives the process; None without one."""
     if not problem.durable:
         return None
     assert config.memory.nvme_path is not None
@@ -162,7 +168,9 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
         schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
 
     def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
+        # A weak reference: foresight outlives no model, nor keeps it alive.
         model = owner()
+        # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
         for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
@@ -185,7 +193,7 @@ def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
 
 
 def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
-    """Everything but the windows, whose room is taken and given back as they come and go."""
+    """Reserve all but the windows, whose room is taken and given back as they come and go."""
     for i, homes in enumerate(placement.homes):
         for kind, num_bytes in problem.plane_bytes(i).items():
             ledger.reserve(homes[kind], num_bytes, kind)
@@ -199,9 +207,11 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(problem.compute, problem.activations, "activations")
     for tier in {Tier.CPU, problem.compute} if problem.temporaries else ():
         ledger.reserve(tier, problem.temporaries, "temporaries")
+    # The second slot of every plane in the store, which the next commit is written to.
     if problem.durable:
         ledger.reserve(DRIVE, problem.spare_slots(placement), "spare slots")
     demands = problem.demands(placement)
+    # On the host, everything in memory, and no durable store: updates work in place.
     still = problem.compute is not Tier.GPU and not problem.durable  # nothing has to be staged
     if not still or demands != problem.spoken_for(gathers=False, stages=False):
         ledger.reserve(Tier.CPU, problem.staging, "staging")
@@ -214,8 +224,10 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, man
     whose gradients stand in windows too until they are divided.
     """
     moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
+    # No more than all windows, and no more than the plan leaves them.
     gathered = min(sum(problem.window_bytes(i) for i in moving), window_room(problem, placement))
     wanted = gathered + (problem.in_flight if many else 0)
+    # Rounded down to whole pages, in which windows get their memory.
     return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
 
 
@@ -239,10 +251,12 @@ def _make_chunk(
     }
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
+    # Its home is where modules read: the plane itself is what they see.
     if not problem.needs_window(spec.index, homes[WEIGHTS]):
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)
     else:
+        # Address space alone: memory comes when the window is populated.
         window = device.make_window(spec.numel * dtype.itemsize)
         chunk = Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype))
     chunk.trained, chunk.streamed = spec.trainable, spec.index in placement.streamed

@@ -113,7 +113,8 @@ def prepare(
     structure: Structure, config: GeminiConfig, ranks: Ranks, *, filled: bool = True,
     cuts: Collection[int] | None = None,
 ) -> None:  # fmt: skip
-    """Before anything is built: the same model and settings on every rank, and the weights and buffers of rank 0.
+    """See that all ranks have the same model and settings, and give them the weights and buffers of rank 0; before
+    anything is built.
 
     ``filled``: the model has its values already; else whoever fills it sees that they are the same.
     ``cuts``: the ids of params that are slices.
@@ -141,11 +142,13 @@ def prepare(
     if ranks.shares_params:
         _refuse_renormalizing(structure)
     named = collect_params(structure)  # before weights are compared: what cannot be managed has none that could be
+    # By every name: a tie on one rank alone shows as a difference here.
     params = {
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for param, names in named
         for name in names
     }
+    # The path may differ between machines: only whether there is one is compared.
     memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
@@ -156,6 +159,7 @@ def prepare(
             "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
             "nvme_path": config.memory.nvme_path is not None,
+            # Each rank has its own number of the device.
             "device": str(config.device).partition(":")[0],
         },
         {
@@ -167,6 +171,7 @@ def prepare(
     )
     if not filled:
         return
+    # Ranks with other experts have other values for them: those are taken from the first with the same ones.
     experts = cuts if cuts and ranks.experts.size > 1 else ()
     every = [(names[0], param) for param, names in named]
     tensors = {name: param.data for name, param in every if id(param) not in experts}
@@ -177,7 +182,9 @@ def prepare(
 
 
 def _optimizer_states(named: list[NamedParam]) -> dict[str, str]:
-    """What steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike on all."""
+    """Checksums of what steps before the model was wrapped have left. Each rank keeps a part of it, so it must be alike
+    on all.
+    """
     found = {}
     for param, names in named:
         optimizer = optimizer_of(param)
@@ -204,6 +211,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
     memory = config.memory
     budgets: dict[Tier, int] = {}
     gpu = memory.bytes_of(Tier.GPU)
+    # A declared budget is taken as it is; of what is measured a margin stays for others.
     if device.tier is Tier.GPU:
         budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
     elif gpu:
@@ -216,14 +224,16 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
         if memory.durable:  # the slots of an earlier run are used again
             found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
         budgets[DRIVE] = int(found.free_bytes * MARGIN) if nvme is None else nvme
+    # A GPU is this process's alone; memory and disk are shared by all ranks of the machine.
     for tier in (Tier.CPU, DRIVE):
         if tier in budgets:
             budgets[tier] //= ranks.local_size
+    # All ranks plan alike, with what the poorest has: their layouts must be the same.
     return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
 
 
 class Decision(NamedTuple):
-    """What is built: the plan that was given or made, or (for homes the user fixed) the homes alone."""
+    """The homes of what is built, with the plan that was given or made; none for homes that the user fixed."""
 
     trace: MemoryTrace
     problem: Problem
@@ -237,12 +247,13 @@ class Decision(NamedTuple):
 
 
 def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks) -> int:
-    """What of a declared ``gpu=`` is the driver's and the allocator's, on all ranks alike. One that is measured is what
-    these leave.
+    """Bytes of a declared ``gpu=`` that are the driver's and the allocator's, the same on all ranks. A budget that is
+    measured is what these leave.
     """
     if device.tier is not Tier.GPU or config.memory.bytes_of(Tier.GPU) is None:
         return 0
     beside = device.beside_bytes()
+    # The largest of all: the smallest of the negative values.
     return -ranks.smallest([-beside])[0]
 
 
@@ -258,6 +269,7 @@ def decide(
     model = structure.model
     kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
     own = trace_of(structure, config.precision, kept)
+    # What would be kept if the user had not said None, for the warning.
     made = kept_in_fp32(structure, config.precision) if config.keep_fp32 is None else {}
     cast = [names[0] for param, names in structure.params if made.get(id(param)) == MADE]
     if cast:
@@ -265,12 +277,14 @@ def decide(
             f"{len(cast)} params are float32 beside those in half precision (the first is {cast[0]!r}), and "
             f"keep_fp32=None casts them to {config.precision} like all others: leave it out, and they stay as they are"
         )
+    # Experts that are spread have chunks of their own, whose gradients other ranks add up.
     params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
     own, given = replace(own, params=params), config.placement
     if isinstance(given, Plan):
         _check_plan(given, own, config, device, ranks)
     trace = given.trace if isinstance(given, Plan) else config.trace or own
     if not isinstance(given, Plan):
+        # A trace may have been made without knowing what stays in fp32 here.
         trace = trace.with_fp32({param.name for param in own.params if param.fp32})
     own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
@@ -283,6 +297,7 @@ def decide(
     if structure.read_as_a_whole:  # they read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in own.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
+    # Measured once, before anything is allocated; all candidates below are compared within these.
     budgets = measure_budgets(config, device, ranks)
     beside = bytes_beside(config, device, ranks)
     sharing = ranks.local_size
@@ -340,6 +355,7 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
         return trace
     if wanted == "auto":
         return trace
+    # A trace may hold the model both ways: as it is, and in tiles.
     for found in (replace(trace, tiled=None), trace.tiled):
         if found is not None and found.tile_tokens == wanted:
             return found
@@ -397,7 +413,7 @@ def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
 
 
 def reduce_dtype(config: GeminiConfig) -> torch.dtype:
-    """What gradients are sent in between ranks."""
+    """The dtype in which gradients are sent between ranks."""
     return COMPUTE_DTYPES[config.reduce_dtype or config.precision]
 
 
@@ -411,7 +427,7 @@ def pose(
     *,
     overlap: bool,
 ) -> Problem:
-    """All that placing needs to know."""
+    """Pose the problem: all that placing needs to know."""
     return pose_problem(
         trace,
         budgets,
@@ -432,7 +448,7 @@ def pose(
 
 
 def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
-    """What the user or the plan says; else None for what the trace has, and nothing if there is none."""
+    """Bytes of activations as the user or the plan says; None for what the trace has, and 0 if it has none."""
     if config.activations is not None:
         return parse_bytes(config.activations)
     if isinstance(config.placement, Plan):

@@ -22,7 +22,7 @@ from gemini.train.params.handle import is_in_stages
 
 
 def distinct_params(model: nn.Module) -> list[NamedParam]:
-    """Every param once, in declaration order, with all names it goes by."""
+    """List every param once, in declaration order, with all names it goes by."""
     return structure_of(model).params
 
 
@@ -52,6 +52,7 @@ def buffer_bytes(model: nn.Module | Structure) -> int:
     buffers = [buffer for _, module in structure.modules for buffer in module._buffers.values() if buffer is not None]
     coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
     dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
+    # By storage: views of one count once, with all of it.
     storages = {b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in dense}
     return sum(storages.values())
 
@@ -88,10 +89,12 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
     owns: list[list[int]] = []
     gathered: list[frozenset[int]] = []  # by the place of a visit: what it and those around it read
     for visit in structure.visits:
+        # Visits come in the order of declaration: what is around a module was visited before it.
         around = frozenset[int]() if visit.around is None else gathered[visit.around]
         own = [index_of[id(param)] for param in visit.params]
         gathered.append(around.union(own))
         if own:
+            # A child without children of its own: its owner may read its weight without calling it.
             leaves = [child for child in visit.module.children() if not any(child.children())]
             reachable = [index_of[id(p)] for leaf in leaves for p in leaf._parameters.values() if p is not None]
             moments.append(Moment(Phase.FORWARD, visit.path, tuple(sorted(gathered[-1].union(reachable)))))

@@ -42,6 +42,7 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 _check_buffer(f"{path}.{name}" if path else name, buffer)
+    # After the kinds of tensors: it asks for addresses, which not every kind has.
     _check_memory(structure)
     _check_class(structure.model, managed_class)
 
@@ -72,6 +73,7 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
         )
     if has_params:
         try:
+            # Tried, since a class may refuse hooks in any way of its own.
             module.register_forward_pre_hook(_nothing).remove()
             module.register_forward_hook(_nothing).remove()
         except Exception as e:
@@ -117,6 +119,7 @@ def _check_param(name: str, param: torch.Tensor) -> None:
 def _check_grad(name: str, param: torch.Tensor) -> None:
     """Refuse a gradient that is there: the next backward would add to it, and chunks begin without any."""
     grad = param.grad
+    # Zeros do no harm: zero_grad(set_to_none=False) leaves them.
     if grad is not None and not grad.is_meta and bool((grad._values() if grad.is_sparse else grad).any()):
         raise ValueError(
             f"param {name!r} has a gradient already, which the next backward would add to, and managed params begin "
@@ -148,7 +151,7 @@ def _check_buffer(name: str, buffer: torch.Tensor) -> None:
 
 
 class _Held(NamedTuple):
-    """Where a tensor of the model lies: bytes from ``start`` to ``stop``."""
+    """A tensor of the model and where it lies: bytes from ``start`` to ``stop``, as addresses."""
 
     start: int
     stop: int
@@ -159,6 +162,7 @@ class _Held(NamedTuple):
 
 def _check_memory(structure: Structure) -> None:
     """Refuse params whose memory somebody else has too: managed, each has memory of its own, and they would part."""
+    # In the order of addresses: only those that are still open can overlap the next one.
     held = sorted((found for found in _tensors_of(structure)), key=lambda found: found[:2])
     open_ones: list[_Held] = []
     for now in held:
@@ -185,6 +189,7 @@ def _tensors_of(structure: Structure) -> Iterator[_Held]:
     for path, module in structure.modules:
         own: dict[str, Any] = {**module._parameters, **module._buffers}
         if not module._forward_pre_hooks:  # what is kept there is not made anew for each forward, as spectral_norm does
+            # Tensors in plain attributes, which may be views of a param as well.
             own = {**vars(module), **own}
         for name, tensor in own.items():
             if not isinstance(tensor, torch.Tensor) or id(tensor) in seen or tensor.layout is not torch.strided:
@@ -209,12 +214,14 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors whose ranges meet have a byte in common: columns of one matrix have not."""
     if a.device != b.device:
         return False
+    # Both without gaps (or of other item sizes, where one is not looked at closer): ranges that meet share bytes.
     if (_extent(a) == a.numel() and _extent(b) == b.numel()) or a.itemsize != b.itemsize:
         return True
     first = min(a.data_ptr(), b.data_ptr())
     places = []
     for tensor in (a, b):
         offset = (tensor.data_ptr() - first) // tensor.itemsize
+        # The elements that each of them has, by number from the lower address on.
         line = torch.arange(offset, offset + _extent(tensor), dtype=torch.int64)
         places.append(line.as_strided(tensor.shape, tensor.stride()).reshape(-1))
     return bool(torch.isin(*places).any())
@@ -223,6 +230,7 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_class(model: nn.Module, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
     original = type(model)
     try:
+        # Tried on the model and undone: __slots__ or a metaclass may forbid it.
         model.__class__ = managed_class(original)  # type: ignore[assignment]
         model.__class__ = original
     except Exception as e:

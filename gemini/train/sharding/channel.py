@@ -27,7 +27,7 @@ STREAM = "collectives"
 
 
 class Arrival(Event):
-    """The end of messages on the wire. Who waits first looks after them; from any thread."""
+    """The end of messages on the wire. Who waits first looks after them; any thread may."""
 
     what = "an all-gather"
 
@@ -96,7 +96,7 @@ class Channel:
             self._begin(chunk).wait()
 
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
-        """Begin the same when ``ready`` is complete: the end of it."""
+        """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
         with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
             return Arrival(self._begin(chunk), self.agreement)
 
@@ -129,11 +129,11 @@ class Channel:
     # ---- both ---------------------------------------------------------------------------------------------------
 
     def gathering(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Around weights that travel."""
+        """Note a time in which weights travel."""
         return self._travelling(Track.GATHER, chunk)
 
     def reducing(self, chunk: Chunk) -> AbstractContextManager[None]:
-        """Around gradients that travel."""
+        """Note a time in which gradients travel."""
         return self._travelling(Track.REDUCE, chunk)
 
     def _travelling(self, track: Track, chunk: Chunk) -> AbstractContextManager[None]:

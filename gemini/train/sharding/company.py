@@ -69,13 +69,13 @@ class Company:
     def agree_on_folder(
         self, point: Point, doing: str, directory: str | os.PathLike[str], refusal: BaseException | None
     ) -> None:
-        """All who write or read one model do it, in folders with the same name, or none does."""
+        """Let all who write or read one model do it, in folders with the same name, or none."""
         # Only the name: mounts and drives differ between machines.
         facts = Facts({"directory": Path(os.fsdecode(directory)).name})
         self.agree(point, doing, lambda: facts, refusal, among=self.ranks.writers, words="folder")
 
     def refuse_differing(self, doing: str, facts: Facts) -> None:
-        """All ranks with the same params come here when their checksums differ: raises as ``agree``."""
+        """Say what differs, on all ranks with the same params, when their checksums do: raises as ``agree``."""
         tell(self.ranks.everyone, doing, facts, words="step")
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
@@ -86,20 +86,20 @@ class Company:
     # ---- values -------------------------------------------------------------------------------------------------
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        """Read the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         read_range(self._mover, handle.chunk.planes[kind], handle, out)
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """A forward that a backward may follow begins."""
+        """Note that a forward begins that a backward may follow."""
 
     def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step."""
+        """Note that an optimizer step is over."""
 
     def without_reducing(self) -> AbstractContextManager[None]:
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
         return nullcontext()
 
     def close(self) -> None:
-        """The model ends."""
+        """End what goes on for the model, which ends."""

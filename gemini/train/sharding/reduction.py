@@ -124,7 +124,9 @@ class Reduction(GradientSink):
         self._behind: dict[int, Job] = {}
         """The reductions behind backward, by chunk; the first one is over first."""
         self._completions = Completions()
+        # Windows of gradients that were reduced, without memory, by their bytes.
         self._spare: dict[int, list[Window]] = {}
+        # The number of a backward, and the checksum of what its updates depend on.
         self._plan = (0, 0)
         self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
         self._sync = StepSync(shards, self._replicas, into.state, scaling)
@@ -153,7 +155,7 @@ class Reduction(GradientSink):
             whole.arrived.add(handle.name)
 
     def complete(self, chunk: Chunk) -> None:
-        """Every gradient of a chunk has arrived on this rank."""
+        """Begin or await the reduction of a chunk, every gradient of which has arrived on this rank."""
         index = chunk.spec.index
         self._completions.note(index, self._manager.foresight.place, self.state.backward_number)
         if not self.reduces:
@@ -191,7 +193,7 @@ class Reduction(GradientSink):
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
-        """All ranks have done what the script says; ``has_all``: this one has nothing else of this backward to reduce.
+        """End a script that all ranks have followed; ``has_all``: this one has nothing else of this backward to reduce.
         True if that holds for all.
         """
         return self._sync.end_script(has_all=has_all and not self._whole)
@@ -228,6 +230,7 @@ class Reduction(GradientSink):
         chunk.settle()
         working, backward = Working(self._mover.watch.moved, staging=self._staging), self.state.backward_number
 
+        # Runs on the landing worker, with all that it needs from the training thread in hand.
         def add_up(brought: list[int]) -> None:
             for handle in handles:
                 self.gradients.apply_clip(handle)
@@ -242,6 +245,7 @@ class Reduction(GradientSink):
                             self._land(chunk, handles, adding, start, stop, total)
                     except Exception as e:  # the others must get what they wait for
                         failure = e
+            # Only now: all pieces were taken from the wire.
             if failure is not None:
                 raise failure
             whole.is_reduced = True
@@ -256,7 +260,7 @@ class Reduction(GradientSink):
         self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
 
     def _wait_for_first(self) -> None:
-        """Until the first reduction behind backward is over, or will not be."""
+        """Wait until the first reduction behind backward is over, or will not be."""
         index, job = next(iter(self._behind.items()))
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
@@ -295,12 +299,12 @@ class Reduction(GradientSink):
         return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
-        """Ranks that disagree about updates inside backward find out before the first of them."""
+        """Refuse updates inside backward that ranks disagree about, before the first of them."""
         if len({detail >> _PLAN for detail in details}) > 1:
             self._shards.refuse_differing("the updates inside backward", self._sync.facts_of_updates())
 
     def reduce(self, index: int, requests: list[Request]) -> None:
-        """All ranks add up chunk ``index``: each receives its shard of the sum and lands it."""
+        """Add up chunk ``index`` on all ranks: each receives its shard of the sum and lands it."""
         chunk = self.store.chunks[index]
         chunk.settle()  # a guess that was made of less
         self._check_plans([request.detail for request in requests])
@@ -351,7 +355,7 @@ class Reduction(GradientSink):
     def _who_has_what(
         self, index: int, requests: list[Request], whole: _WholeGradient | None, handles: list[ParamHandle]
     ) -> tuple[torch.Tensor, list[torch.dtype]]:
-        """Which gradients of a chunk each rank has (ranks x params), and in which dtype."""
+        """Find out which gradients of a chunk each rank has (ranks x params), and in which dtype."""
         if all(request.subject == (Point.REDUCE, index) and request.detail & 1 for request in requests):
             everything = torch.ones((self._ranks.size, len(handles)), dtype=torch.bool, device="cpu")
             return everything, [_DTYPES[(request.detail & (1 << _PLAN) - 1) >> 1] for request in requests]
@@ -458,7 +462,7 @@ class Reduction(GradientSink):
                     self._close(handle.chunk.spec.index)
 
     def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step, skipped or made."""
+        """Note that an optimizer step is over, skipped or made."""
         self._sync.end_step(has_gradients=has_gradients)
         self._replicas.end_step(has_gradients=has_gradients)
 
@@ -467,15 +471,15 @@ class Reduction(GradientSink):
         self._replicas.leave()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
-        """Ranks compare what they did."""
+        """Note a clipping, which ranks compare in the step."""
         self._sync.note_clipping(max_norm, handles)
 
     def settle(self) -> None:
-        """Before the norm, once per step: see :meth:`StepSync.sync_grads`."""
+        """Make gradients the same thing on all ranks, once per step before the norm: :meth:`StepSync.sync_grads`."""
         self._sync.sync_grads(self._whole)
 
     def agree_on_step(self, optimizer: Stepper) -> None:
-        """Before the update: see :meth:`StepSync.agree_on_step`."""
+        """Agree on the update before it is made: :meth:`StepSync.agree_on_step`."""
         self._sync.agree_on_step(optimizer, self._whole)
 
     @contextmanager

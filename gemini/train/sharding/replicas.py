@@ -45,7 +45,7 @@ _GOES_ON = 1
 
 
 class _Standing(IntEnum):
-    """Whose sum the gradients of a chunk are."""
+    """Says whose sum the gradients of a chunk are."""
 
     NONE = 0
     OWN = 1
@@ -101,7 +101,7 @@ class ReplicaSums:
     # ---- chunks -------------------------------------------------------------------------------------------------
 
     def begin_landing(self, chunk: Chunk, *, adding: bool) -> None:
-        """Sums of a replica are about to be written, or added to what is there."""
+        """Prepare for sums of this replica that are about to be written, or added to what is there."""
         index = chunk.spec.index
         if index in self._jobs:
             # The sum that is under way reads what is about to be written.
@@ -112,7 +112,7 @@ class ReplicaSums:
             self._reopen(chunk)
 
     def landed(self, index: int, backward: int) -> None:
-        """All gradients of a chunk are there, in the backward of that number. From any thread, in any order."""
+        """Note that all gradients of a chunk are there, in that backward. Called by any thread, in any order."""
         if self._lane is None or index not in self._by_chunk:
             return
         with WHOLE, self._lock:
@@ -129,17 +129,19 @@ class ReplicaSums:
                 self._jobs[following] = step.reduce(_GOES_ON, partial(self._sum_behind, following), lambda: DONE)
 
     def _sum_behind(self, index: int, heard: list[int]) -> None:
+        """Add up one chunk behind backward. Runs on the replicas' worker, one chunk after the other."""
         with self._mover.working(Working(self._mover.watch.moved)):
             self._add_up(self._chunks[index], [])
         self.num_behind += 1
         self._standing[index] = _Standing.SUMMED
 
     def leave(self) -> None:
-        """This rank is about to meet the other replicas for something else: they wait for no sum of it."""
+        """Leave the script before this rank meets the other replicas for something else: they wait for no sum of it."""
         with WHOLE, self._lock:
             self._leave()
 
     def _leave(self) -> None:
+        """Leave the script, if one is followed; what it has begun is waited for later. Needs the lock."""
         step, self._step = self._step, None
         self._landed.clear()
         if step is not None:
@@ -147,8 +149,8 @@ class ReplicaSums:
             self._left.append(step)
 
     def sum_now(self, chunk: Chunk, section: torch.Tensor, present: Sequence[ParamHandle], plan: int) -> None:
-        """Gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the sum
-        over replicas. They come here for one chunk after another, in the order of backward.
+        """Add up gradients that are about to be used, and are kept nowhere: ``section``, this rank's shard, becomes the
+        sum over replicas. They come here for one chunk after another, in the order of backward.
 
         Args:
             present: who has a gradient in it.
@@ -198,7 +200,7 @@ class ReplicaSums:
         self._expect()
 
     def give_up(self) -> None:
-        """Gradients are about to be dropped: those of a backward that has failed are not added up any further."""
+        """Stop adding up what a backward that has failed has left: gradients are about to be dropped."""
         if self._jobs:
             self._finish()
 
@@ -221,13 +223,13 @@ class ReplicaSums:
                 job.wait()
 
     def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step, which all replicas make."""
+        """Note that an optimizer step is over, which all replicas make."""
         if not has_gradients:
             self._standing.clear()
         self._expect()
 
     def _expect(self) -> None:
-        """A backward may follow: what it lands in the usual order is added up behind it."""
+        """Prepare for a backward that may follow: what it lands in the usual order is added up behind it."""
         if self._step is not None or not self._usual or self._lane is None or self._launcher is None:
             return
         self._finish()  # what was left for another meeting, in which all replicas have left it
@@ -303,7 +305,7 @@ class ReplicaSums:
             handle.norm_sums = sums[handle.name]
 
     def _reopen(self, chunk: Chunk) -> None:
-        """The first replica keeps the sum, and the others begin anew."""
+        """Let the first replica keep the sum, and the others begin anew from zeros."""
         self._standing[chunk.spec.index] = _Standing.REOPENED
         # One of them must keep what all have, or the next sum would lose it.
         if self._wires[chunk.spec.index].rank == 0:

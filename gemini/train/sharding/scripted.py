@@ -41,7 +41,7 @@ _STREAM = "landing"
 
 
 class Parted(GeminiError):
-    """Nothing comes of a collective, since a rank has left the script."""
+    """Raised where nothing comes of a collective, since a rank has left the script."""
 
 
 class Launch(Event):
@@ -208,7 +208,7 @@ class ScriptedStep:
         return job
 
     def before_waiting_for(self, job: Job) -> None:
-        """This rank is about to wait for a reduction."""
+        """Part before this rank waits for a reduction whose gathers it has not begun: nobody else would begin them."""
         self._fetches.await_begun()
         if self._gathered < self.script.gathers_before[self._jobs.index(job)]:
             self.finish()
@@ -216,6 +216,7 @@ class ScriptedStep:
     # ---- order --------------------------------------------------------------------------------------------------
 
     def _offer(self, place: int, run: Callable[[], None]) -> Job:
+        """Offer a collective for its place in the order. Called by any thread."""
         job = Job(run, place)
         with WHOLE, self._order:
             self._launches.append(job)
@@ -224,7 +225,7 @@ class ScriptedStep:
         return job
 
     def _give(self) -> None:
-        """The launcher gets what is at the next places; all that was offered, if this rank leaves."""
+        """Give the launcher what is at the next places; all that was offered, if this rank leaves. Needs ``_order``."""
         # The launcher never sees a collective before all that stand before it: it has no order of its own to keep.
         while self._next in self._offered:
             self._launcher.put(self._offered.pop(self._next))
@@ -235,6 +236,7 @@ class ScriptedStep:
 
     @contextmanager
     def _launching(self) -> Iterator[None]:
+        """Around the launch of a collective, on the launcher's thread: a failure ends the script there."""
         try:
             yield
         except BaseException:  # what others have launched here does not end; nothing more is begun
@@ -242,7 +244,7 @@ class ScriptedStep:
             raise
 
     def _hear(self, says: int, what: str) -> list[int]:
-        """On the launcher: what all ranks say before a collective.
+        """Hear what all ranks say before a collective. Runs on the launcher's thread.
 
         Raises:
             Parted: if one of them parts, or has before, or they bring different things.
@@ -263,7 +265,9 @@ class ScriptedStep:
         self._hear(_PARTS, "leaving a script")
 
     def part(self) -> None:
-        """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too."""
+        """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too.
+        Called by any thread.
+        """
         with WHOLE, self._order:
             if self._leaves:
                 return

@@ -58,7 +58,9 @@ _TRAFFIC = {
 
 
 def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
-    """Whether a call of the model is under way, for another thread; None when there is no model any more."""
+    """Make what tells another thread whether a call of the model is under way; None when there is no model any more. It
+    keeps none alive.
+    """
 
     def is_inside() -> bool | None:
         state = reference()
@@ -121,7 +123,7 @@ class Shards(Company):
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
-        """The model ends: nobody watches any more, and nobody waits for disks."""
+        """End the watch and the workers: the model ends."""
         if self._watch is not None:
             self._watch.stop()
         for lane in (self.lane, self._launcher, self.replica_lane, self.replica_launcher):
@@ -133,7 +135,7 @@ class Shards(Company):
         return self.reducing.without_reducing()
 
     def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step: what was sent since the last one is what the report shows."""
+        """Count an optimizer step: what was sent since the last one is what the report shows."""
         self.agreement.num_steps += 1
         self.reducing.end_step(has_gradients=has_gradients)
         total = self._sent()
@@ -184,7 +186,7 @@ class Shards(Company):
         return iter(()) if self.step is None else self.step.upcoming()
 
     def follow(self) -> None:
-        """A chunk was acquired: what the script gathers for this moment is gathered, also if it is here still."""
+        """Gather what the script gathers for the moment of a chunk that was acquired, also if it is here still."""
         step, place = self.step, self._manager.foresight.place
         while step is not None and place is not None and (following := step.next_gather()) is not None:
             chunk = self._chunks[following.chunk]
@@ -226,7 +228,7 @@ class Shards(Company):
         return is_alike
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Around a wait for other ranks."""
+        """Note a wait for other ranks, for who watches over it."""
         return self.agreement.waiting(what)
 
     @property
@@ -249,7 +251,9 @@ class Shards(Company):
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def reach(self, request: Request) -> list[Request]:
-        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point. A script is left."""
+        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point. A script is left first.
+        No worker may come here: the training thread may be asking for something else.
+        """
         self.finish()
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
@@ -304,7 +308,7 @@ class Shards(Company):
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
     def reduce(self, index: int, requests: list[Request]) -> None:
-        """All ranks add up the gradients of a chunk."""
+        """Add up the gradients of a chunk on all ranks."""
         self.reducing.reduce(index, requests)
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -323,7 +327,7 @@ class Shards(Company):
         return chunk.fetched
 
     def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
-        """Every rank gives what it keeps of a chunk's weights, or of a param's plane, to those who asked."""
+        """Give what this rank keeps of a chunk's weights, or of a param's plane, to those who asked; all ranks do."""
         point, index = subject
         if point is Point.READ:
             number, kind = divmod(index, len(self._kinds))
@@ -340,7 +344,7 @@ class Shards(Company):
             self._send_weights(self._chunks[index], receivers)
 
     def _send_weights(self, chunk: Chunk, receivers: list[int]) -> None:
-        """Some ranks need weights that others do not: host tile by host tile, so that those need no memory for it."""
+        """Send weights that only some ranks need: host tile by host tile, so that the others need no memory for it."""
         mover, wire, plane = self._mover, self.ranks.wire, chunk.weights
         shard, what = plane.numel, f"sending the weights of {chunk.name}"
         taking = wire.rank in receivers
@@ -370,7 +374,7 @@ class Shards(Company):
     # ---- by name ------------------------------------------------------------------------------------------------
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """The values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
+        """Read the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
         # Where the others' parts go while this rank serves and is served.
         self._read = out
         try:

@@ -24,7 +24,7 @@ from gemini.train.step import StepState
 
 
 def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
-    """Which params have a gradient."""
+    """State which params have a gradient."""
     return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, _names(handles))
 
 
@@ -38,7 +38,7 @@ def facts_of_step(
     num_backwards: int,
     num_dropped: int,
 ) -> Facts:
-    """Everything that an update by these optimizers depends on, but the gradients themselves."""
+    """State all that an update by these optimizers depends on, but the gradients themselves."""
     values = {
         "clip_grad_norm_": ", ".join(clippings) or "not called",
         "the number of backwards since the last step": str(num_backwards),
@@ -100,7 +100,7 @@ class StepSync:
     # ---- what happens in between ----------------------------------------------------------------------------------
 
     def gradient_arrives(self) -> None:
-        """One of a further backward; with replicas it may not come after the sums across them.
+        """Take up a gradient of a further backward; with replicas it may not come after the sums across them.
 
         Raises:
             GeminiError: if it does.
@@ -110,8 +110,8 @@ class StepSync:
         self.undo()
 
     def end_script(self, *, has_all: bool) -> bool:
-        """A backward followed its script. Ranks tell each other whether it is over, what they have, and its norms:
-        True if it is over on all of them.
+        """End a backward that followed its script: ranks tell each other whether it is over, what they have, and its
+        norms. True if it is over on all of them.
         """
         handles = self._params.handles
         checksum = facts_of_gradients(handles).checksum
@@ -127,14 +127,14 @@ class StepSync:
         return True
 
     def backward_ended(self, *, is_alike: bool) -> None:
-        """One outside of ``no_sync``; ``is_alike``: it followed its script to the end."""
+        """Count a backward outside of ``no_sync``; ``is_alike``: it followed its script to the end."""
         # Ranks compare it: one that made a backward more has other sums.
         self._num_backwards += 1
         if not is_alike:
             self.undo()  # nobody had a gradient
 
     def gradients_dropped(self, handles: Sequence[ParamHandle]) -> None:
-        """``zero_grad``: what was clipped is gone too."""
+        """Note a ``zero_grad``: what was clipped is gone too."""
         self._num_dropped += any(handle.has_grad for handle in handles)
         self._clippings.clear()
 
@@ -142,7 +142,7 @@ class StepSync:
         self._clippings.append(_called(max_norm, handles))
 
     def end_step(self, *, has_gradients: bool) -> None:
-        """After an optimizer step, skipped or made."""
+        """Note that an optimizer step is over, skipped or made."""
         self._clippings.clear()
         self._num_dropped = self._num_backwards = 0
         if self.is_done and not has_gradients:
@@ -199,7 +199,7 @@ class StepSync:
         self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
 
     def undo(self) -> None:
-        """A backward after ``clip_grad_norm_``: of a norm that all ranks know, this rank's part is its own again."""
+        """Go back to this rank's part of a norm that all ranks know, for a backward after ``clip_grad_norm_``."""
         if not self.is_done:
             return
         for handle in self._params.handles:

@@ -48,7 +48,7 @@ _WORDS = {
 
 
 class ExpertExchange:
-    """Among the ranks that have the experts of the same layers.
+    """The exchange among the ranks that have the experts of the same layers.
 
     Args:
         names: of the modules that have experts.
@@ -66,6 +66,7 @@ class ExpertExchange:
             RankMismatch: on every rank, if one stands elsewhere.
             RankLost: if one does not answer.
         """
+        # As long for every layer and point: ranks that stand elsewhere can read it.
         said = torch.zeros(2 + self._most, dtype=torch.int64, device="cpu")
         # One that evaluates stands elsewhere: it makes no backward, in which the others would wait for it.
         said[0], said[1] = point + (not torch.is_grad_enabled()), layer
@@ -97,7 +98,7 @@ class ExpertExchange:
 
 
 class _Way(NamedTuple):
-    """From where to where rows go, and where it is asked on the way back whether all stand there."""
+    """A way of rows: how many go to and come from each rank, and where ranks meet before they go back in backward."""
 
     exchange: ExpertExchange
     sent: list[int]
@@ -149,6 +150,7 @@ def dispatched_forward(
     told = exchange.meet(Point.DISPATCH, layer, counts).view(size, size, num_here)
     sent = told[exchange.rank].sum(-1).tolist()
     of_here = told[:, exchange.rank]  # by the rank they come from, and by expert
+    # Known before any row travels: memory for them is made once.
     received = of_here.sum(-1).tolist()
     there = _Way(exchange, sent, received, (Point.DISPATCH_BACKWARD, layer))
     rows, weights = _SwapRows.apply(there, hidden_states[order // top_k], top_k_weights.reshape(-1)[order])
@@ -162,6 +164,7 @@ def dispatched_forward(
     # Again: a rank that failed in its experts is heard of here, and not by rows that never come.
     exchange.meet(Point.COMBINE, layer)
     (back,) = _SwapRows.apply(_Way(exchange, received, sent, (Point.COMBINE_BACKWARD, layer)), made[:num_rows])
+    # Back in the order of tokens and of their k experts, in which the sum is made.
     by_token = back[order.argsort()].view(num_tokens, top_k, -1)
     return by_token.sum(1).to(hidden_states.dtype)
 
@@ -195,7 +198,7 @@ class SpreadExperts(WholeParams):
             self._put.append(module)
 
     def take_away(self) -> None:
-        """Experts are the module's own again."""
+        """Make experts the module's own again."""
         while self._put:
             module = self._put.pop()
             module.num_experts = int(module.num_experts) * self._size  # type: ignore[arg-type, assignment]

@@ -34,6 +34,7 @@ def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
     said = [(name, tuple(param.shape), checksum_of(param.data)) for name, param in model.named_parameters()]
     everyone: list[Any] = [None] * size_of(mesh, dim)
     dist.all_gather_object(everyone, said, group=mesh.get_group(names_of(mesh).index(dim)))
+    # Up to the shortest list: another number of params is said below.
     for of_param in zip(*everyone, strict=False):
         if any(other != of_param[0] for other in of_param):
             return str(of_param[0][0])
@@ -41,7 +42,7 @@ def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
 
 
 def sizes_that_divide(number: int) -> str:
-    """Those above one, in words for an error."""
+    """List the sizes above one that divide ``number``, in words for an error."""
     return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
 
 
@@ -100,6 +101,7 @@ PLANS = {"gpt2": _GPT2, "opt": _OPT, "bloom": _BLOOM, "bert": _BERT, "t5": _T5}
 def of_end(name: str, by_end: Mapping[str, object]) -> str | None:
     """The longest of the ends that ``name`` has."""
     found = [end for end in by_end if name == end or name.endswith(f".{end}")]
+    # "attn.c_proj" before "c_proj": the longer end says more.
     return max(found, key=len) if found else None
 
 
@@ -130,12 +132,12 @@ class WholeParams:
         return {id(named[name]): cut for name, cut in self.params.items() if name in named}
 
     def give_back(self) -> None:
-        """The params are whole again."""
+        """Make the params whole again."""
         while self._whole:
             SET_DATA(*self._whole.pop())
 
     def keep(self) -> None:
-        """There is no way back: whole values are let go of."""
+        """Let go of whole values: there is no way back."""
         self._whole.clear()
 
 
@@ -160,14 +162,16 @@ class SlicedModel(WholeParams):
         self._hook: RemovableHandle | None = None
 
     def _put(self, module: nn.Module, name: str, value: Any) -> None:
+        # From the module's own dict: what its class has shows again when this is taken away.
         self._before.append((module, name, module.__dict__.get(name, _NOTHING)))
         module.__dict__[name] = value
 
     def take_away(self) -> None:
-        """Modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
+        """Let modules compute with whole params again, unless :meth:`keep` has let go of what they were."""
         if not self._before:
             return
         while self._before:
+            # In reverse: an attribute may have been put twice.
             module, name, value = self._before.pop()
             if value is _NOTHING:
                 module.__dict__.pop(name, None)
@@ -177,7 +181,7 @@ class SlicedModel(WholeParams):
             self._hook.remove()
 
     def keep(self) -> None:
-        """There is no way back."""
+        """Let go of whole values and of what modules were: there is no way back."""
         super().keep()
         self._before.clear()
 
@@ -197,6 +201,7 @@ class SlicedModel(WholeParams):
             self._put(module, "_gemini_slice", (style, self.slices))
             if style == "embedding_rowwise" and getattr(module, "padding_idx", None) is not None:
                 rows = self.params[f"{name}.weight"].own_shape[0]
+                # The row of the padding in this slice, if it is one of its rows.
                 here = module.padding_idx - self.slices.rank * rows
                 self._put(module, "padding_idx", here if 0 <= here < rows else None)
             if style == "mla_kv_a_proj":
@@ -321,7 +326,7 @@ def cut_if_whole(model: nn.Module, mesh: Any, *, is_filled: bool) -> SlicedModel
 
 
 def cuts_in(model: nn.Module) -> dict[int, TensorSlice]:
-    """By the ids of params that are cut, which slices they are; of a model that was sliced before, or a part of it."""
+    """Find the slices of a model that was sliced before, or of a part of it, by the ids of its params."""
     found: dict[int, TensorSlice] = {}
     for module in model.modules():
         if "_gemini_sliced" in module.__dict__:
@@ -384,6 +389,7 @@ def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         raise ValueError(f"tensor parallel by style {sorted(unknown)[0]!r}: known are {', '.join(STYLES)}")
 
     def rule_for(name: str) -> str | None:
+        # A plan of transformers writes * for every number.
         return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     found: dict[str, str] = {}
@@ -399,7 +405,7 @@ def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
-    """An embedding whose weight is that of a head that is cut by words is cut by words too."""
+    """Cut an embedding by words whose weight is that of a head that is cut by words."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         for param in module._parameters.values():
@@ -414,7 +420,7 @@ def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
 
 
 def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -> dict[str, TensorSlice]:
-    """By the name of a param that is cut, the slice of ``rank``; of params with several names under each.
+    """Make the slices of ``rank``, by the name of the param that is cut; of params with several names under each.
 
     Raises:
         ValueError: for one that ``size`` does not divide, or whose names are to be cut in two ways.
@@ -455,6 +461,7 @@ def _check_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> None
         for what in ("num_attention_heads", "num_key_value_heads")
         if isinstance(number := getattr(text, what, None), int)
     }
+    # An attention that is not cut may have any number of heads.
     cuts_heads = any(re.search(r"(q|k|v|qkv)_proj$|query_key_value$", name) for name in styles)
     for what, number in heads.items() if cuts_heads else ():
         if number % size:

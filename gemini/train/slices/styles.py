@@ -45,7 +45,7 @@ class Slices:
         return self._taken
 
     def forget(self) -> None:
-        """The forward is over, or the backward of what it has shared last begins."""
+        """Forget what was shared: the forward is over, or the backward of what it has shared last begins."""
         self._given = self._taken = None
 
     def add_up(self, value: torch.Tensor) -> torch.Tensor:
@@ -200,6 +200,7 @@ def _joined(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor, *a
 
 
 def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
+    # The bias after the sum: added in each slice it would count as often as there are slices.
     out = SumInForward.apply(_linear(module, x), slices)
     bias = getattr(module, "bias", None)
     return out if bias is None else out + bias
@@ -244,6 +245,7 @@ def _summed(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwarg
 
 
 def _experts(module: nn.Module, own: Forward, slices: Slices, hidden: torch.Tensor, *routing: Any, **kw: Any) -> Any:
+    # Each slice has a part of every expert: of the gradients of tokens and routing weights it knows a part.
     hidden = SumInBackward.apply(hidden, slices)
     if len(routing) >= 2:
         index, weights, *more = routing

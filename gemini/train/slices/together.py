@@ -88,6 +88,7 @@ class OtherSlices:
         rows = self._wire.swap(Tag.VALUES, said, "the gradient norm of slices").T.tolist()
         totals: list[float | None] = []
         for handle, row in zip(handles, rows, strict=True):
+            # On all ranks the same rows, so that all of them raise or none.
             missing = [total == _NONE for total in row]
             if any(missing) and not all(missing):
                 ranks = [
@@ -106,7 +107,7 @@ class OtherSlices:
         return totals
 
     def compare(self, facts: Facts) -> None:
-        """Ranks with slices of the same params are about to make a step of these facts.
+        """Compare these facts of a step among ranks with slices of the same params, which are about to make it.
 
         Raises:
             RankMismatch: on every rank, naming the first fact that differs; no weight was changed.
