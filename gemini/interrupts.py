@@ -50,10 +50,13 @@ class Whole:
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
+            # The handler first. A signal between the two lines takes effect at once and puts the old handler back: the
+            # block has not begun.
             self._install()
             self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        # Depth is the main thread's. A worker inside `with WHOLE` must not end the block of the main thread.
         if self._depth and threading.current_thread() is threading.main_thread():
             self._depth -= 1
             self._end_if_idle()
@@ -67,6 +70,7 @@ class Whole:
     def let_go(self) -> None:
         """The end of :meth:`hold`: a SIGINT that has come takes effect now. Nothing if nothing is held."""
         if self._still is not None and threading.current_thread() is threading.main_thread():
+            # Before the handler goes: else `_end_if_idle` would find it held still.
             self._still = None
             self._end_if_idle()
 
@@ -76,6 +80,8 @@ class Whole:
         before = _signal.getsignal(signal.SIGINT)
         if before is None:
             return  # installed by C code, which nobody could put back
+        # What an earlier block has noted took effect at its end. A time that is left over would count against
+        # `PATIENCE`.
         self._noted = None
         # One statement: what has come until now takes effect as ever, inside the call and before it changes anything.
         self._before = _signal.signal(signal.SIGINT, self._handler)
@@ -86,13 +92,18 @@ class Whole:
 
     def _restore(self, *, again: bool = False) -> None:
         """Put the handler of before back, and let what was noted (or ``again``: one more) take effect."""
+        # `_before` is None from here on: a signal that comes before the handler is put back is noted by `_receive`, and
+        # raised below.
         before, self._before = self._before, None
         if before is None:
             return
         if _signal.getsignal(signal.SIGINT) is self._handler:  # else the program has installed another since
             _signal.signal(signal.SIGINT, before)
+        # Behind the change of handlers: what our own has noted until then is not lost.
         noted, self._noted = self._noted, None
         if noted is not None or again:
+            # Through the handler of before, which raises KeyboardInterrupt here, or is the program's own. Last: all
+            # books of this object are in order.
             signal.raise_signal(signal.SIGINT)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -135,8 +146,10 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _call(enabled: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    # Read before `try`: an interrupt in this line has switched nothing yet.
     before = torch.is_grad_enabled()
     try:
+        # The C call and not the context manager, whose Python code an interrupt could end halfway.
         torch._C._set_grad_enabled(enabled)
         return function(*args, **kwargs)
     finally:

@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
 
 class TierSpec(NamedTuple):
-    """What plans, simulations and reports know of a tier: whoever adds one says it here, and in no other table.
+    """A description of a tier for plans, simulations and reports: whoever adds one says it here, and in no other table.
 
     Attributes:
         title: its name for people.
@@ -64,7 +64,7 @@ class Tier(Enum):
 
     @property
     def spec(self) -> TierSpec:
-        """What is known of it."""
+        """The description of this tier."""
         return _SPECS[self]
 
     @property
@@ -165,12 +165,14 @@ class MemoryBudget:
 
     def __post_init__(self) -> None:
         for name in ("gpu", "cpu", "nvme"):
+            # Read here so that a wrong size is refused where it was written, and not when a model is wrapped.
             size = getattr(self, name)
             if size is not None:
                 parse_bytes(size, what=f"MemoryBudget({name}=)")
         if self.nvme_path is not None and not str(self.nvme_path):
             raise ValueError("MemoryBudget(nvme_path='') names no directory; leave it out for no NVMe tier")
         if str(self.nvme_path or "").startswith("~"):
+            # The dataclass is frozen, and everybody after this reads a path that exists as it stands.
             object.__setattr__(self, "nvme_path", Path(str(self.nvme_path)).expanduser())
         if not isinstance(self.durable, bool):
             raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
@@ -186,7 +188,7 @@ class MemoryBudget:
 
 
 class Turn(IntEnum):
-    """Who gives way when memory is short, what costs least first."""
+    """A place in the order in which others give way when memory is short, what costs least first."""
 
     BUFFERS = 0  # parked buffers of activations in flight: given to activations only, others get them with FLIGHTS
     UNKEPT = 1  # windows that the plan fetches again anyway, and memory that waits for the next window
@@ -231,10 +233,11 @@ class Want:
     ):
         self.ledger, self.tier, self.num_bytes, self.holder = ledger, tier, num_bytes, holder
         self.asking, self.what = asking, what
-        # What is welcome has only windows that a plan says when they are read next; a prefetch those read after it.
+        # What is only welcome takes no window of which nobody knows when it is read next.
+        # A moment of the step: only windows that are read later than it may go. -1 are all whose next use is known.
         self.after: int | None = None if Turn.KEPT in asking else -1
-        self.leave = 0
-        self.given: set[Turn] = set()
+        self.leave = 0  # bytes that stay free for others, who have claimed them
+        self.given: set[Turn] = set()  # turns of `_ONCE` that gave, and are not asked again
 
     def missing(self) -> int:
         """Bytes that must come free before :meth:`take` can succeed."""
@@ -246,7 +249,7 @@ class Want:
 
 
 class _Space(Want):
-    """Free bytes, which nobody takes yet."""
+    """Free bytes, which nobody takes yet: another thread may have them before whoever asked."""
 
     def take(self) -> bool:
         return not self.missing()
@@ -258,6 +261,8 @@ Reclaimer = Callable[[Want], bool]
 
 @dataclass
 class _Account:
+    """The books of one tier, in bytes. Changed under the lock of its ledger."""
+
     budget: int
     used: int = 0
     peak: int = 0
@@ -266,8 +271,8 @@ class _Account:
 
 
 class Ledger:
-    """Who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too: the books
-    change in one statement that calls nothing, and Python looks for signals after calls.
+    """The books of who holds how many bytes of each tier. Thread-safe; every method is all or nothing, to Ctrl-C too:
+    the books change in one statement that calls nothing, and Python looks for signals after calls.
 
     Reclaimers wait for workers, so workers are given what is free and ask nobody. They change the books of others, so
     whoever else asks is the thread that trains, or must not run beside it.
@@ -288,7 +293,11 @@ class Ledger:
     # ---- who gives way ------------------------------------------------------------------------------------------
 
     def register(self, turn: Turn, reclaim: Reclaimer, *tiers: Tier) -> None:
-        """From now on ask this method for bytes of these tiers when it is its turn."""
+        """From now on ask this method for bytes of these tiers when it is its turn. Called by the training thread,
+        where parts are made.
+        """
+        # The list is put in place whole and never changed: `reclaim` may be walking the old one while a part that it
+        # asks registers another.
         new = [(turn, tier, weakref.WeakMethod(reclaim)) for tier in tiers]
         alive = [entry for entry in self._reclaimers if entry[2]() is not None]
         self._reclaimers = sorted(alive + new, key=lambda entry: entry[0])
@@ -307,32 +316,40 @@ class Ledger:
         self._remarks[holder] = weakref.WeakMethod(remark)
 
     def claimed(self, tier: Tier) -> int:
-        """Bytes that are wanted soon."""
+        """Bytes that are wanted soon. Called by the training thread alone: claims look at the transfers in flight."""
+        # Called twice: the first call gives the method, or None where the part is gone.
         claims = (claim() for at, claim in self._claims if at is tier)
         return sum(claim() for claim in claims if claim is not None)
 
     def obtain(self, want: Want) -> bool:
         """Take what is wanted; others make room for it. False if they cannot."""
         while not want.take():
+            # Measured before anybody is asked. Workers release bytes at any time, so a round in which nobody gave may
+            # still have made progress; without this look a want is refused although the bytes came free in that moment.
             missing = want.missing()
             if not self.reclaim(want) and want.missing() >= missing:  # and nothing came free while they were asked
                 return False
         return True
 
     def reclaim(self, want: Want) -> bool:
-        """Have one give something back; False if nobody has anything."""
+        """Have one give something back; False if nobody has anything. Called without the lock of the books: whoever is
+        asked waits for threads that release bytes under it.
+        """
         if on_worker():
             return False
+        # From the first turn again at each call: what was given may have made something cheaper possible.
         for turn, tier, method in self._reclaimers:
             if tier is want.tier and turn in want.asking and turn not in want.given:
                 reclaim = method()
                 if reclaim is not None and reclaim(want):
+                    # Only turns that make a difference once; asked again they would say yes for ever.
                     want.given |= {turn} & _ONCE
                     return True
         return False
 
     def reclaim_all(self, tier: Tier, asking: frozenset[Turn]) -> None:
         """Have these give back all that they can."""
+        # A want of 0 bytes: those that are asked here give one thing after another, without looking at what is missing.
         while self.reclaim(Want(self, tier, 0, "", asking)):
             pass
 
@@ -341,6 +358,8 @@ class Ledger:
         return tier in self._accounts and self.obtain(_Space(self, tier, num_bytes, "", self._asked(tier, asking)))
 
     def _asked(self, tier: Tier, asking: frozenset[Turn]) -> frozenset[Turn]:
+        # Windows with memory of their own cannot give any to others. `LESS` is not taken away here: it shrinks that
+        # memory for good.
         return asking - OF_WINDOWS if tier in self._apart else asking
 
     # ---- the books ----------------------------------------------------------------------------------------------
@@ -387,7 +406,9 @@ class Ledger:
                 raise self.refusal(want)
 
     def reserve_if_room(self, tier: Tier, num_bytes: int, holder: str, asking: frozenset[Turn]) -> bool:
-        """The same for what can be done without: False if it does not fit."""
+        """Take bytes for what can be done without: False if they do not fit, also when those that may be asked have
+        given.
+        """
         if tier not in self._accounts:
             return False
         return self.take(tier, num_bytes, holder) or self.obtain(
@@ -395,23 +416,29 @@ class Ledger:
         )
 
     def take(self, tier: Tier, num_bytes: int, holder: str) -> bool:
-        """Take what is free, and ask nobody; False if it does not fit."""
+        """Take what is free, and ask nobody; False if it does not fit. Called by any thread."""
         assert num_bytes >= 0, num_bytes
         account = self._accounts.get(tier)
         if account is None:
             raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
+        # The check and the taking are one: two threads that see the same free bytes must not both get them.
         with self._lock:
             used = account.used + num_bytes
             if used > account.budget:
                 return False
             peak, held = max(account.peak, used), account.held.get(holder, 0) + num_bytes
+            # One statement without a call. Cut in two by Ctrl-C, the sum of the holders would no longer be `used`, and
+            # every later check of the books would fail.
             account.used, account.peak, account.held[holder] = used, peak, held
+            # Under the lock, so that whoever listens hears of changes in their order. It must not ask the ledger back:
+            # the lock is not reentrant.
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
         return True
 
     def refusal(self, want: Want) -> BudgetExceeded:
         """Say to who wants it what nobody can give, and why."""
+        # Only with `what`: who explains it by pinned and lent windows begins the text with it.
         explain = _alive(self._explain.get(want.tier)) if want.what else None
         remark = _alive(self._remarks.get(want.holder))
         if explain is None:
@@ -426,10 +453,11 @@ class Ledger:
         return error if remark is None else remark(error)
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
-        """Give back what ``holder`` reserved."""
+        """Give back what ``holder`` reserved. Called by any thread, and asks nobody."""
         with self._lock:
             account, held = self._accounts[tier], self.held(tier, holder)
             assert 0 <= num_bytes <= held, f"{holder} gives back {num_bytes} of {held} bytes of {tier.value}"
+            # As in `take`: one statement without a call.
             account.used, account.held[holder] = account.used - num_bytes, held - num_bytes
             if self.on_change is not None:
                 self.on_change(tier, {holder: held - num_bytes})
@@ -440,6 +468,7 @@ class Ledger:
             account, held = self._accounts[tier], self.held(tier, giver)
             assert 0 <= num_bytes <= held, f"{giver} passes on {num_bytes} of {held} bytes of {tier.value}"
             taken = account.held.get(taker, 0) + num_bytes
+            # `used` stays, and so neither peak nor budget are looked at.
             account.held[giver], account.held[taker] = held - num_bytes, taken
             if self.on_change is not None:
                 self.on_change(tier, {giver: held - num_bytes, taker: taken})
@@ -449,6 +478,7 @@ class Ledger:
         """:meth:`reserve` what the block allocates. It is given back if the block fails; else whoever ends what was
         allocated releases it.
         """
+        # Outside of the block: a refusal has taken nothing, so nothing is given back for it.
         self.reserve(tier, num_bytes, holder, asking)
         try:
             yield

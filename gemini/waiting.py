@@ -35,6 +35,8 @@ process that was stopped, or a machine that was suspended, has not looked.)
 
 
 class _OfThread(threading.local):
+    """A mark of the calling thread: whether it is a worker's."""
+
     works = False
 
 
@@ -42,19 +44,23 @@ _of_thread = _OfThread()
 
 
 def begin_work() -> None:
-    """Make the calling thread a worker's from now on."""
+    """Make the calling thread a worker's from now on. Called first thing on the thread of a worker, and never undone:
+    such a thread does nothing else.
+    """
     _of_thread.works = True
 
 
 def on_worker() -> bool:
-    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker waits for no other
-    worker and asks nobody for memory.
+    """Say whether the calling thread is a worker's. Workers are what others wait for, so a worker asks nobody for
+    memory: whoever is asked may wait for that very worker.
     """
     return _of_thread.works
 
 
 class Latch:
-    """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock."""
+    """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock. Any thread may set
+    it and any may wait, several at once.
+    """
 
     __slots__ = ("_is_set", "_waiters")
 
@@ -66,9 +72,12 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
+        # Before anybody is woken: a waiter that registers from here on finds it set, and does not sleep.
         self._is_set = True
         while self._waiters:
             try:
+                # `popleft` is one C call, so of two threads that set it each waiter is woken by one: releasing a lock
+                # twice is an error.
                 self._waiters.popleft().release()
             except IndexError:  # another thread that sets it, or who waited no longer
                 return
@@ -81,9 +90,13 @@ class Latch:
             left = LOOK_SECONDS if until is None else min(LOOK_SECONDS, until - time.monotonic())
             if left <= 0:
                 break
+            # A lock of its own for each wait. Nobody else takes it, so an interrupt anywhere here leaves nothing held
+            # that others need.
             waiter = threading.Lock()
             waiter.acquire()
             self._waiters.append(waiter)
+            # Looked at again behind the `append`: without this look a `set` that came between the two would wake
+            # nobody, and the wait would last a whole slice.
             if not self._is_set:
                 waiter.acquire(timeout=left)
             try:
@@ -109,6 +122,8 @@ class Progress:
         """Around a wait for other processes, which has a limit of its own: what waits for it does not give up."""
         own = threading.get_ident()
         try:
+            # Inside `try`: an interrupt right behind it must not leave this thread in the set, or no wait of the
+            # process would ever give up.
             self._elsewhere.add(own)
             yield
         finally:
@@ -136,6 +151,8 @@ def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] 
     seen, idle = PROGRESS.count, 0
     while not latch.wait(LOOK_SECONDS):
         look()
+        # Any change starts the count anew, also of other models: a slow drive is no fault as long as it moves
+        # something.
         idle = idle + 1 if PROGRESS.count == seen and not PROGRESS.is_elsewhere else 0
         seen = PROGRESS.count
         if idle == TELL_LOOKS:
@@ -148,7 +165,8 @@ def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] 
 
 
 def _threads() -> str:
-    """What the threads of ours are doing."""
+    """A description of what each thread of ours is doing, for an error that somebody reads."""
+    # Frames of running threads: by the time they are read they have gone on. Good enough for a text.
     frames, found = sys._current_frames(), []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)

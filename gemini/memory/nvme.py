@@ -33,7 +33,7 @@ _ZEROS = 2**20
 
 @dataclass(frozen=True)
 class DirectoryProbe:
-    """What a directory offers a spill file."""
+    """The things that a directory offers a spill file."""
 
     directory: Path
     direct: bool
@@ -59,7 +59,9 @@ def probe(directory: str | Path) -> DirectoryProbe:
 
 
 class FileTransfer(Event):
-    """A read or a write under way. It keeps its memory alive until the disk is done with it."""
+    """A read or a write under way. It keeps its memory alive until the disk is done with it. Any thread may wait for
+    it; the first one takes the ticket and the others the lock.
+    """
 
     def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
         super().__init__()
@@ -68,6 +70,7 @@ class FileTransfer(Event):
         self._is_over = False
 
     def is_complete(self) -> bool:
+        # Never blocks: whoever has the lock may be waiting for the disk.
         if not self._lock.acquire(blocking=False):
             return self._is_over  # somebody waits, and so has the ticket
         try:
@@ -93,13 +96,16 @@ class FileTransfer(Event):
                     self._spill.queue.wait(self._ticket)
                 except (OSError, RuntimeError) as e:
                     self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
-                except ValueError:  # the ticket was used up by a wait that an interrupt ended when it was over
+                except ValueError:
+                    # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass
                 # Not after an interrupt, which may have come before the wait: the disk still has the memory.
                 self._is_over = True
+                # The disk is done with it: now its memory may go.
                 del self._tensor
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Nobody waits for it, but the disk may still have the memory, which goes with this object.
         if not getattr(self, "_is_over", True) and not _ending():
             with contextlib.suppress(Exception):
                 self.wait()
@@ -120,9 +126,10 @@ class SpillFile:
         self.directory = Path(directory)
         self.num_bytes = num_bytes
         self._fd, self.direct = self._open_file()
+        # A forked child has the same descriptor and must not end what the parent works with.
         self._pid = os.getpid()
-        self._used = 0
-        self._given_back: dict[int, list[int]] = {}
+        self._used = 0  # bytes: where the next new slot begins
+        self._given_back: dict[int, list[int]] = {}  # by size: the offsets that are free
         self._queue: IoQueue | None = None
         self._lock = threading.Lock()
         if not self.direct:
@@ -135,12 +142,15 @@ class SpillFile:
 
     def allocate(self, num_bytes: int) -> int:
         """The offset of a slot that reads as zeros: preallocated, given back before, or at a new end of the file.
+        Called by the training thread alone.
 
         Raises:
             StorageError: if the file has to grow and the disk is full, or what a slot holds cannot be overwritten.
         """
+        # Whole pages: O_DIRECT takes nothing else.
         size = -(-num_bytes // PAGE) * PAGE
         if self._given_back.get(size):
+            # It stays in the list until it is overwritten: after an error it is there for the next one.
             offset = self._given_back[size][-1]
             zeros = host_bytes(min(size, _ZEROS))
             for start in range(0, size, _ZEROS):
@@ -154,7 +164,9 @@ class SpillFile:
         return offset
 
     def give_back(self, offset: int, num_bytes: int) -> None:
-        """Let a slot of the same size be allocated there again. The file keeps its size."""
+        """Let a slot of the same size be allocated there again. The file keeps its size. No transfer there may be under
+        way: the next owner writes at once.
+        """
         self._given_back.setdefault(-(-num_bytes // PAGE) * PAGE, []).append(offset)
 
     def _open_file(self) -> tuple[int, bool]:
@@ -165,6 +177,7 @@ class SpillFile:
         if not num_bytes:
             return
         try:
+            # Now and not when it is written: a full disk would be found in the middle of a step.
             os.posix_fallocate(self._fd, start, num_bytes)
         except OSError as e:
             raise StorageError(
@@ -196,6 +209,7 @@ class SpillFile:
         """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
         import mmap
 
+        # Private: what is written to the view never reaches the file.
         mapping = mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_PRIVATE, offset=offset)
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
@@ -203,6 +217,7 @@ class SpillFile:
         """Give the disk space back."""
         if self._fd >= 0 and os.getpid() == self._pid:
             if self._queue is not None:
+                # The queue first: it uses the descriptor, whose number the next open file gets.
                 self._queue.close()
             os.close(self._fd)
         self._fd = -1
@@ -213,8 +228,10 @@ class SpillFile:
 
     @property
     def queue(self) -> IoQueue:
+        """The queue of this file's requests, which begins its threads with the first one."""
         if self._queue is None:
             with self._lock:  # used from several threads
+                # Looked at again under the lock: two threads may have seen None.
                 self._queue = self._queue or IoQueue()
         return self._queue
 
@@ -229,6 +246,7 @@ class SpillFile:
 
     def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> FileTransfer:
         num_bytes = tensor.numel() * tensor.element_size()
+        # O_DIRECT would refuse it with an error that says nothing of why.
         assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
         assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
         submit = self.queue.submit_read if what == "read" else self.queue.submit_write
@@ -247,6 +265,7 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
     direct = getattr(os, "O_DIRECT", 0)
     reason = ""
     for nameless in (True, False):
+        # Best first: without a name and past the page cache.
         for flag in (direct, 0):
             try:
                 fd = _open_nameless(directory, flag) if nameless else _open_unlinked(directory, flag)
@@ -268,17 +287,21 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
 
 
 def _open_nameless(directory: Path, flag: int) -> int:
+    """A descriptor of a file that never has a name."""
     if not hasattr(os, "O_TMPFILE"):
         raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE")
     return os.open(directory, os.O_TMPFILE | os.O_RDWR | flag, 0o600)
 
 
 def _open_unlinked(directory: Path, flag: int) -> int:
+    """A descriptor of a file whose name is gone again, where the system knows no nameless ones."""
     fd, name = tempfile.mkstemp(prefix=".gemini-", dir=directory)
     try:
+        # A second descriptor with the flag, before the name goes: `mkstemp` has no O_DIRECT.
         direct = os.open(name, os.O_RDWR | flag) if flag else os.dup(fd)
     finally:
         os.close(fd)
+        # At once: from here on no death of the process leaves the file behind.
         os.unlink(name)
     return direct
 
@@ -293,9 +316,11 @@ def _direct_works(fd: int) -> bool:
     except OSError:
         return False
     finally:
+        # The page that was tried must read as zeros, as all of a new file.
         os.ftruncate(fd, 0)
 
 
 def free_bytes(directory: Path) -> int:
+    """Bytes that this user can still write in a directory."""
     stat = os.statvfs(directory)
     return stat.f_bavail * stat.f_frsize

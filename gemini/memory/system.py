@@ -27,6 +27,7 @@ def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROU
 
     One above the machine's memory is none: the first version of control groups writes a huge number for "max".
     """
+    # The machine's memory among them: a limit that is larger is none.
     limits = [psutil.virtual_memory().total]
     for file in _limit_files(process, groups):
         try:
@@ -37,13 +38,16 @@ def memory_limit(process: Path = Path("/proc/self/cgroup"), groups: Path = _GROU
 
 
 def _limit_files(process: Path, groups: Path) -> Iterator[Path]:
-    """Of the process's own group and of all above it. In a container its group may be mounted as the root itself."""
+    """The files of limits of the process's own group and of all above it. In a container its group may be mounted as
+    the root itself.
+    """
     try:
         lines = process.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         number, controllers, name = line.split(":", 2)
+        # Version 2 of control groups has one hierarchy, with the number 0 and without names of controllers.
         if number == "0":
             root, file = groups, "memory.max"
         elif "memory" in controllers.split(","):
@@ -51,6 +55,7 @@ def _limit_files(process: Path, groups: Path) -> Iterator[Path]:
         else:
             continue
         group = root / name.lstrip("/")
+        # A limit of any group above holds for this one as well.
         for folder in (group, *group.parents):
             yield folder / file
             if folder == root:
@@ -67,5 +72,7 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
         except (OSError, ValueError):
             continue
         if size.endswith("K"):
+            # By the list of processors that share it: each of them describes the same cache once more, which must count
+            # once.
             levels.setdefault(level, {})[shared_by] = int(size[:-1]) * 1024
     return sum(levels[max(levels)].values()) if levels else 0

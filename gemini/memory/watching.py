@@ -43,16 +43,17 @@ def trains_here(trainer: int) -> bool:
 NOTHING: AbstractContextManager[None] = nullcontext()
 """What stands in for an activity where nobody records."""
 
+# By track, as in ``memory_report()["moved"]``.
 _BOUNDARIES = {track: str(boundary) for boundary, track in TRACKS.items()}
 
 Held = Mapping[Tier, Mapping[str, int]]
 
 
 class _Change(NamedTuple):
-    """What some holders of a tier hold from ``seconds`` on."""
+    """A change of what some holders of a tier hold, from ``seconds`` on."""
 
-    seconds: float
-    moment: int
+    seconds: float  # since the step began
+    moment: int  # -1 outside of computing
     tier: Tier
     held: Mapping[str, int]
 
@@ -83,10 +84,11 @@ class RecordedStep:
         return max(self.stop, self.start + max((span.stop for span in self.spans), default=0.0))
 
     def samples(self) -> tuple[Sample, ...]:
-        """What is held, from the beginning and after every change."""
+        """Samples of what is held, from the beginning and after every change."""
         held: dict[Tier, Mapping[str, int]] = {tier: dict(holders) for tier, holders in self.at_start.items()}
         found = [Sample(0.0, 0 if self.moments else -1, dict(held))]
         for change in self.changes:
+            # A change has the holders that changed; the others hold what they held.
             merged = {**held.get(change.tier, {}), **change.held}
             held[change.tier] = {holder: num_bytes for holder, num_bytes in merged.items() if num_bytes}
             found.append(Sample(min(change.seconds, self.end - self.start), change.moment, dict(held)))
@@ -110,7 +112,9 @@ class RecordedStep:
 
 
 class Activity:
-    """What is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track busy."""
+    """A thing that is done between entering and leaving; ``track`` None: it waits, or prepares, and keeps no track
+    busy. Entered and left on one thread.
+    """
 
     __slots__ = ("around", "cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
 
@@ -123,6 +127,7 @@ class Activity:
         self.thread: _Thread | None = None
 
     def __enter__(self) -> None:
+        # The outer listener first, and last at the end: its time has all of this in it.
         self.around.__enter__()
         self.recorder._begin(self)
 
@@ -134,7 +139,7 @@ class Activity:
 
 
 class _Thread:
-    """What is under way on one thread, the innermost last, and since when."""
+    """The activities under way on one thread, the innermost last, and since when."""
 
     __slots__ = ("since", "stack")
 
@@ -172,6 +177,7 @@ class Recorder:
         """From here on the time of the training thread that nothing else takes is computing of that name; None: it is
         nobody's.
         """
+        # Outside of the lock: it waits for the device, and workers tell of their activities meanwhile.
         self._finish_device()
         with self._lock:
             self._cut_training()
@@ -201,7 +207,8 @@ class Recorder:
         self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None,
         around: AbstractContextManager[None] = NOTHING,
     ) -> AbstractContextManager[None]:  # fmt: skip
-        """What happens inside is done for ``name``; on the training thread computing waits for it, by ``cause``.
+        """Record that what happens inside is done for ``name``; on the training thread computing waits for it, by
+        ``cause``.
 
         Args:
             track: at work meanwhile, if one is.
@@ -223,9 +230,12 @@ class Recorder:
             self._write(Activity(self, track, name, "", chunk, num_bytes), start, stop)
 
     def held(self, tier: Tier, holders: Mapping[str, int]) -> None:
-        """What some holders hold from now on: a ledger's ``on_change``."""
+        """Note what some holders hold from now on: a ledger's ``on_change``. Called under the lock of the ledger, by
+        any thread, and asks it nothing.
+        """
         with self._lock:
             self._held.setdefault(tier, {}).update(holders)
+            # What a worker gives back between two steps belongs to the step that it worked for.
             step = self._step if trains_here(self._trainer) else self._collecting
             if step is not None:
                 step.changes.append(_Change(self.clock() - step.start, self._moment(), tier, holders))
@@ -244,6 +254,7 @@ class Recorder:
         with self._lock:
             self._trainer = threading.get_ident()
             self._cut_training()
+            # The time of the cut just made: both steps and all threads meet in this one instant.
             now = self._training.since
             for thread in self._workers.values():
                 self._cut_worker(thread, now)
@@ -251,12 +262,15 @@ class Recorder:
                     activity.moment = -1  # a moment of the step before
             if self._last is not None and self._last.next_start is None:
                 self._last.next_start = now
+            # What `held` was told is newer than what the caller has read.
             known = {tier: {**held.get(tier, {}), **self._held.get(tier, {})} for tier in {**held, **self._held}}
             at_start = {tier: {holder: n for holder, n in holders.items() if n} for tier, holders in known.items()}
             self._step = RecordedStep(now, at_start)
 
     def end_step(self) -> RecordedStep:
-        """``optimizer.step()`` is over: the step, to which other threads add until the next one begins."""
+        """``optimizer.step()`` is over: the step, to which other threads add until the next one begins. Called by the
+        training thread alone.
+        """
         self._finish_device()
         with self._lock:
             self._cut_training()
@@ -267,7 +281,7 @@ class Recorder:
             return step
 
     def abandon_step(self) -> None:
-        """What was recorded since :meth:`begin_step` became no step."""
+        """Forget what was recorded since :meth:`begin_step`: it became no step."""
         with self._lock:
             self._step = self._computing = None
 
@@ -291,6 +305,7 @@ class Recorder:
 
     def _begin(self, activity: Activity) -> None:
         if trains_here(self._trainer):
+            # What was computed until here is over, so that its time is not counted as this activity's.
             self._finish_device()
             with self._lock:
                 self._cut_training()
@@ -300,12 +315,14 @@ class Recorder:
         with self._lock:
             activity.thread = self._workers.setdefault(threading.get_ident(), _Thread())
             self._cut_worker(activity.thread, self.clock())
+            # Now: by the time it is written the training thread may be further on.
             activity.moment = self._moment()
             activity.thread.stack.append(activity)
 
     def _end(self, activity: Activity) -> None:
         thread = activity.thread
         assert thread is not None
+        # Waits for the device before the lock is taken, as in `computing`.
         if thread is self._training:
             self._finish_device()
         with self._lock:
@@ -316,6 +333,7 @@ class Recorder:
             popped = thread.stack.pop()
             assert popped is activity, (popped.name, activity.name)
             if not thread.stack and thread is not self._training:
+                # Numbers of threads are given again: what is left here would be taken for another one's.
                 del self._workers[threading.get_ident()]
 
     def _cut_training(self) -> None:
@@ -337,7 +355,9 @@ class Recorder:
         thread.since = now
 
     def _write(self, activity: Activity, start: float, stop: float) -> None:
-        """As a span of the step it was in, or of two: what crosses the beginning of a step is cut there."""
+        """Write down a span of the step it was in, or of two: what crosses the beginning of a step is cut there. Under
+        the lock.
+        """
         step, last = self._collecting, self._last
         if step is None:
             return
@@ -347,6 +367,7 @@ class Recorder:
 
     def _write_to(self, step: RecordedStep, activity: Activity, start: float, stop: float) -> None:
         assert activity.track is not None
+        # What was under way before the step is none of it.
         start = max(start, step.start)
         if stop <= start:
             return
@@ -395,6 +416,7 @@ class RecordedEvent(Event):
         self.is_complete()  # a device that computes on the calling thread has waited
 
     def _report_once(self) -> None:
+        # Taken out first: two who see the end at once report it once.
         report, self._report = self._report, None
         if report is not None:
             report()
@@ -428,6 +450,7 @@ class Moved:
 
     def add(self, source: Tier, target: Tier, num_bytes: int, *, ahead: bool = False) -> None:
         """Bytes between the GPU and NVMe cross host memory, and count on both boundaries."""
+        # Adding is a read and a write: two workers would lose bytes.
         with self._lock:
             for boundary in _boundaries(source, target):
                 self._bytes[ahead][boundary] += num_bytes
@@ -449,13 +472,16 @@ class _Waiting:
     # No calls of ours in here: it is around every landing of a gradient, however small.
     def __enter__(self) -> None:
         watch = self._watch
+        # As in `trains_here`. Other threads wait for nobody's step and leave these fields alone, which have no lock.
         if get_ident() == watch._trainer or graph_task() != -1:
+            # Only the outermost activity has a time: what is inside of it would count twice.
             if not watch._depth:
                 watch._since = watch._clock()
             watch._depth += 1
 
     def __exit__(self, *exc: object) -> None:
         watch = self._watch
+        # Depth is 0 where an interrupt, or the end of the step, came between: nothing is counted then.
         if watch._depth and (get_ident() == watch._trainer or graph_task() != -1):
             watch._depth -= 1
             if not watch._depth:
@@ -485,7 +511,7 @@ class Watch:
         self._known: dict[str, _Waiting] = {}
 
     def record(self, recorder: Recorder | None) -> None:
-        """Every activity goes to ``recorder`` as well; None takes it away."""
+        """Send every activity to ``recorder`` as well; None takes it away."""
         self.recorder = recorder
 
     def about(
@@ -508,7 +534,7 @@ class Watch:
     def under_way(
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
     ) -> Event:
-        """What ``begin`` begins; who records is told of it when its end is noticed."""
+        """Begin with ``begin``; who records is told of it when its end is noticed. Returns that end."""
         recorder, track = self.recorder, TRACKS.get(Boundary(source, target))
         if recorder is None or track is None:
             return begin()
@@ -517,13 +543,15 @@ class Watch:
 
     def end_step(self) -> None:
         """A step is over, called by the thread that trains: what is told from now on belongs to the next one."""
+        # A new object and not zeros: workers that began in the step before go on counting for it.
         self.moved_last_step, moved = self.moved, Moved()
         self.stalls = dict(sorted(self._stalls.items(), key=lambda item: -item[1]))
+        # A program may train on another thread than the one that wrapped the model.
         self._trainer = get_ident()
         self._begin(moved)
 
     def start_over(self) -> None:
-        """What was moved and waited for until now belongs to no step."""
+        """Forget what was moved and waited for until now: it belongs to no step."""
         self._begin(Moved())
 
     def _begin(self, moved: Moved) -> None:

@@ -27,7 +27,9 @@ COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.f
 
 
 class PendingUpdate(Event):
-    """An update in flight."""
+    """An update in flight. Ends on the thread that makes it; :meth:`settle` is for those who wait, and never for a
+    worker.
+    """
 
     def settle(self) -> None:
         """Wait for it, and take note that it is over.
@@ -39,7 +41,7 @@ class PendingUpdate(Event):
 
 
 class Lender(Protocol):
-    """Who lets others look into windows, and counts them."""
+    """The one who lets others look into windows, and counts them."""
 
     def is_lent(self, chunk: Chunk) -> bool:
         """Say whether somebody else has a tensor over the window of a chunk."""
@@ -47,7 +49,8 @@ class Lender(Protocol):
 
 class Plane(ABC):
     """One kind of content of one chunk, at its home. Ranges are in elements of the chunk, their starts multiples of a
-    page; a plane has one item for each ``block`` of them.
+    page; a plane has one item for each ``block`` of them. Several threads may use it at once, on ranges of which nobody
+    else writes any.
     """
 
     dtype: torch.dtype
@@ -62,6 +65,7 @@ class Plane(ABC):
 
     def items(self, numel: int) -> int:
         """Items for so many elements."""
+        # Rounded up: the last item stands for a block that is not full.
         return -(-numel // self.block)
 
     def page_up(self, numel: int) -> int:
@@ -103,6 +107,7 @@ class MemoryPlane(Plane):
         """Those that were asked for: the same ranges are, step after step."""
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        # On the stream of what leaves the device: weights that are fetched meanwhile have one of their own.
         return self._copy(into, self._range(start, stop), "evict")
 
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
@@ -123,6 +128,7 @@ class MemoryPlane(Plane):
     def _range(self, start: int, stop: int) -> torch.Tensor:
         view = self._views.get((start, stop))
         if view is None:
+            # In items: several elements share one where states are compact.
             view = self.tensor[start // self.block : self.items(stop)]
             if type(view) is torch.Tensor and not torch.is_inference_mode_enabled():  # else it is of that mode only
                 self._views[start, stop] = view
@@ -139,6 +145,7 @@ class FilePlane(Plane):
         self._offset = spill.allocate(self.num_bytes)
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+        # The file moves whole pages of `into`; a length that does not fit would reach into the next plane.
         assert into.numel() == stop - start and into.dtype == self.dtype
         return self._spill.begin_read(into, self._offset + start * self.dtype.itemsize, urgent=urgent)
 
@@ -147,7 +154,9 @@ class FilePlane(Plane):
         return self._spill.begin_write(source, self._offset + start * self.dtype.itemsize)
 
     def give_back(self) -> None:
-        """End this plane: its slot may be allocated again."""
+        """End this plane: its slot may be allocated again. No transfer of it may be under way: the next owner of the
+        slot writes there.
+        """
         self._spill.give_back(self._offset, self.num_bytes)
 
     def mapped(self, start: int, stop: int) -> torch.Tensor:
@@ -188,6 +197,7 @@ def make_plane(
     if tier.in_files:
         assert spill is not None and spec.block == 1, spec
         return FilePlane(spill, numel, dtype)
+    # In whole pages, as they were reserved; the plane is what it needs of them.
     make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
     memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
     return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)
@@ -195,7 +205,9 @@ def make_plane(
 
 @dataclass(eq=False)
 class Chunk:
-    """The run-time side of a :class:`ChunkSpec`. ``pins`` counts who reads the gathered weights now."""
+    """The run-time side of a :class:`ChunkSpec`. ``pins`` counts who reads the gathered weights now. Of all its fields
+    a worker sets ``fetched`` alone, before its job is over.
+    """
 
     spec: ChunkSpec
     planes: dict[PlaneKind, Plane]
@@ -205,8 +217,8 @@ class Chunk:
     """The gathered weights as modules see them: ``flat``, perhaps over another storage (``Window.face``)."""
     use: Use = Use.FREE
     pins: int = 0
-    last_use: int = 0
-    arrived: int = 0
+    last_use: int = 0  # a count of acquires, not a time
+    arrived: int = 0  # that count when its window was filled last
     stale: bool = False
     """The window was overtaken by an update: drop it as soon as nobody reads it."""
     grads_complete: bool = False
@@ -242,7 +254,7 @@ class Chunk:
 
     @property
     def states(self) -> list[PlaneKind]:
-        """What its updates keep: the other half of the master, and the planes of the rule."""
+        """The kinds of planes that its updates keep: the other half of the master, and the planes of the rule."""
         return [kind for kind in self.planes if kind != WEIGHTS and kind not in GRADS]
 
     @property
@@ -251,12 +263,16 @@ class Chunk:
         return ((kind, plane) for kind, plane in self.planes.items() if kind != GRAD_ERROR)
 
     def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
-        """These stand in the place of what was there of their kinds; nothing prepared refers to memory of before."""
+        """Put these planes in the place of what was there of their kinds. Nothing prepared refers to memory of before.
+        No update of the chunk may be in flight.
+        """
+        # Before the planes change: what is prepared has views of the old memory, and an update through one would be
+        # lost.
         self.prepared.clear()
         self.planes.update(planes)
 
     def clear_planes(self) -> None:
-        """Its homes are free for others."""
+        """Forget its planes: their homes are free for others."""
         self.prepared.clear()
         self.planes.clear()
 
@@ -290,9 +306,14 @@ class Chunk:
             self.update.settle()
 
     def begin_write(self) -> None:
-        """The weights' home is about to change: nothing may be on its way out of it any more."""
+        """Wait until nothing is on its way out of the weights' home, which is about to change. Without it a copy that
+        is still being read would get half of the old and half of the new weights. Called by whoever writes, on any
+        thread.
+        """
         self.fetched.wait_until_over()
 
     def step(self, event: UseChange) -> None:
+        # The table is looked at here first: this runs for every acquire, and `step` is called for its error only.
+        """Make a transition of ``use``. Never called by a worker."""
         after = USE_TABLE.get((self.use, event))
-        self.use = step(self.use, event, self.name) if after is None else after  # the name is for the error
+        self.use = step(self.use, event, self.name) if after is None else after

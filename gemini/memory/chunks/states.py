@@ -13,7 +13,7 @@ from gemini.errors import IllegalTransition
 
 
 class Use(Enum):
-    """Who holds memory for the gathered weights of a chunk.
+    """A state of the gathered weights of a chunk: who holds memory for them, and who reads them.
 
     FREE: nobody; the weights are only at home (if home is the computing tier, a chunk is never FREE).
     FETCHING: there is memory for them and they are on their way; nobody reads it, and it may be taken once they came.
@@ -35,7 +35,7 @@ class Use(Enum):
 
 
 class UseChange(Enum):
-    """What can happen to a chunk. A fetch ends with ARRIVE, or with FAIL."""
+    """An event of a chunk. A fetch ends with ARRIVE, or with FAIL."""
 
     FETCH = "fetch"
     ARRIVE = "arrive"
@@ -50,8 +50,10 @@ class UseChange(Enum):
 USE_TABLE: dict[tuple[Use, UseChange], Use] = {
     (Use.FREE, UseChange.FETCH): Use.FETCHING,
     (Use.FETCHING, UseChange.ARRIVE): Use.HOLD,
+    # Nothing is lost: the copy at home stays the authoritative one.
     (Use.FETCHING, UseChange.FAIL): Use.FREE,
     (Use.HOLD, UseChange.ACQUIRE): Use.COMPUTE,
+    # A recomputation, or another backward of the same graph, reads it once more.
     (Use.GRAD_READY, UseChange.ACQUIRE): Use.COMPUTE,
     (Use.COMPUTE, UseChange.RELEASE): Use.HOLD,
     (Use.HOLD, UseChange.GRADS): Use.GRAD_READY,
@@ -59,12 +61,14 @@ USE_TABLE: dict[tuple[Use, UseChange], Use] = {
     (Use.GRAD_READY, UseChange.UPDATE): Use.UPDATING,
     (Use.HOLD, UseChange.EVICT): Use.FREE,
     (Use.GRAD_READY, UseChange.EVICT): Use.FREE,
+    # The one way out: the window has the weights of before the update, which nobody may read afterwards.
     (Use.UPDATING, UseChange.EVICT): Use.FREE,
 }
 
 
 def step(state: Use, event: UseChange, who: str) -> Use:
-    """The state after ``event``.
+    """The state after ``event``. No worker makes a transition: one that has filled a window ends its job, and whoever
+    needs the chunk goes on from there.
 
     Raises:
         IllegalTransition: naming ``who``, the state, the event and the legal events.

@@ -42,11 +42,13 @@ _STREAMS_OF_TORCH = 32
 
 
 class _OfThread(threading.local):
+    """A mark of the calling thread: whether it computes on a stream beside the computing one."""
+
     is_beside = False
 
 
 class CudaDevice(Device):
-    """One NVIDIA GPU."""
+    """One NVIDIA GPU. Any thread may call it; what it keeps is changed under its lock."""
 
     name = "cuda"
     tier = Tier.GPU
@@ -55,11 +57,13 @@ class CudaDevice(Device):
         index = torch_device.index if torch_device.index is not None else _own_gpu()
         self.torch_device = torch.device("cuda", index)
         self.pinned = PinnedArena(self.torch_device)
+        # Reentrant: `copy` and `mark` ask for the computing streams under it.
         self._lock = threading.RLock()
         self._copying: dict[str, CopyStreams] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
-        self._own: set[int] = set()
+        self._own: set[int] = set()  # handles of the streams that were made here
         self._of_thread = _OfThread()
+        # By storage: a copy finds the window whose memory it touches, to wait for the last use of it.
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self.torch_device, self._computing_streams, self._new_stream, self._lock)
@@ -80,6 +84,7 @@ class CudaDevice(Device):
         return self._memory.has_place(num_bytes)
 
     def move_windows_together(self, windows: Sequence[Window]) -> None:
+        # What was computed may still read the windows where they are.
         self.synchronize()
         move_together(windows)
 
@@ -90,6 +95,7 @@ class CudaDevice(Device):
         large = sum(num_bytes for num_bytes in sizes if num_bytes > SMALL)
         if large and torch.cuda.memory_stats(self.torch_device).get("max_split_size", -1) <= 0:
             with contextlib.suppress(torch.cuda.OutOfMemoryError):  # then each comes on its own, rounded to 2 MiB
+                # Got and let go at once: the allocator keeps the segment, and cuts the buffers out of it.
                 torch.empty(large, dtype=torch.uint8, device=self.torch_device)
 
     def beside_bytes(self) -> int:
@@ -117,6 +123,7 @@ class CudaDevice(Device):
 
     def _refuse_to_pin(self, error: Exception) -> None:
         self._can_pin = False
+        # Before anything is launched: the next kernel would raise it as its own.
         _forget_error(self.torch_device)
         warn(
             f"host memory cannot be registered with the CUDA driver ({error}): copies are slower and wait for each "
@@ -166,20 +173,24 @@ class CudaDevice(Device):
         direction = f"{source.device.type} to {into.device.type}"
         with self._lock, torch.cuda.device(self.torch_device):
             streams = self._copying.setdefault(stream, CopyStreams())
+            # Here, and not when copies end: nobody is told of that.
             streams.let_go()
             if direction not in streams.by_direction:
                 streams.by_direction[direction] = self._new_stream()
             on = streams.by_direction[direction]
+            # What is copied out may still be computed, and what is copied over may still be read.
             if behind_computing:
                 for computing in self._computing_streams():
                     on.wait_event(computing.record_event())
             if isinstance(after, CudaEvent):
                 after.hold_back(on)
+            # The two directions of one copy stream are two CUDA streams: only this keeps their copies in order.
             if streams.last is not None and streams.last[0] != direction:
                 streams.last[1].hold_back(on)
             windows = [self._windows.get(_storage(tensor)) if tensor.is_cuda else None for tensor in (into, source)]
             for window in windows:
                 if window is not None:
+                    # Others may have used the block before this window: the copy comes after them.
                     window.let_follow(on)
             plain = into.dtype == source.dtype and into.is_contiguous() and source.is_contiguous()
             with torch.cuda.stream(on):
@@ -200,6 +211,7 @@ class CudaDevice(Device):
 
     def mark(self) -> Event:
         with self._lock, torch.cuda.device(self.torch_device):
+            # So that this thread's stream is known: windows that go later are behind it.
             self._computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
 
@@ -211,7 +223,9 @@ class CudaDevice(Device):
         with self._lock, torch.cuda.device(self.torch_device):
             if name not in self._beside:
                 self._beside[name] = self._new_stream()
+            # One stream for each name, for all threads: work of one name is in order.
             stream = self._beside[name]
+        # For as long as this thread is inside: its current stream must not be taken for a computing one.
         before, self._of_thread.is_beside = self._of_thread.is_beside, True
         try:
             with torch.cuda.stream(stream):
@@ -238,6 +252,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
+        # First, and whatever fails below: the limit of the allocator is the process's.
         lift(self, self.torch_device)
         with self._lock:
             copying, self._copying = self._copying, {}
@@ -246,7 +261,9 @@ class CudaDevice(Device):
                 self.synchronize()  # computing too: windows may have gone without giving their blocks back in order
         finally:
             for streams in copying.values():
+                # Behind the wait above: these references are all that keeps host memory of copies.
                 streams.in_flight.clear()
+            # Last: no copy may be under way in memory that the driver is told to forget.
             self.pinned.close()
 
     def _computing_streams(self) -> list[torch.cuda.Stream]:
@@ -257,6 +274,7 @@ class CudaDevice(Device):
         with self._lock:
             if not self._of_thread.is_beside:
                 stream = torch.cuda.current_stream(self.torch_device)
+                # Kept for good: a stream that has computed once may still have work that reads a window.
                 self._computing.setdefault(stream.cuda_stream, stream)
             return list(self._computing.values())
 
@@ -265,6 +283,7 @@ class CudaDevice(Device):
         with self._lock:
             taken = self._own | set(self._computing)
             stream = torch.cuda.Stream(self.torch_device)
+            # Once around all that torch has; then two share one, which costs time and no correctness.
             for _ in range(_STREAMS_OF_TORCH):
                 if stream.cuda_stream not in taken:
                     break
@@ -285,6 +304,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _host_side(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, if it is the host's; else an empty one, so that the list of copies keeps no memory of the GPU."""
     return tensor if not tensor.is_cuda else torch.empty(0, device="cpu")
 
 
@@ -324,11 +344,12 @@ def beside_bytes(device: torch.device) -> int:
 
 
 def _context(device: torch.device) -> int:
-    """What of the memory in use on a device is this process's and not torch's, as far as one can tell."""
+    """The bytes in use on a device that are this process's and not torch's, as far as one can tell."""
     return min(_elsewhere(device), CUDA_CONTEXT)
 
 
 def _elsewhere(device: torch.device) -> int:
+    """Bytes in use on a device that this process's torch allocator has not reserved: contexts, and other programs."""
     free, total = torch.cuda.mem_get_info(device)
     return max(total - free - torch.cuda.memory_reserved(device), 0)
 
@@ -368,10 +389,14 @@ def limit(owner: object, device: torch.device, budget: int | None) -> None:
     before the first of them, until they end. One without a budget is an owner that needs no limit.
     """
     assert device.index is not None
+    # Cached segments count as reserved: left there, they would be in the way of the limit.
     torch.cuda.empty_cache()
+    # What the program had before the first model is not the models'. Counted once: later owners would count the first
+    # model's memory.
     is_first = all(index != device.index for index, _ in _limits.values())
     before = torch.cuda.memory_allocated(device) if is_first else 0
     _limits[owner] = device.index, None if budget is None else before + budget - _context(device) - CUDA_KERNELS
+    # An owner that is collected without `close` must not limit the process for ever.
     weakref.finalize(owner, _apply, device).atexit = False
     _apply(device)
 
@@ -383,6 +408,7 @@ def lift(owner: object, device: torch.device) -> None:
 
 
 def _apply(device: torch.device) -> None:
+    """Set the allocator's limit to the sum of what the owners may have; none if one of them needs no limit."""
     allowed = [num_bytes for index, num_bytes in _limits.values() if index == device.index]
     total = torch.cuda.get_device_properties(device).total_memory
     known = [num_bytes for num_bytes in allowed if num_bytes is not None]

@@ -31,6 +31,7 @@ class CudaEvent(Event):
         """Which stream it is a point of."""
         self._device = device
         self._event = torch.cuda.Event()
+        # Recorded here and never again: an event that is recorded anew would be another point.
         self._event.record(stream)
 
     def is_complete(self) -> bool:
@@ -41,9 +42,11 @@ class CudaEvent(Event):
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
         try:
+            # No clock is read where it is over already.
             if self._event.query():
                 return
             since = time.perf_counter()
+            # Asked and not synchronized with: `synchronize` of CUDA has no limit, and Ctrl-C waits for it.
             while not self._event.query():
                 waited = time.perf_counter() - since
                 if waited > timeout:
@@ -57,6 +60,7 @@ class CudaEvent(Event):
 
     def wait_on_device(self) -> None:
         with torch.cuda.device(self._device):
+            # The current stream of the calling thread: each thread has its own.
             self.hold_back(torch.cuda.current_stream(self._device))
 
     def hold_back(self, stream: torch.cuda.Stream) -> None:
@@ -70,15 +74,18 @@ class CudaEvent(Event):
 
 class CopyStreams:
     """The CUDA streams of one copy stream, one for each direction. Its copies are in order, in both directions
-    together.
+    together. Changed under the lock of its device.
     """
 
     def __init__(self) -> None:
         self.by_direction: dict[str, torch.cuda.Stream] = {}
-        self.last: tuple[str, CudaEvent] | None = None
+        self.last: tuple[str, CudaEvent] | None = None  # direction and end of the copy that was given last
+        # Host memory of copies under way: the GPU's engines use it and hold no reference.
         self.in_flight: deque[tuple[CudaEvent, torch.Tensor, torch.Tensor]] = deque()
 
     def let_go(self) -> None:
-        """Drop the references to tensors whose copies are over."""
+        """Drop the references to tensors whose copies are over. In order: a stream ends its copies in the order of
+        their beginning.
+        """
         while self.in_flight and self.in_flight[0][0].is_complete():
             self.in_flight.popleft()

@@ -54,7 +54,7 @@ _MANY = 256
 
 
 class LastUses:
-    """The events behind which free ranges of addresses may be written again."""
+    """The events behind which free ranges of addresses may be written again. Changed under the lock of its device."""
 
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int, tuple[CudaEvent, ...]]] = []
@@ -64,13 +64,17 @@ class LastUses:
 
     def note(self, start: int, stop: int, events: list[CudaEvent]) -> None:
         """``[start, stop)`` is free from now on, behind ``events``."""
+        # What was noted of these addresses before is overtaken: the new events come after it.
         self.take(start, stop)
         self._ranges.append((start, stop, tuple(events)))
         if len(self._ranges) > _MANY:
+            # Only ranges whose uses are over: anything else would let a copy overtake one that still reads the block.
             self._ranges = [kept for kept in self._ranges if not all(event.is_complete() for event in kept[2])]
 
     def take(self, start: int, stop: int) -> list[CudaEvent]:
-        """What has to be over before ``[start, stop)`` may be written, which belongs to somebody from now on."""
+        """The events that have to be over before ``[start, stop)`` may be written, which belongs to somebody from now
+        on.
+        """
         found: dict[int, CudaEvent] = {}
         kept = []
         for first, last, events in self._ranges:
@@ -78,6 +82,7 @@ class LastUses:
                 kept.append((first, last, events))
                 continue
             found.update((id(event), event) for event in events if not event.is_complete())
+            # What sticks out on either side stays free, behind the same events.
             if first < start:
                 kept.append((first, start, events))
             if stop < last:
@@ -112,9 +117,10 @@ class WindowMemory:
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """What the calling thread allocates inside is of the pool. One thread at a time, as the allocator demands."""
+        """Let what the calling thread allocates inside be of the pool. The allocator demands one thread at a time."""
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
+                # Computes nothing, so that the order in which the allocator hands blocks on waits for no layer.
                 self._stream = self._new_stream()
             if self._pool is None and self.is_private:
                 self._pool = torch.cuda.MemPool()
@@ -132,12 +138,14 @@ class WindowMemory:
         """
         self._planned = num_bytes
         if self._pool is not None:
+            # Copies may still read blocks of the old pool, and what is noted of them is forgotten in the next line.
             torch.cuda.synchronize(self._device)
             self._pool, self._last_uses = None, LastUses()
             torch.cuda.empty_cache()
         if num_bytes == 0 or torch.cuda.memory_stats(self._device).get("max_split_size", -1) > 0:
             return
         with contextlib.suppress(torch.cuda.OutOfMemoryError), self.own():
+            # Allocated and let go at once: the segment stays in the pool, in one piece.
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def has_place(self, num_bytes: int) -> bool:
@@ -146,6 +154,7 @@ class WindowMemory:
         """
         if self._pool is None or num_bytes <= SMALL:
             return True
+        # In memory of the pool alone: the rest of the allocator's has nothing for windows.
         segments = [s for s in self._pool.snapshot(**_how_to_list()) if s["segment_type"] == "large"]
         free = [block["size"] for s in segments for block in s["blocks"] if block["state"] == "inactive"]
         got = sum(segment["total_size"] for segment in segments)
@@ -156,6 +165,8 @@ class WindowMemory:
         with self._lock, torch.cuda.device(self._device):
             assert self._stream is not None
             if self._pool is None:
+                # Without a pool a block may come from anybody: the stream it was allocated for has all its uses behind
+                # it.
                 return [CudaEvent(self._device, self._stream, "the use of a block")]
             return self._last_uses.take(address, address + num_bytes)
 
@@ -163,8 +174,10 @@ class WindowMemory:
         """A window is about to give this block back, which ``touched`` are the last copies of."""
         with self._lock, torch.cuda.device(self._device):
             assert self._stream is not None
+            # Marks of now: everything that read the window was given to these streams before.
             events = [CudaEvent(self._device, stream, "the computation") for stream in self.computing()] + touched
             for event in events:
+                # For the allocator, which waits for this stream before it unmaps memory.
                 event.hold_back(self._stream)
             self._last_uses.note(address, address + num_bytes, events)
 
@@ -175,8 +188,8 @@ class CudaWindow(StorageWindow):
     def __init__(self, num_bytes: int, device: torch.device, memory: WindowMemory):
         self._memory = memory
         self._address = 0  # while there is memory
-        self._ready: list[CudaEvent] = []
-        self._followers: set[int] = set()
+        self._ready: list[CudaEvent] = []  # uses of the block by others, before this window
+        self._followers: set[int] = set()  # streams that come after them
         self.touched: dict[str, CudaEvent] = {}
         """The last copy of each stream that reads or writes this memory."""
         with memory.own():
@@ -193,6 +206,7 @@ class CudaWindow(StorageWindow):
         self._address = _address(self.bytes)
         self._ready = self._memory.begin(self._address, self.num_bytes)
         self._followers = set()
+        # Computing streams at once: they wait for copies of long ago. Copy streams wait when they touch the window.
         for stream in self._memory.computing():
             self.let_follow(stream)
 
@@ -204,6 +218,7 @@ class CudaWindow(StorageWindow):
             self._followers.add(stream.cuda_stream)
 
     def depopulate(self) -> bool:
+        # Before the memory goes: the block may be another window's as soon as it is back.
         if self._address:
             self._memory.end(self._address, self.num_bytes, list(self.touched.values()))
             self._address = 0
@@ -215,9 +230,12 @@ def move_together(windows: Iterable[Window]) -> None:
     """Give these windows, which have memory, new places one behind the other. Through host memory: there is no room
     beside them. The caller has seen to it that nothing is under way.
     """
+    # All of them are copied out before the first one goes, or there would be no piece long enough.
     kept = [(window, window.bytes.cpu()) for window in windows]
+    # An interrupt in here would leave windows that are read without memory.
     with WHOLE:
         for window, _ in kept:
+            # All go before any comes back: the free pieces become one.
             window.depopulate()
         for window, content in kept:
             window.populate()

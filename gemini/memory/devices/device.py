@@ -74,7 +74,8 @@ class Event:
         self.wait()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """It is over: for the one who works on it. ``error``: what ``wait`` raises as the cause."""
+        """End it: for the one who works on it, once. ``error``: what ``wait`` raises as the cause."""
+        # Before it is set: whoever wakes up looks at it at once.
         self._error = error
         self._done.set()
         PROGRESS.note()
@@ -91,6 +92,8 @@ class AllOf(Event):
         return all(event.is_complete() for event in self._events)
 
     def wait(self, timeout: float = WAIT_SECONDS) -> None:
+        # First until all are over, then how they ended: an error that is raised early would leave copies under way in
+        # memory that the caller gives back.
         for event in self._events:
             event.wait_until_over(timeout)
         for event in self._events:
@@ -101,6 +104,7 @@ class AllOf(Event):
         for event in self._events:
             try:
                 event.wait_on_device()
+                # What is computed next must come after the others too: some may still write where this one failed.
             except Exception as e:
                 failed = failed or e
         if failed is not None:
@@ -113,7 +117,9 @@ DONE.finish()
 
 
 class Device(ABC):
-    """What the engine needs of the processor that runs forward and backward."""
+    """All that the engine needs of the processor that runs forward and backward. Any thread may copy and mark; windows
+    are the training thread's.
+    """
 
     name: str
     torch_device: torch.device
@@ -180,7 +186,7 @@ class Device(ABC):
         """
 
     def beside(self, name: str) -> AbstractContextManager[None]:
-        """What the calling thread computes inside is given to a stream of its own, of that name.
+        """Give what the calling thread computes inside to a stream of its own, of that name.
 
         ``mark()`` inside marks that stream, and ``Event.wait_on_device()`` inside makes that stream wait. Such streams
         are not computing streams for :meth:`copy`, nor for windows, which must not go before a computing stream has
@@ -232,8 +238,9 @@ class Device(ABC):
         """Bytes of the device's memory that nobody holds now."""
 
     def memory_figures(self) -> dict[str, int]:
-        """What the system says of the device's memory, in bytes, for this process and (as "driver") for all of them:
-        "allocated" and "reserved" by torch, "allocated_peak", "reserved_peak". Nothing where it is host memory.
+        """The figures that the system has of the device's memory, in bytes, for this process and (as "driver") for all
+        of them: "allocated" and "reserved" by torch, "allocated_peak", "reserved_peak". Nothing where it is host
+        memory.
         """
         return {}
 
@@ -282,6 +289,7 @@ class CpuDevice(HostMemoryDevice):
         kept: bool = False,
     ) -> Event:
         if after is not None:
+            # On the calling thread: the copy is made here and now.
             after.wait()
         into.copy_(source)
         return DONE
@@ -304,7 +312,7 @@ def registered_device(name: Any) -> type[Device] | None:
 
 
 def torch_device_of(device: Any) -> torch.device:
-    """Where the tensors are that a config's ``device=`` computes on.
+    """The torch device of the tensors that a config's ``device=`` computes on.
 
     Raises:
         RuntimeError: torch's, for a name that is none.

@@ -54,6 +54,7 @@ class Pages:
         assert num_bytes > 0 and num_bytes % PAGE == 0, num_bytes
         self.num_bytes = num_bytes
         self._pid = os.getpid()
+        # One huge page more, so that an aligned range lies in it wherever the system puts it.
         self._mapped = num_bytes + HUGE_PAGE
         base = _libc.mmap(None, self._mapped, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS | _MAP_NORESERVE, -1, 0)
         if base is None or base == _MAP_FAILED:
@@ -62,11 +63,13 @@ class Pages:
         self.address = -(-base // HUGE_PAGE) * HUGE_PAGE
         # Advice may be refused (no huge pages on this kernel): it costs speed, nothing else.
         _libc.madvise(self.address, num_bytes, _MADV_HUGEPAGE)
+        # A child that shared them would have every page copied at the next write, of either process.
         _libc.madvise(base, self._mapped, _MADV_DONTFORK)
 
     def tensor(self) -> torch.Tensor:
         """The bytes as a 1-D uint8 tensor (no copy)."""
         buffer = (ctypes.c_char * self.num_bytes).from_address(self.address)
+        # What keeps the addresses: torch holds the buffer, the buffer holds this object.
         buffer.owner = self  # type: ignore[attr-defined]
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -81,6 +84,7 @@ class Pages:
             OSError: if the kernel refuses; both ranges are as before.
         """
         assert other.num_bytes == self.num_bytes
+        # DONTUNMAP: the range here stays reserved, without pages, for the way back.
         moved = _libc.mremap(
             self.address, self.num_bytes, self.num_bytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, other.address
         )
@@ -103,6 +107,7 @@ def can_move_pages() -> bool:
     if not _LINUX or mmap.PAGESIZE != PAGE:
         return False
     here, there = Pages(PAGE), Pages(PAGE)
+    # With content: the call must have moved the page, and not only have returned.
     here.tensor()[0] = 7
     try:
         here.move_to(there)

@@ -39,7 +39,9 @@ from gemini.memory.devices.pages import HUGE_PAGE, PAGE, Pages
 
 
 class Arena:
-    """``size`` bytes, a whole number of pages, of which ranges are taken and given back."""
+    """``size`` bytes, a whole number of pages, of which ranges are taken and given back. Changed under the lock of its
+    owner.
+    """
 
     def __init__(self, size: int):
         assert size > 0 and size % PAGE == 0, size
@@ -63,6 +65,7 @@ class Arena:
         long_enough = [number for number, (_, free) in enumerate(self._free) if free >= size]
         if not long_enough:
             return None
+        # One of just this size first: buffers of one size class then cut nothing up.
         number = next((number for number in long_enough if self._free[number][1] == size), long_enough[0])
         offset, free = self._free.pop(number)
         if free > size:
@@ -73,7 +76,7 @@ class Arena:
         return offset
 
     def give_back(self, offset: int) -> None:
-        """What was taken at ``offset`` is free again."""
+        """Free again what was taken at ``offset``, joined with its free neighbours."""
         size = self._taken.pop(offset)
         self.used -= size
         start, stop = offset, offset + size
@@ -132,16 +135,17 @@ class PinnedPages(Pages):
 
 
 class _Stretch:
-    """Registered pages and the book of them. ``stays``: also while nothing is in it."""
+    """A stretch of registered pages and the book of it. ``stays``: also while nothing is in it."""
 
     def __init__(self, num_bytes: int, *, stays: bool):
         self.pages, self.arena, self.stays = PinnedPages(num_bytes), Arena(num_bytes), stays
 
 
 class _Range:
-    """What a buffer holds: the pages stay as long as it does, and its range is free when it goes."""
+    """A hold of a buffer: the pages stay as long as it does, and its range is free when it goes."""
 
     def __init__(self, owner: PinnedArena, stretch: _Stretch, offset: int):
+        # Weakly: a buffer that outlives its device must not keep the device.
         self._owner = weakref.ref(owner)
         self._stretch, self._offset = stretch, offset
 
@@ -158,8 +162,10 @@ class PinnedArena:
         self.num_registrations = 0
         """Calls of the driver so far: one, where what was reserved is enough."""
         self._device = device
+        # Changed under the lock; the first ones are those that were reserved.
         self._stretches: list[_Stretch] = []
         self._lock = threading.Lock()
+        # Filled by finalizers, which take no lock: the thread they run on may have it.
         self._returned: deque[tuple[_Stretch, int]] = deque()
 
     @property
@@ -184,6 +190,7 @@ class PinnedArena:
         Raises:
             RuntimeError, MemoryError: as :meth:`reserve`.
         """
+        # Outside of the lock, which it takes without waiting: inside it would never get it.
         self._note_returned()
         with self._lock:
             for stretch in self._stretches:
@@ -199,6 +206,7 @@ class PinnedArena:
         """Let the driver forget all of it. Buffers stay what they are, pageable from now on."""
         with self._lock:
             stretches, self._stretches = self._stretches, []
+        # Outside of the lock: unregistering waits for the driver.
         for stretch in stretches:
             stretch.pages.unregister()
 
@@ -210,11 +218,13 @@ class PinnedArena:
         return stretch
 
     def _cut(self, stretch: _Stretch, num_bytes: int, zeroed: bool) -> torch.Tensor | None:
+        # Of before: `take` moves it.
         fresh = stretch.arena.fresh
         offset = stretch.arena.take(num_bytes)
         if offset is None:
             return None
         memory = (ctypes.c_char * num_bytes).from_address(stretch.pages.address + offset)
+        # As with `Pages`: torch holds the buffer, and the buffer this.
         memory.owner = _Range(self, stretch, offset)  # type: ignore[attr-defined]
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if zeroed and offset < fresh:  # somebody had it before; the rest is as the system gave it
@@ -234,10 +244,12 @@ class PinnedArena:
                 while self._returned:
                     stretch, offset = self._returned.popleft()
                     stretch.arena.give_back(offset)
+                    # One that `close` has taken out of the list is unregistered there.
                     if stretch.arena.used == 0 and not stretch.stays and stretch in self._stretches:
                         self._stretches.remove(stretch)
                         gone.append(stretch)
             finally:
                 self._lock.release()
+            # Outside of the lock: a call of the driver, for which other threads need not wait.
             for stretch in gone:
                 stretch.pages.unregister()

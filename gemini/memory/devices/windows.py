@@ -25,7 +25,7 @@ class Window(ABC):
         return self.bytes.numel()
 
     def face(self) -> torch.Tensor:
-        """The same bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
+        """The bytes as a tensor for those who read them: over a storage of its own where that is possible, so that
         counting who refers to it does not count copies under way.
         """
         return self.bytes
@@ -52,6 +52,7 @@ class StorageWindow(Window):
     def __init__(self, num_bytes: int, device: torch.device):
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._size = num_bytes
+        # The size is kept apart: the storage that is empty now has none.
         self.depopulate()
 
     @property
@@ -78,6 +79,7 @@ class PageWindow(Window):
         self._frames = frames
 
     def face(self) -> torch.Tensor:
+        # A storage of its own over the same addresses: copies under way refer to `bytes`, modules to this.
         return self.pages.tensor()
 
     def populate(self) -> None:
@@ -102,14 +104,17 @@ class PageWindow(Window):
 
 
 class FramePool:
-    """Physical memory of evicted windows, by size, ready for the next window of that size without page faults."""
+    """Physical memory of evicted windows, by size, ready for the next window of that size without page faults. Changed
+    by the training thread alone.
+    """
 
     def __init__(self) -> None:
-        self._parked: dict[int, list[Pages]] = {}
-        self._shells: dict[int, list[Pages]] = {}
+        self._parked: dict[int, list[Pages]] = {}  # by size: ranges that have physical pages
+        self._shells: dict[int, list[Pages]] = {}  # by size: ranges of addresses that have none
         self.parked_bytes = 0
 
     def has(self, num_bytes: int) -> bool:
+        """Whether a frame of that size is parked."""
         return bool(self._parked.get(num_bytes))
 
     def take(self, into: Pages) -> None:
@@ -117,14 +122,18 @@ class FramePool:
         frames = self._parked.get(into.num_bytes)
         if frames:
             frame = frames[-1]
+            # Before it is off the list: if the kernel refuses, the frame is still parked, and the books are right.
             frame.move_to(into)
             frames.pop()
             self.parked_bytes -= into.num_bytes
+            # Its addresses are kept for the next eviction: reserving a range is a call of the system.
             self._shells.setdefault(into.num_bytes, []).append(frame)
 
     def park(self, pages: Pages) -> None:
+        """Move the pages of an evicted window into the pool."""
         shells = self._shells.get(pages.num_bytes)
         shell = shells[-1] if shells else Pages(pages.num_bytes)
+        # As in `take`: the lists change when the pages have moved.
         pages.move_to(shell)
         if shells:
             shells.pop()

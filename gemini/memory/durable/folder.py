@@ -75,8 +75,9 @@ def has_commit(directory: Path) -> bool:
 
 
 def store_bytes(directory: Path) -> int:
-    """What the slots of stores in a folder take on the drive."""
+    """Bytes that the slots of stores in a folder take on the drive."""
     found = [path.stat() for store in stores(directory) for path in store.glob("slots-*")]
+    # Blocks and not sizes: what the drive has given. They are of 512 bytes, whatever the file system's own are.
     return sum(stat.st_blocks * 512 for stat in found)
 
 
@@ -92,6 +93,7 @@ def last_commit(directory: Path) -> Commit:
     refusal: StorageError | None = None
     for store in reversed(found):
         try:
+            # A newer store without a commit that all have is one that was just begun: the older one counts.
             return Commit(store, common_records(store))
         except StorageError as e:
             refusal = refusal or e
@@ -120,6 +122,7 @@ def common_records(store: Path) -> list[Record]:
             f"{store} is of {size} ranks, and there is no commit of rank {missing[0]} here: ranks on several machines "
             "need a folder that all of them share to be resumed from it"
         )
+    # Ranks write their records one by one: a run that was killed between two of them leaves some a commit ahead.
     common = set.intersection(*(set(found) for found in ranks))
     if not common:
         raise StorageError(f"{store} is damaged: its {size} ranks have no commit in common")
@@ -127,6 +130,7 @@ def common_records(store: Path) -> list[Record]:
 
 
 def _size_in(record: Record, store: Path) -> int:
+    """The number of ranks that a record says its run had."""
     size = record.text.get("ranks") if isinstance(record.text, dict) else None
     if type(size) is not int or not 0 < size < 100_000:
         raise StorageError(f"{store} is damaged: a commit record does not say of how many ranks it is")
@@ -134,7 +138,7 @@ def _size_in(record: Record, store: Path) -> int:
 
 
 def read_layout(store: Path, rank: int, checksum: Any) -> dict[str, Any]:
-    """What lies where in the slots of a rank, as the file that a record names has it.
+    """The layout of the slots of a rank, as the file that a record names has it.
 
     Raises:
         StorageError: if it is missing or damaged.
@@ -183,6 +187,7 @@ class StoreFolder:
         self.directory, self.rank, self.ranks = Path(os.path.realpath(directory)), rank, ranks
         self._lock = _locked(self.directory, rank)
         try:
+            # Behind the lock: what is read here must not change meanwhile.
             self._open(sizes, smallest)
         except BaseException:
             os.close(self._lock)
@@ -195,6 +200,7 @@ class StoreFolder:
         own = _records_of(found[-1], self.rank) if alike else []
         # The newest commit that all ranks have: the last one of whoever has least.
         newest = max((record.sequence for record in own), default=-1)
+        # One message for all of it. The smallest of `last` and of `-last` are equal only if all ranks see the same.
         said = smallest([last, -last, int(alike), newest])
         if said[0] != -said[1]:
             raise StorageError(
@@ -207,12 +213,14 @@ class StoreFolder:
             for store in found if not said[2] else ():  # left by runs that ended before their first commit
                 if not any(record_path(store, 0, place).exists() for place in (0, 1)):
                     shutil.rmtree(store, ignore_errors=True)
+        # Above every record that is there, also of commits that are given up: a number must never say two things.
         self.highest = max((record.sequence for record in own), default=0)
-        self._place = 0
+        self._place = 0  # which of the two record files is written next
         self.committed: Record | None = None
         """The commit that the slots of this rank hold."""
         try:
             self.folder.mkdir(exist_ok=True)
+            # A record in a folder whose name is not on the drive would be lost with it.
             sync_folder(self.directory)
         except OSError as e:
             raise StorageError(f"{self.folder} cannot be made: {e.strerror}") from e
@@ -236,18 +244,21 @@ class StoreFolder:
             return False
 
     def _take(self, record: Record) -> None:
+        """Take what an earlier run has committed, as a record says."""
         for place in (0, 1):
             found = read_record(record_path(self.folder, self.rank, place))
             if found is not None and found.sequence == record.sequence:
+                # The next record goes to the other file: this one is the commit to come back to.
                 self._place = 1 - place
         checked = {name: check_runs(record.text["runs"].get(name), pair.num_bytes, self.folder)
                    for name, pair in self.slots.pairs.items()}  # fmt: skip
+        # All are checked before one is taken: a damaged record changes nothing.
         for name, pair in self.slots.pairs.items():
             pair.take_committed(checked[name])
         self.committed = record
 
     def write_layout(self, layout: Any) -> int:
-        """What lies where in the slots, on the drive; returns its checksum, which the next records name."""
+        """Write what lies where in the slots to the drive; returns its checksum, which the next records name."""
         data = json.dumps(layout, separators=(",", ":")).encode()
         checksum = zlib.crc32(data)
         path = layout_path(self.folder, self.rank, checksum)
@@ -268,8 +279,10 @@ class StoreFolder:
         """
         try:
             num_bytes = write_record(record_path(self.folder, self.rank, self._place), record)
+            # The first record makes its file: its name must be on the drive as well.
             sync_folder(self.folder)
         except StorageError as e:
+            # It may have reached the drive: slots of both commits must stay as they are.
             self.slots.refuse_writes(e)
             raise
         self.highest, self.committed = record.sequence, record
@@ -277,16 +290,20 @@ class StoreFolder:
 
     def committed_by_all(self, runs: Mapping[str, Runs]) -> None:
         """Every rank has written its record: the slots of the commit before are free, and older stores are gone."""
+        # Now and not in `commit`: while some rank has not written its record, the commit before is the one that all
+        # have, and its file must not be the next one to be written.
         self._place = 1 - self._place
         for name, pair in self.slots.pairs.items():
             pair.commit(runs[name])
         if self.rank == 0:
             for store in stores(self.directory):
                 if store != self.folder:
+                    # Only now: until every rank has a commit in this store, the older one is what a resumed run loads.
                     shutil.rmtree(store, ignore_errors=True)
 
     def close(self) -> None:
         """Let others use it."""
+        # Before the lock: the next run opens the same file.
         self.slots.close()
         if self._lock >= 0:
             os.close(self._lock)
@@ -342,6 +359,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
+    """A descriptor that holds the lock of a rank. The system lets go of it when the process ends, in whatever way."""
     try:
         fd = os.open(directory / f"LOCK-{rank:05d}", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as e:
@@ -363,7 +381,7 @@ def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
 
 
 def holder(directory: Path) -> str | None:
-    """Who uses the store in a folder, as people say it; None for nobody. Nothing is written.
+    """The user of the store in a folder, as people say it; None for nobody. Nothing is written.
 
     Raises:
         StorageError: if a lock cannot be read.
@@ -383,11 +401,12 @@ def holder(directory: Path) -> str | None:
 
 
 def _name_in(lock: int) -> str:
-    """Who wrote into a lock that it held it; a process that loads a store does not."""
+    """The text of a lock: who wrote that it held it. A process that loads a store writes none."""
     return os.pread(lock, 200, 0).decode(errors="replace").strip() or "a process that is not known"
 
 
 def _records_of(store: Path, rank: int) -> list[Record]:
+    """The records of a rank that are whole, of its two files."""
     found = [read_record(record_path(store, rank, place)) for place in (0, 1)]
     return [record for record in found if record is not None]
 
@@ -406,6 +425,7 @@ def stores(directory: Path) -> list[Path]:
 
 
 def _number(store: Path) -> int:
+    """The number of a store, from its name."""
     matched = _STORE.fullmatch(store.name)
     assert matched is not None
     return int(matched[1])
@@ -432,6 +452,7 @@ class Record(NamedTuple):
 
 def _bytes_of(record: Record) -> bytes:
     """The bytes of a record."""
+    # Level 1: a commit waits for it.
     text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
     rest = struct.pack("<QQQ", record.sequence, len(text), len(record.tensors)) + text + record.tensors
     return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
@@ -448,6 +469,7 @@ def write_record(path: Path, record: Record) -> int:
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             done = 0
+            # `pwrite` may write less than it is given.
             while done < len(data):
                 done += os.pwrite(fd, data[done:], done)
             barrier(fd)
@@ -481,10 +503,12 @@ def read_record(path: Path) -> Record | None:
             "Gemini that wrote it"
         )
     end = _HEAD.size + text + tensors
+    # What follows `end` is left by a longer record and not summed.
     if len(data) < end or zlib.crc32(memoryview(data)[_SUMMED:end]) != checksum:
         return None
     begin = _HEAD.size + text
     try:
+        # Bounded: a damaged text must not fill the memory.
         unpacked = zlib.decompressobj().decompress(data[_HEAD.size : begin], _MAX_TEXT)
         return Record(sequence, json.loads(unpacked), data[begin:end], version)
     except (ValueError, RecursionError, zlib.error):

@@ -44,7 +44,7 @@ None where a record of version 1 has none.
 
 
 class SlotPair:
-    """The two slots of one plane.
+    """The two slots of one plane. Written by one thread at a time; sums have a lock, for several threads look at them.
 
     Args:
         offset: of the first slot in the file; the second one follows it.
@@ -53,6 +53,7 @@ class SlotPair:
 
     def __init__(self, file: SlotFile, offset: int, num_bytes: int):
         self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        # A byte for each page: the number of its slot, or `ZEROS`.
         self._committed = bytes([ZEROS]) * (num_bytes // PAGE)
         self._now = bytearray(self._committed)
         self._sums: tuple[dict[int, tuple[int, int]], ...] = ({}, {})
@@ -63,7 +64,7 @@ class SlotPair:
 
     @property
     def num_bytes(self) -> int:
-        """Of one slot."""
+        """Bytes of one slot, in whole pages."""
         return self._num_bytes
 
     def begin_read(self, into: torch.Tensor, start: int, *, urgent: bool = False) -> Event:
@@ -72,18 +73,22 @@ class SlotPair:
         return _all(
             self._file.begin_read(_cut(into, first, last), at, urgent=urgent)
             for first, last, slot, at in parts
+            # Pages that were never written have no place in the file: they are zeroed here.
             if slot != ZEROS or _clear(_cut(into, first, last))
         )
 
     def begin_write(self, source: torch.Tensor, start: int) -> Event:
         """Start to write ``source`` at byte ``start`` of the plane, where it overwrites nothing that is committed."""
         events = []
+        # Cut where the slots differ: one write goes to one slot.
         for first, last, committed, before in self._occupied(start, source.nbytes):
             slot, part = 1 if 0 in (committed, before) else 0, _cut(source, first, last)
             events.append(self._file.begin_write(part, self._place(slot, start + first)))
             page, count = (start + first) // PAGE, (last - first) // PAGE
+            # Before the write is over: who reads it waits for the update that wrote it.
             self._now[page : page + count] = bytes([slot]) * count
-            self._keep_sum(slot, page, count, crc32(part))  # while it is being written
+            # While it is being written: summing costs no time of its own.
+            self._keep_sum(slot, page, count, crc32(part))
         return _all(events)
 
     def _occupied(self, start: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
@@ -109,7 +114,8 @@ class SlotPair:
         return copy[:num_bytes]
 
     def runs(self) -> Runs:
-        """Where everything is now, when all writes are over. What has no sum of its own is read back for one.
+        """The places where everything is now, when all writes are over. What has no sum of its own is read back for
+        one.
 
         Raises:
             StorageError: if that fails.
@@ -123,6 +129,7 @@ class SlotPair:
     def _summed(self, slot: int, page: int, end: int) -> Iterator[tuple[int, int]]:
         """Pages ``[page, end)`` of a slot as they were written: how many, and their CRC-32."""
         with self._lock:
+            # A copy: reading back takes long, and writes need the lock.
             sums = dict(self._sums[slot])
         known = [first for first in sorted(sums) if page <= first and first + sums[first][0] <= end]
         for first in [*known, end]:
@@ -141,13 +148,16 @@ class SlotPair:
         """The sum of pages that replace what was there."""
         with self._lock:
             sums = self._sums[slot]
+            # The same range as before is the usual case, and needs no search for what it overlaps.
             if page not in sums or sums[page][0] != count:
                 for first in [first for first, (n, _) in sums.items() if first < page + count and page < first + n]:
                     del sums[first]
             sums[page] = count, crc
 
     def commit(self, runs: Runs) -> None:
-        """A record that says ``runs`` is on the drive: these slots are committed."""
+        """A record that says ``runs`` is on the drive: these slots are committed. Called when the records of all ranks
+        are on the drive: from here on the slots of the commit before may be overwritten.
+        """
         self._committed = pages_of(runs)
 
     def take_committed(self, runs: Runs) -> None:
@@ -175,11 +185,11 @@ class SlotPair:
         )
 
     def begin_tentative(self) -> None:
-        """What is written from now on can be undone; only where it :attr:`can_be_tentative`."""
+        """Make writes tentative: what is written from now on can be undone. Only where it :attr:`can_be_tentative`."""
         self._before = bytes(self._now)
 
     def keep(self) -> None:
-        """What was written since counts."""
+        """Let count what was written since writes became tentative."""
         self._before = None
 
     def undo(self) -> None:
@@ -189,6 +199,7 @@ class SlotPair:
             self._before = None
 
     def _place(self, slot: int, start: int) -> int:
+        """The offset in the file of byte ``start`` of a slot."""
         return self._offset + slot * self._num_bytes + start
 
     def _parts(self, pages: bytes | bytearray, start: int, num_bytes: int) -> Iterator[tuple[int, int, int, int]]:
@@ -228,7 +239,9 @@ class SlotFile(SpillFile):
             raise self.failed("write out", self.num_bytes, 0, e) from e
 
     def refuse_writes(self, why: BaseException) -> None:
-        """A commit record may be on the drive or not: what it and the one before it name must both stay."""
+        """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
+        back: a new run decides which of the two it finds.
+        """
         self._refusal = why
 
     def begin_write(self, source: torch.Tensor, offset: int):  # type: ignore[no-untyped-def]
@@ -249,12 +262,12 @@ class SlotFile(SpillFile):
 
 
 def slot_name(kind: str, index: int) -> str:
-    """What the slots of a plane of a chunk are called."""
+    """The name of the slots of a plane of a chunk."""
     return f"{kind}/{index}"
 
 
 def barrier(fd: int) -> None:
-    """What was written to a file before is on the drive when this returns."""
+    """Wait until what was written to a file before is on the drive."""
     os.fdatasync(fd)
 
 

@@ -27,7 +27,7 @@ from gemini.planning.timeline import Track
 
 
 class WeightSource(Protocol):
-    """Where the weights come from that windows are filled with."""
+    """A source of the weights that windows are filled with."""
 
     in_order: bool
     """Whether ranks fetch together: in the order in which it was asked for, whoever waits."""
@@ -51,11 +51,12 @@ class Homes:
         self.gather, self.upcoming = mover.gather, foresight.upcoming
 
     def follow(self) -> None:
-        """Nothing comes behind it."""
+        """Do nothing: only ranks have something behind a gather."""
 
 
 class Fetches:
-    """The fetches of one manager.
+    """The fetches of one manager. Called by the training thread alone; what runs on the lane's thread is ``fetch`` in
+    :meth:`begin`, which takes no lock of it.
 
     Args:
         source: where the weights come from.
@@ -71,19 +72,27 @@ class Fetches:
 
     def can_begin(self, chunk: Chunk) -> bool:
         """Say whether it can be fetched ahead."""
+        # A guess may be undone, and then what was fetched is not what the step left. Without staging of its own the
+        # lane would share the training thread's areas.
         if chunk.is_guessed or not self.begins_ahead or (self._staging is None and self._mover.needs_staging(chunk)):
             return False
+        # Work of the computing stream would stand there behind layers that were given to it before, far ahead of its
+        # use.
         return not self._mover.computes(chunk)
 
     def begin(self, chunk: Chunk, moment: int, *, in_step: bool) -> None:
         """Fill the populated window of a chunk beside training, behind the update of its weights."""
+        # Read here, on the training thread: by the time the job runs these may be others.
         update, source, mover = chunk.update, self.source, self._mover
         working = Working(mover.watch.moved, not in_step, self._staging)
 
         def fetch() -> None:
+            # The one wait of a lane for another: the update lane takes no memory and waits for no fetch of a new
+            # weight, so there is no circle.
             if update is not None:
                 update.wait()
             with mover.working(working):
+                # Set before the job is over, and read by nobody until then.
                 chunk.fetched = source.gather(chunk)
 
         with WHOLE:  # nobody would wait for one that the chunk does not know, and its window is given to others
@@ -99,6 +108,7 @@ class Fetches:
         try:
             self._wait_on_device(chunk)
         except BaseException:
+            # The error is told by raising it; the chunk would keep it, with all frames of its traceback.
             _forget_if_over(chunk)
             raise
 
@@ -106,7 +116,10 @@ class Fetches:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
         arriving = self._arriving(chunk)
         if not arriving.is_complete():
+            # The lane waits for the update of this chunk. Waiting here moves that update to the front, and tells its
+            # error where it belongs.
             chunk.settle()
+            # Ranks take gathers in the order in which all of them post them.
             if not self.source.in_order:
                 self._transfers.hurry(arriving)
         arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
@@ -119,17 +132,18 @@ class Fetches:
         return arrived
 
     def let_compute_wait(self, chunk: Chunk) -> None:
-        """What is computed from now on, on whichever stream, may read the window.
+        """Let whatever is computed from now on, on whichever stream, read the window.
 
         The device must know of that stream also where there is nothing to wait for: when the window goes, its memory is
         not written before the stream is done with it.
         """
+        # Whether or not anything is waited for.
         self._mover.device.computes_here()
         if not chunk.fetched.is_complete():
             self._wait_on_device(chunk)
 
     def call_back(self, chunk: Chunk) -> None:
-        """A fetch ahead is not wanted any more: the window may be given back."""
+        """Give up a fetch ahead that is not wanted any more: the window may be given back afterwards."""
         arriving = self._arriving(chunk)
         self._transfers.take_back(arriving, *self._what(chunk))
         if not arriving.taken_back:
@@ -141,6 +155,7 @@ class Fetches:
     def await_begun(self) -> None:
         """Wait until all fetches ahead are under way, or have failed."""
         for arriving in self.ahead.values():
+            # On the lane, a wait for the update that it is behind; no error is raised, whoever needs the chunk is told.
             arriving.wait_until_over()
 
     def drain(self) -> None:
@@ -150,14 +165,16 @@ class Fetches:
             arriving.of.fetched.wait_until_over()
 
     def start_over(self, chunk: Chunk) -> None:
-        """After an interrupt between two lines of the books: nothing of this chunk is under way, whatever they say."""
+        """Make sure that nothing of this chunk is under way, whatever the books say, after an interrupt between two
+        lines of them.
+        """
         if chunk.arriving is not None:
             self._transfers.take_back(self._arriving(chunk), *self._what(chunk))
         chunk.fetched.wait_until_over()
         self._end(chunk)
 
     def close(self) -> None:
-        """The model ends; a chunk that somebody keeps must keep nothing else."""
+        """End with the model: a chunk that somebody keeps must keep nothing else."""
         for arriving in list(self.ahead.values()):
             self._end(arriving.of)
 

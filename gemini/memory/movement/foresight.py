@@ -26,7 +26,7 @@ LOOK_AHEAD = 64
 
 
 class Schedule:
-    """One step's accesses with their moves, and a place in it."""
+    """One step's accesses with their moves, and a place in it. A *moment* is an index into the accesses."""
 
     def __init__(
         self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = (),
@@ -36,15 +36,22 @@ class Schedule:
         ``borrowable``: by moment, the bytes that activations leave to windows; none where it is empty.
         """
         self._borrowable = borrowable
+        # By moment: the chunks that are read and move. Residents are none of the manager's business.
         self._needs = [frozenset(access.chunks) & moving for access in accesses]
+        # By moment, what the plan evicts there: for the script of several ranks.
         self._let_go = [frozenset(each.evict) for each in (again or moves)]
+        # By chunk, ascending: the moments at which a stretch of reading it begins.
         self._starts: dict[int, list[int]] = {}
+        # Chunks with the moment that they are fetched for: what is not in here the plan has kept until then.
         self._fetches: set[tuple[int, int]] = set()
+        # None: not in this step. -1: in it, before the first moment.
         self._at: int | None = None
         self.num_deviations = 0
+        # In the order of moments, so that `upcoming` can search.
         self._planned: list[tuple[int, int]] = []
         before: frozenset[int] = frozenset()
         for moment, (needed, now, later) in enumerate(zip(self._needs, moves, again or moves, strict=True)):
+            # Only where the moment before does not read it: a stretch has one beginning.
             for index in sorted(needed - before):
                 self._starts.setdefault(index, []).append(moment)
             self._fetches.update((index, moment) for index in later.fetch)
@@ -52,19 +59,21 @@ class Schedule:
             before = needed
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._at, self.num_deviations = -1, 0
 
     def lose(self) -> None:
-        """What runs now is not this step."""
+        """Take leave of the schedule: what runs now is not this step."""
         self._at = None
 
     def advance(self, index: int) -> None:
         """A chunk is read: move to the moment that says so."""
+        # Several reads inside one moment do not move on.
         if self._at is None or (self._at >= 0 and index in self._needs[self._at]):
             return
         start = self._next_start(index, self._at)
         if start is None or start - self._at > LOOK_AHEAD:
+            # The place stays: one strange read, and the next one may be as planned again.
             self.num_deviations += 1
         else:
             self._at = start
@@ -81,16 +90,19 @@ class Schedule:
         at = self._at
         if reader is not None and (at < 0 or reader not in self._needs[at]):
             start = self._next_start(reader, at)
+            # As of the moment before the one that reads it: at its own moment everything in it would count as read now.
             at = at if start is None or start - at > LOOK_AHEAD else start - 1
         following = at + 1
         in_both = 0 < following < len(self._needs) and index in self._needs[at] & self._needs[following]
         if in_both and not done:
-            return following, True  # let go between two moments that both read it
+            # Let go between two moments that both read it: the window stays for the next one.
+            return following, True
         start = self._next_start(index, at)
         if start is not None:
             return start, (index, start) not in self._fetches
         if index not in self._starts:
             return NEVER, False
+        # The next step, taken to be like this one.
         first = self._starts[index][0]
         return len(self._needs) + first, (index, first) not in self._fetches
 
@@ -98,6 +110,7 @@ class Schedule:
         """Bytes of the room for activations that windows may have now, and to moment ``until``. Between two steps: what
         the end of one and the beginning of the next leave.
         """
+        # After a deviation nobody knows what activations take: one byte too many is a step that breaks off.
         if not self._borrowable or self.num_deviations:
             return 0
         if self._at is None:
@@ -107,6 +120,7 @@ class Schedule:
 
     def upcoming(self) -> Iterator[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
+        # 2**62: above every chunk, so that the search ends behind the moment itself.
         after = -1 if self._at is None else self._at
         for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
             yield self._planned[position]
@@ -117,10 +131,15 @@ class Schedule:
         return self._at
 
     def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script:
-        """What ranks that make this step together gather and reduce (:func:`gemini.planning.script.make_script`)."""
+        """The script of what ranks that make this step together gather and reduce
+        (:func:`gemini.planning.script.make_script`).
+        """
         return make_script(self._needs, self._let_go, there, completed)
 
     def _next_start(self, index: int, at: int) -> int | None:
+        """The moment after ``at`` at which a stretch of reading a chunk begins; None if it is not read again in this
+        step.
+        """
         starts = self._starts.get(index, [])
         after = bisect_right(starts, at)
         return starts[after] if after < len(starts) else None
@@ -128,29 +147,31 @@ class Schedule:
 
 @dataclass
 class _Course:
-    """What is known of one kind of step, and how many in a row did something else."""
+    """All that is known of one kind of step, and how many in a row did something else."""
 
     schedule: Schedule | None = None
     num_strange: int = 0
 
 
 class Foresight:
-    """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next."""
+    """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next.
+    Called by the training thread alone.
+    """
 
     def __init__(self, plan: Callable[[tuple[Access, ...]], Sequence[Moves]], schedule: Schedule | None = None):
         """``plan``: makes the moves for recorded accesses. ``schedule``: what the model was wrapped with."""
         self._usual, self._scoped = _Course(schedule), _Course()
         self._course = self._usual
         self._plan = plan
-        self._held: dict[int, None] = {}
-        self._seen: list[Access] | None = None
+        self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
+        self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self._is_followed = False
         self.in_step = False
         """Whether a step is under way: from its first forward to the end of its backward, or of the scope."""
 
     @property
     def schedule(self) -> Schedule | None:
-        """Of the step that is under way, or may follow."""
+        """The schedule of the step that is under way, or may follow."""
         return self._course.schedule
 
     @property
@@ -171,6 +192,7 @@ class Foresight:
         self._course = self._scoped
         try:
             yield
+            # Not in `finally`: a scope that broke off is no step to be learned from.
             self._end()
         finally:
             self.interrupt()
@@ -178,10 +200,12 @@ class Foresight:
 
     def begin(self) -> None:
         """A forward that a backward may follow begins."""
+        # Further micro-batches of a scope: the step goes on.
         if self.in_step and self._course is self._scoped:
             return
         self.in_step = True
         self._is_followed = False
+        # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.
         if self.schedule is not None and self.num_strange < 2:
             self.schedule.begin()
             self._is_followed = True
@@ -189,12 +213,12 @@ class Foresight:
             self._seen = []
 
     def end(self) -> None:
-        """Its backward is over."""
+        """End the step: its backward is over. Inside a scope the step goes on."""
         if self._course is self._usual:
             self._end()
 
     def _end(self) -> None:
-        """What was recorded becomes the schedule."""
+        """End a step: what was recorded becomes the schedule."""
         course = self._course
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
@@ -202,12 +226,13 @@ class Foresight:
             course.schedule, course.num_strange = Schedule(steps, self._plan(steps), chunks), 0
         elif course.schedule is not None and self.in_step:
             course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
+        # What may be borrowed between two steps is that of the schedule that was followed: the next one begins it anew.
         followed = self._is_followed
         self.interrupt()
         self._is_followed = followed
 
     def interrupt(self) -> None:
-        """What runs now, or failed, is no such step."""
+        """Forget the step under way: what runs now, or failed, is no such step."""
         self.in_step = self._is_followed = False
         self._held.clear()
         self._seen = None
@@ -226,7 +251,7 @@ class Foresight:
         return None if self.schedule is None or self._seen is not None else self.schedule.script(there, completed)
 
     def others_compute(self) -> None:
-        """A forward begins that is none of a step: what activations take is not known."""
+        """Note a forward that belongs to no step: what activations take is not known."""
         self._is_followed = False
 
     def borrowable(self, until: int | None = None) -> int:
@@ -234,15 +259,16 @@ class Foresight:
         return self.schedule.borrowable(until) if self.schedule is not None and self._is_followed else 0
 
     def acquired(self, index: int) -> None:
-        """A chunk is read from now on."""
+        """Note that a chunk is read from now on."""
         self._held[index] = None
         if self._seen is not None:
+            # All that is held with it: they are read at the same time, so the plan must have room for all of them.
             self._seen.append(Access(len(self._seen), tuple(sorted(self._held))))
         elif self.schedule is not None:
             self.schedule.advance(index)
 
     def released(self, index: int) -> None:
-        """Nobody reads it any more."""
+        """Note that nobody reads a chunk any more."""
         self._held.pop(index, None)
 
     def upcoming(self) -> Iterator[tuple[int, int]]:

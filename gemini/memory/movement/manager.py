@@ -30,7 +30,8 @@ from gemini.tiers import Ledger, Turn, Want
 
 
 class Manager:
-    """Owns the windows of ``chunks``.
+    """Owns the windows of ``chunks``. Called by the training thread alone, or by autograd's, for which it waits: its
+    books have no lock.
 
     Args:
         transfers: where fetches ahead begin; without any, every fetch begins when it is needed.
@@ -50,10 +51,12 @@ class Manager:
         self.chunks = chunks
         self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
         self.num_gathers = 0
+        # Without lanes these begin nothing ahead, and every fetch is made where it is needed.
         self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))
         self._device = device
         self._clock = 0
         self.room = Room(chunks, ledger=ledger, device=device, foresight=self.foresight, policy=policy)
+        # The ledger keeps these weakly: a worker that holds it must not keep the windows alive.
         ledger.register(Turn.READERS, self._await_reader, device.tier)
         ledger.register(Turn.PREFETCHES, self._call_last_back, device.tier)
         self._overtaken: dict[int, Chunk] = {}
@@ -76,6 +79,7 @@ class Manager:
             BudgetExceeded: if what must stay leaves no room; nothing has changed.
             StorageError: if the weights could not be read; nothing has changed.
         """
+        # Its window has the weights of before the update: it goes, and the new ones are fetched below.
         if chunk.use is Use.UPDATING:
             chunk.settle()
             self.end_update(chunk)
@@ -85,17 +89,21 @@ class Manager:
             self._await_arrival(chunk)
         elif chunk.spec.index in self._overtaken:
             self.refresh_lent()
+        # At every acquire, not at the first one alone: this thread may compute on another stream than the one before.
         self.fetches.let_compute_wait(chunk)
         if chunk.use is not Use.COMPUTE:
             chunk.step(UseChange.ACQUIRE)
+            # It is read again in this step, so its gradients are not all that is left of it.
             chunk.grads_complete = False
         chunk.pins += 1
         chunk.ahead = False
         if chunk.pins == 1 and not chunk.resident:
+            # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
+            # Behind the change of place: what activations take from here on is that of the new moment.
             self.room.give_back()
             self.fetches.source.follow()
-        self._clock += 1
+        self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 
     @contextmanager
@@ -112,14 +120,20 @@ class Manager:
         assert chunk.pins > 0, chunk.name
         chunk.pins -= 1
         if chunk.pins == 0:
+            # At the last pin alone, as in `acquire`.
             self.foresight.released(chunk.spec.index)
             chunk.step(UseChange.RELEASE)
+            # The update was handed over while a module read the window. From here on only the update does, and its end
+            # takes the window.
             if chunk.spec.index in self._updating and not chunk.is_lent:
                 chunk.step(UseChange.UPDATE)
             elif chunk.stale:
                 if chunk.spec.index in self._updating:
+                    # Lent since, so it is not UPDATING: the update must have read the old weights before new ones are
+                    # fetched over them.
                     chunk.settle()
                     self.end_update(chunk)
+                # Overtaken: nobody may read these weights again, and whoever comes next fetches the new ones.
                 self.drop([chunk])
             elif chunk.grads_complete:
                 chunk.step(UseChange.GRADS)
@@ -137,13 +151,17 @@ class Manager:
         Those that are lent get their new content with :meth:`refresh_lent`.
         """
         for chunk in chunks:
+            # Resident weights are the home itself. UPDATING goes with the end of its update.
             if chunk.resident or chunk.use in (Use.FREE, Use.UPDATING):
                 continue
             if chunk.use is Use.FETCHING:
+                # It may have read the old weights, or half of each.
                 self._call_back(chunk)
             elif chunk.use is Use.COMPUTE:
+                # Modules that compute still need the old weights, as in torch; `release` drops them.
                 chunk.stale = True
             elif chunk.is_lent:
+                # Its memory cannot go, so `refresh_lent` fills it anew in its place.
                 self._overtaken[chunk.spec.index] = chunk
             else:
                 self.room.evict(chunk)
@@ -151,13 +169,15 @@ class Manager:
     # ---- updates that read windows ------------------------------------------------------------------------------
 
     def is_current(self, chunk: Chunk) -> bool:
-        """Whether the window holds what the home does, for nobody but the program's own calls."""
+        """Whether the window holds what the home does, for nobody but the program's own calls. An update may then read
+        the weights here and spare the drive.
+        """
         there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
         return chunk.window is not None and there and not (chunk.stale or chunk.is_lent)
 
     def begin_update(self, chunk: Chunk) -> None:
-        """An update of a chunk that :meth:`is_current` reads the weights in its window: nobody reads them after who
-        does not now, and the window stays until its update is over, or :meth:`end_update`.
+        """Let an update of a chunk that :meth:`is_current` read the weights in its window. Nobody reads them after
+        those who do now, and the window stays until the update is over, or until :meth:`end_update`.
         """
         self._updating[chunk.spec.index] = chunk
         if chunk.use is Use.COMPUTE:
@@ -166,13 +186,15 @@ class Manager:
             chunk.step(UseChange.UPDATE)
 
     def end_update(self, chunk: Chunk) -> None:
-        """The update reads nothing any more."""
+        """Take the window of an update that reads nothing any more. Nothing is done if none was registered."""
+        # Off the list and evicted together: a window off the list would stay UPDATING, which nothing evicts.
         with WHOLE:
             if self._updating.pop(chunk.spec.index, None) is not None and chunk.use is Use.UPDATING:
                 self.room.evict(chunk)
 
     def _end_updates(self) -> None:
         """Take the windows of updates that are over."""
+        # A copy: `end_update` takes from the list.
         for chunk in list(self._updating.values()):
             update = chunk.update
             if update is None or update.is_complete():
@@ -182,23 +204,30 @@ class Manager:
         """Wait for an update that reads a window; False if there is none."""
         if not self._updating:
             return False
+        # The one that was handed over first: it has waited longest, and is over soonest.
         chunk = next(iter(self._updating.values()))
         update = chunk.update
         try:
             if chunk.is_guessed and update is not None:
-                update.wait_until_over()  # its memory is wanted, not its weights: it is not undone
+                # Its memory is wanted and not its weights: it is not undone.
+                update.wait_until_over()
             else:
                 chunk.settle()
         finally:
+            # Also where it failed: the window is of no use, and whoever asked for memory would wait for it again.
             self.end_update(chunk)
         return True
 
     def refresh_lent(self) -> None:
         """Fetch anew what an update has overtaken and others still look at: they see the new weights, as in torch."""
         while self._overtaken:
+            # One by one, each off the list when it is done: after an error the rest is still there to be refreshed.
             index, chunk = next(iter(self._overtaken.items()))
             if chunk.use in (Use.HOLD, Use.GRAD_READY) and chunk.is_lent:
+                # The new weights are at home when the update is over, not before.
                 chunk.settle()
+                # Into the same memory, which views of the program look at. No state changes: it was gathered and stays
+                # so.
                 self.fetches.begin_now(chunk)
                 chunk.stale = False
             elif chunk.use in (Use.HOLD, Use.GRAD_READY):
@@ -206,24 +235,29 @@ class Manager:
             self._overtaken.pop(index, None)
 
     def begin_forward(self, *, in_step: bool) -> None:
-        """Nothing computes yet. ``in_step``: a backward may follow."""
+        """Begin a forward: nothing computes yet. ``in_step``: a backward may follow."""
         if in_step:
             self.foresight.begin()
         elif not self.foresight.in_step:
             self.foresight.others_compute()
+        # Activations of this forward may need what windows had borrowed between two steps.
         self.room.give_back()
 
     # ---- ahead of time ------------------------------------------------------------------------------------------
 
     def look_ahead(self) -> None:
-        """Begin the fetches that come next, in their planned order, as far as there is room for them."""
+        """Begin the fetches that come next, in their planned order, as far as there is room for them. Returns at the
+        first one without room: a later one that is smaller would take the place of what is read before it.
+        """
         if not self.fetches.begins_ahead:
             return
+        # Windows of updates that are over are room for the first fetches.
         self._end_updates()
         source = self.fetches.source
         for moment, index in source.upcoming():
             chunk = self.chunks[index]
             if chunk.use is not Use.FREE or chunk.window is None:
+                # All ranks post gathers in one order. One that is skipped here would be another order than theirs.
                 if source.in_order:
                     return
                 continue
@@ -236,12 +270,14 @@ class Manager:
         """Fill the populated window of a chunk ahead of its use."""
         assert chunk.window is not None
         try:
+            # A fetch that was begun for a chunk whose state says FREE would write into a window that others get.
             with WHOLE:
                 self.fetches.begin(chunk, moment, in_step=self.foresight.in_step)
                 chunk.step(UseChange.FETCH)
                 chunk.ahead = True
         except BaseException:
-            if chunk.use is Use.FREE:  # and not begun, with an interrupt that waited for it
+            # FREE: it was not begun. Else an interrupt waited for the end of the block, and the fetch is under way.
+            if chunk.use is Use.FREE:
                 self.room.depopulate(chunk.window, "windows")
             raise
 
@@ -259,12 +295,12 @@ class Manager:
             self._fetch(chunk)
 
     def _call_back(self, chunk: Chunk) -> None:
-        """A fetch under way is not wanted any more: its memory is free afterwards."""
+        """Give up a fetch under way: its memory is free afterwards. Waits for it if it has begun."""
         self.fetches.call_back(chunk)
         self._fail(chunk)
 
     def _call_last_back(self, want: Want) -> bool:
-        """The last of what is fetched ahead is not wanted any more; False if there is nothing."""
+        """Give up the last of what is fetched ahead, which is needed latest; False if there is nothing."""
         if not self.fetches.ahead:
             return False
         self._call_back(next(reversed(self.fetches.ahead.values())).of)
@@ -272,6 +308,7 @@ class Manager:
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
+        # State and memory together: a FETCHING chunk without memory would be waited for by whoever reads it.
         with WHOLE:
             chunk.step(UseChange.FAIL)
             self.room.depopulate(chunk.window, "windows")
@@ -283,6 +320,7 @@ class Manager:
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
         for chunk in self.chunks:
+            # Three books of one fact. An interrupt between two of their lines leaves them different.
             arriving = (chunk.use is Use.FETCHING, chunk.arriving is not None, chunk.spec.index in self.fetches.ahead)
             if chunk.pins or chunk.use is Use.COMPUTE or len(set(arriving)) > 1:
                 return False
@@ -294,17 +332,21 @@ class Manager:
         Copies are clean, so nothing is lost but the time to gather them again. Those that are lent keep their memory.
         """
         kept = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
+        # Updates first: they read windows that are discarded below.
         while self._updating:
             with contextlib.suppress(Exception):  # told when the update is waited for
                 self._await_reader()
         for chunk in self.chunks:
+            # Before its window goes: a copy that is under way would write into memory that is not there.
             self.fetches.start_over(chunk)
             chunk.pins, chunk.stale, chunk.ahead, chunk.grads_complete = 0, False, False, False
             chunk.use = Use.HOLD if chunk.window is None or chunk in kept else Use.FREE
             if chunk.window is not None and chunk not in kept:
                 chunk.tell_gone()
                 chunk.window.discard()
+        # Behind all windows: it counts those that have memory now.
         self.room.start_over()
+        # An update may have overtaken them, and what the books said of that is lost: they are fetched anew.
         self._overtaken.update((chunk.spec.index, chunk) for chunk in kept)
 
     def close(self) -> None:
@@ -314,7 +356,7 @@ class Manager:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """What must be so between any two calls."""
+        """Check what must be so between any two calls. For tests."""
         self.room.check_invariants()
         for chunk in self.chunks:
             assert (chunk.use is Use.COMPUTE) == (chunk.pins > 0), (chunk.name, chunk.use, chunk.pins)
@@ -326,19 +368,26 @@ class Manager:
     def _fetch(self, chunk: Chunk) -> None:
         """Gather a chunk here and now: somebody waits for it."""
         assert chunk.window is not None
+        # Before room is made: the end of its update may give back what is missing. And the home has the new weights
+        # only then.
         chunk.settle()
+        # Victims are chosen as of the moment at which this chunk is read, where the schedule has not come to yet.
         self.room.reader = chunk.spec.index
         try:
             self.room.populate(chunk.window, "windows", what=chunk.name)
         finally:
+            # Also after a refusal: else later evictions would be chosen for a chunk that nobody waits for.
             self.room.reader = None
         try:
             if self.fetches.source.in_order:
+                # Gathers ahead are on the wire before this one on every rank. One that overtook them here would meet
+                # another one of theirs.
                 self.fetches.await_begun()
             self.fetches.begin_now(chunk)
         except BaseException:
             self.room.depopulate(chunk.window, "windows")
             raise
+        # Two steps of the state and the count: cut in two, it would be FETCHING without a fetch.
         with WHOLE:
             chunk.step(UseChange.FETCH)
             chunk.step(UseChange.ARRIVE)
@@ -346,6 +395,7 @@ class Manager:
 
     def _count_arrival(self, chunk: Chunk) -> None:
         self.num_gathers += 1
+        # It came from home just now, behind whatever update there was.
         self._overtaken.pop(chunk.spec.index, None)
         chunk.arrived = self._clock
         chunk.stale = False

@@ -33,14 +33,16 @@ def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
 
 
 class Working(NamedTuple):
-    """What a worker thread works with: the step that its work belongs to, and its set of staging."""
+    """The things that a worker thread works with: the step that its work belongs to, and its set of staging."""
 
     moved: Moved
-    ahead: bool = False
+    ahead: bool = False  # bytes are those of a fetch between two steps, for the second
     staging: StagingSet | None = None
 
 
 class _OfThread(threading.local):
+    """The work of the calling thread; None on the training thread."""
+
     working: Working | None = None
 
 
@@ -63,7 +65,8 @@ class Mover:
 
     @contextmanager
     def working(self, working: Working) -> Iterator[None]:
-        """Around what a worker thread does."""
+        """Set what a worker thread works with, inside the block. On the thread of the worker itself."""
+        # What was there before comes back: a job may run another one inside.
         before, self._of_thread.working = self._of_thread.working, working
         try:
             yield
@@ -80,7 +83,7 @@ class Mover:
         return self.own_staging().scratch(number, dtype, numel)
 
     def own_staging(self) -> StagingSet:
-        """The set of staging of the calling thread."""
+        """The set of staging of the calling thread. No two threads get the same one, so none has a lock."""
         working = self._of_thread.working
         return self.staging.own if working is None or working.staging is None else working.staging
 
@@ -91,7 +94,9 @@ class Mover:
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
+        # Waits of other threads give up only when nothing has moved for minutes.
         PROGRESS.note()
+        # A worker counts for the step that handed its work over, though that may be over by now.
         working = self._of_thread.working
         if working is None:
             self.watch.moved.add(source, target, num_bytes)
@@ -113,7 +118,9 @@ class Mover:
     def under_way(
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
     ) -> Event:
-        """What ``begin`` begins, counted; who records is told of it when its end is noticed."""
+        """Begin with ``begin`` and count the bytes; who records is told of the end when it is noticed. Returns that
+        end.
+        """
         self.count(source, target, num_bytes)
         return self.watch.under_way(source, target, num_bytes, begin, name, chunk)
 
@@ -146,6 +153,7 @@ class Mover:
     def needs_staging(self, chunk: Chunk) -> bool:
         """Whether :meth:`gather` passes through staging."""
         plane, flat = chunk.weights, chunk.flat
+        # A cast needs an area to read into, and so does what the disk cannot write to the window itself.
         return plane.dtype != flat.dtype or not (plane.host_view(0, 0) is not None or self._is_straight(plane, flat))
 
     def computes(self, chunk: Chunk) -> bool:
@@ -157,6 +165,7 @@ class Mover:
 
     def _is_straight(self, plane: Plane, flat: torch.Tensor) -> bool:
         """Whether the disk can fill ``flat`` itself."""
+        # O_DIRECT wants pages: a window that does not begin at one is filled through staging.
         return isinstance(plane, FilePlane) and self.device.tier is Tier.CPU and flat.data_ptr() % PAGE == 0
 
     def fetch(self, plane: Plane, flat: torch.Tensor, index: int) -> Event:
@@ -171,6 +180,7 @@ class Mover:
         with torch.profiler.record_function("gemini::fetch"), about:
             numel = plane.numel
             source = plane.host_view(0, numel)
+            # From host memory: one copy of the whole, without staging.
             if plane.dtype == flat.dtype and source is not None:
                 return self._send(flat, source)
             if plane.dtype == flat.dtype and self._is_straight(plane, flat):
@@ -181,9 +191,12 @@ class Mover:
     def _send(self, into: torch.Tensor, source: torch.Tensor) -> Event:
         """Start the copy of weights into a window."""
         with self.crossing(Tier.CPU, self.device.tier, source.nbytes):
+            # Not behind computing: the window carries the events of its last use, and all else that the device was
+            # given until now is later than this chunk or has nothing to do with it.
             event = self.device.copy(into, source, "fetch", behind_computing=False)
             if self.watch.recorder is not None:
-                event.wait()  # who records wants to know its end, and nobody would look for it
+                # Who records wants to know its end, and nobody would look for it.
+                event.wait()
         return event
 
     def _send_tiles(self, plane: Plane, flat: torch.Tensor) -> Event:
@@ -195,13 +208,16 @@ class Mover:
         rest = tuple(range(2, staging.num_scratch))
         reads = ((0, 1) if self.in_worker else (0,)) if casts else ((0, *rest, 1) if self.in_worker else (0, 2))
         sends = rest if casts else reads
+        # Tiles that were begun and not sent, the oldest first; and by area, the last copy out of it.
         reading: deque[tuple[int, int, torch.Tensor, Event]] = deque()
         sent: dict[int, Event] = {}
 
         def area(place: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-            tile = staging.scratch(place, dtype, numel)  # waits for the copy out of it
+            # `scratch` waits for the copy out of this area: the disk would overwrite what is still being sent.
+            tile = staging.scratch(place, dtype, numel)
             if place in sent:
-                sent[place].wait()  # and how did that end?
+                # `scratch` does not say how that ended.
+                sent[place].wait()
             return tile
 
         def send(number: int) -> None:
@@ -211,16 +227,20 @@ class Mover:
             if casts:
                 tile = area(place, flat.dtype, stop - start).copy_(tile)
             sent[place] = self._send(flat[start:stop], tile)
+            # Known to the set and not to this call alone: the next user of the area waits for it, whoever that is.
             staging.leaves(place, sent[place])
+            # Last: after an error in here it is still in the list, and its read is waited for below.
             reading.popleft()
 
         try:
             for number, (start, stop) in enumerate(tiles(0, plane.numel, self.tile)):
                 on_device = plane.device_view(start, stop)
                 if on_device is not None:
+                    # A cast by the device itself, on the stream of this thread: see `computes`.
                     flat[start:stop].copy_(on_device)
                     continue
-                if len(reading) == len(reads) - (not casts):  # without a cast one area is left to the copy out of it
+                # Without a cast one area is left to the copy out of it.
+                if len(reading) == len(reads) - (not casts):
                     send(number - len(reading))
                 tile = plane.host_view(start, stop)
                 read = DONE
@@ -231,15 +251,17 @@ class Mover:
             while reading:
                 send(number - len(reading) + 1)
         except BaseException:
+            # Staging and window are given to others when this raises: nothing may still be written to either.
             for *_, read in reading:
                 read.wait_until_over()
-            AllOf(list(sent.values())).wait_until_over()  # the window is given back next
+            AllOf(list(sent.values())).wait_until_over()
             raise
         return AllOf(list(sent.values()))
 
     def _begin_read(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> Event:
         """Start to read a tile that somebody waits for, before other requests."""
-        if self.watch.recorder is not None:  # as with copies: who records wants to know when it was over
+        # As with copies: who records wants to know when it was over.
+        if self.watch.recorder is not None:
             self.load(plane, start, stop, into)
             return DONE
         self.count(plane.tier, Tier.CPU, into.nbytes)

@@ -38,11 +38,11 @@ ACTIVATIONS = "activations"
 
 
 class Lending:
-    """The books of one model's windows."""
+    """The books of what one model's windows have borrowed. Called by the training thread alone."""
 
     def __init__(self, ledger: Ledger, tier: Tier, foresight: Foresight):
         self._ledger, self._tier, self._foresight = ledger, tier, foresight
-        self.borrowed = 0
+        self.borrowed = 0  # bytes that windows hold and activations lend
 
     def room(self, until: int | None = None) -> int:
         """Bytes that windows may borrow besides, if they are to keep them to moment ``until``."""
@@ -59,13 +59,16 @@ class Lending:
         Raises:
             BudgetExceeded: if that is not enough; nothing was taken.
         """
+        # What is free goes first: only the rest is owed.
         lent = min(max(0, num_bytes - self._ledger.free(self._tier)), self.room())
+        # The part that may be refused comes first, so that a refusal has changed nothing.
         self._ledger.reserve(self._tier, num_bytes - lent, holder)
         self._ledger.pass_on(self._tier, lent, ACTIVATIONS, holder)
         self.borrowed += lent
 
     def let_have(self, num_bytes: int, holder: str) -> None:
-        """A window lets go of its memory."""
+        """Take back the memory of a window that lets go of it: what is owed to activations first."""
+        # Debts before freedom: bytes that came free here would be taken by others, and activations would not find them.
         lent = min(self.borrowed, num_bytes)
         self._ledger.pass_on(self._tier, lent, holder, ACTIVATIONS)
         self.borrowed -= lent
@@ -73,13 +76,14 @@ class Lending:
 
     def return_free(self) -> bool:
         """Give back what is due of what is free; False if nothing is."""
+        # Free bytes of the tier take the place of the borrowed ones, which windows keep as their own.
         num_bytes = min(self.excess, self._ledger.free(self._tier))
         self._ledger.reserve(self._tier, num_bytes, ACTIVATIONS)
         self.borrowed -= num_bytes
         return num_bytes > 0
 
     def start_over(self, holder: str) -> None:
-        """All windows are let go."""
+        """Take back everything that is borrowed: all windows are let go."""
         self._ledger.pass_on(self._tier, self.borrowed, holder, ACTIVATIONS)
         self.borrowed = 0
 
@@ -98,6 +102,8 @@ class _ForWindow(Want):
     def __init__(
         self, room: Room, num_bytes: int, holder: str, asking: frozenset[Turn], what: str, moment: int | None = None
     ):
+        # Bytes of the budget are of no use to a window with memory of its own. LESS is for others: all windows would
+        # go.
         own = asking - OF_BUDGET if room.is_apart else asking
         super().__init__(room.ledger, room.tier, num_bytes, holder, own - {Turn.LESS}, what)
         self._room, self._moment = room, moment
@@ -109,13 +115,17 @@ class _ForWindow(Want):
     def missing(self) -> int:
         room, num_bytes = self._room, self.num_bytes
         if room.is_apart:
+            # In a pool of their own bytes are not enough: they must be in one piece.
             place = room.missing_place(num_bytes, self.leave)
             self.is_parked = place == 0
+            # With MORE free bytes of the budget count as well: the smaller lack is the one to be met.
             return min(place, super().missing()) if place and Turn.MORE in self.given else place
         self.is_parked = room.has_frame(num_bytes)
         if self.is_parked:
             return 0
+        # May be negative: then so much is free beyond the window.
         missing = num_bytes - room.lending.room(self._moment) - self.ledger.free(self.tier)
+        # Parked frames can be given to others, so they count for what is left to them.
         if self.leave and self.leave > room.pool - missing:
             return missing + self.leave
         return max(missing, 0)
@@ -123,6 +133,7 @@ class _ForWindow(Want):
     def take(self) -> bool:
         if self.missing():
             return False
+        # Bytes of a parked frame are in the ledger already: they change their holder, and the total stays.
         if self.is_parked:
             self.ledger.pass_on(self.tier, self.num_bytes, "pool", self.holder)
         else:
@@ -131,7 +142,7 @@ class _ForWindow(Want):
 
 
 class _Return(Want):
-    """What windows have borrowed and activations take from here on."""
+    """The bytes that windows have borrowed and activations take from here on."""
 
     def __init__(self, room: Room, num_bytes: int):
         what = "the room for activations, which windows had for a while,"
@@ -147,7 +158,9 @@ class _Return(Want):
 
 
 class Room:
-    """What the windows of ``chunks`` have of the computing tier."""
+    """The share that the windows of ``chunks`` have of the computing tier. Called by the training thread alone; the
+    ledger asks it on that thread too.
+    """
 
     def __init__(
         self,
@@ -183,10 +196,12 @@ class Room:
         want = _ForWindow(self, window.num_bytes, holder, asking, what)
         if not self.ledger.obtain(want):
             raise self.ledger.refusal(want)
+        # The books first, then the memory: between the two the process holds less than they say, never more.
         self._put_behind(window, want)
 
     def populate_before(self, moment: int, window: Window) -> bool:
-        """The same ahead of its use at ``moment``, from what is needed later; False if that is not enough.
+        """Put memory behind a window ahead of its use at ``moment``, from what is needed later; False if that is not
+        enough.
 
         The policy chooses among what the plan lets go before that moment, so that no more moves than planned.
         """
@@ -200,6 +215,7 @@ class Room:
         try:
             window.populate()
         except BaseException:
+            # Back to where the bytes were taken from: the pool has the frame still, the budget has the rest.
             if want.is_parked:
                 self.ledger.pass_on(self.tier, window.num_bytes, want.holder, "pool")
             else:
@@ -208,6 +224,7 @@ class Room:
 
     def depopulate(self, window: Window, holder: str) -> None:
         """Take the memory of a window away again."""
+        # True: the frame waits for the next window. Memory of their own waits in any case.
         if window.depopulate() or self.is_apart:
             self.ledger.pass_on(self.tier, window.num_bytes, holder, "pool")
         else:
@@ -216,7 +233,8 @@ class Room:
     def evict(self, chunk: Chunk) -> None:
         """Take the memory of gathered weights that nobody reads. They are clean copies, so nothing is written."""
         assert chunk.window is not None
-        with WHOLE:  # also between steps, where nobody looks for what an interrupt has left
+        # Also between steps, where nobody looks for what an interrupt has left.
+        with WHOLE:
             chunk.step(UseChange.EVICT)
             self.num_evictions += 1
             chunk.stale = chunk.ahead = False
@@ -237,7 +255,9 @@ class Room:
     # ---- what they give -----------------------------------------------------------------------------------------
 
     def _evict_unkept(self, want: Want) -> bool:
-        """What the plan fetches again anyway; ``want.after``: and says that it is read later than that."""
+        """Evict windows that the plan fetches again anyway; with ``want.after`` only those that are read later than
+        that.
+        """
         after = want.after
         return self._give(want, [
             c for c in self._evictable()
@@ -245,16 +265,19 @@ class Room:
         ])  # fmt: skip
 
     def _evict_kept(self, want: Want) -> bool:
+        """Evict any window that nobody reads, those that the plan keeps too."""
         return self._give(want, self._evictable())
 
     def _give(self, want: Want, candidates: list[Candidate]) -> bool:
         """Memory that waits for a window, and that of enough of these windows; nothing if all are too little."""
         missing = self._missing(want)
+        # Enough of them or none: windows that go without making the room are fetched again for nothing.
         victims = self._policy.choose(candidates, missing) if missing else ()
         if victims is None:
             return False
         for index in victims:
             self.evict(self.chunks[index])
+        # Victims leave frames in the pool. Those are room for a window of their size; for anything else they go back.
         return self._trim(want) or bool(victims)
 
     def _trim(self, want: Want) -> bool:
@@ -263,19 +286,24 @@ class Room:
         if frames is None or not want.missing():
             return False
         num_bytes = frames.trim()
+        # Behind the memory itself: the books may say more than there is, never less.
         self.ledger.release(self.tier, num_bytes, "pool")
         return num_bytes > 0
 
     def _collect_lent(self, want: Want) -> bool:
-        """What was lent may only wait for the garbage collector, or for a thread to end. False if nothing is."""
+        """Run the garbage collector: what was lent may be held by nothing but a cycle, or by a thread that ends. False
+        if nothing is lent.
+        """
         is_any = any(chunk.is_lent for chunk in self.chunks if chunk.window is not None)
         if is_any:
             gc.collect()
+            # A finalizer, or a thread that holds the view, gets the time to end.
             time.sleep(0.01)
         return is_any
 
     def _move_together(self, want: Want) -> bool:
-        """Only what is read now is left, and it is in the way."""
+        """Move the windows together: only what is read now is left, and it is in the way."""
+        # Too little in all: moving makes one piece of it and not one byte more.
         if not self.is_apart or self.pool < want.num_bytes:
             return False
         self._device.move_windows_together(self._windows())
@@ -284,6 +312,7 @@ class Room:
     def _let_have_more(self, want: Want) -> bool:
         """A window that finds no place gets free memory of the budget, for good; others may make that free."""
         if self.is_apart:
+            # From here on bytes of the budget help, so those who hold them are asked too.
             want.asking |= OF_BUDGET
         return self.is_apart
 
@@ -293,15 +322,19 @@ class Room:
         """
         if not self.is_apart:
             return False
+        # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
         num_bytes = want.missing()
         self.ledger.reclaim_all(self.tier, _FROM_WINDOWS)
         evictable = self._evictable()
         has = self.pool + sum(candidate.num_bytes for candidate in evictable)
+        # One window that stays would hold the old piece, and the new one would come on top of it.
         if len(evictable) < len(self._windows()) or has < num_bytes:
             return False
         for candidate in evictable:
             self.evict(self.chunks[candidate.chunk])
+        # Behind the eviction of all: this gives the old piece back to the driver.
         self._device.reserve_windows(self.pool - num_bytes)
+        # Behind the driver: until then the bytes are not to be had.
         self.ledger.release(self.tier, num_bytes, "pool")
         return True
 
@@ -317,7 +350,7 @@ class Room:
         return max(0, want.missing() - self.pool)
 
     def missing_place(self, num_bytes: int, leave: int = 0) -> int:
-        """Of the windows' own memory, bytes that have to go before so many are there, and ``leave``; 1 if they are, and
+        """Bytes that have to go before so many are there, and ``leave``, of the windows' own memory; 1 if they are, and
         not in one piece.
         """
         return max(0, num_bytes + leave - self.pool) or int(not self._device.has_place(num_bytes))
@@ -327,6 +360,7 @@ class Room:
         return self._device.frames is not None and self._device.frames.has(num_bytes)
 
     def _evictable(self) -> list[Candidate]:
+        """The windows that may go, with all that the policy asks of them."""
         return [
             Candidate(
                 c.spec.index,
@@ -337,6 +371,7 @@ class Room:
                 *self._outlook(c),
             )
             for c in self.chunks
+            # COMPUTE and UPDATING are read. FETCHING is given back by its own turn, lent ones by nobody.
             if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY) and not c.is_lent
         ]
 
@@ -373,9 +408,11 @@ class Room:
     def start_over(self) -> None:
         """Windows have what the chunks say that is gathered, and nothing else; no frame is parked."""
         if self._device.frames is not None:
+            # No frame is parked afterwards, so the pool is what windows on a GPU have free, or empty.
             self._device.frames.trim()
         self.lending.start_over("windows")
         tier, gathered = self.tier, sum(window.num_bytes for window in self._windows())
+        # All of it to the pool, and from there what the chunks say: whatever the books had wrong is right then.
         self.ledger.pass_on(tier, self.ledger.held(tier, "windows"), "windows", "pool")
         if not self.is_apart:
             self.ledger.release(tier, self.pool, "pool")
@@ -383,10 +420,11 @@ class Room:
         self.ledger.pass_on(tier, gathered, "pool", "windows")
 
     def _windows(self) -> list[Window]:
-        """Those that have memory."""
+        """The windows that have memory."""
         return [chunk.window for chunk in self.chunks if chunk.window is not None and chunk.use is not Use.FREE]
 
     def _explain(self, want: Want) -> BudgetExceeded:
+        """The refusal of a window: what is read now, and what the program holds itself."""
         tier = self.tier
         missing = want.num_bytes - self.ledger.free(tier) if self.is_apart else want.missing()
         pinned = [c for c in self.chunks if c.window is not None and c.pins]

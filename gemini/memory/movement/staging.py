@@ -26,6 +26,7 @@ SLOTS = 4
 class _Memory:
     """One buffer for all areas of a set; it comes with the first use. Whole, so that huge pages can stand behind it:
     they make a read from the disk several times as fast as pages of 4 KiB (MiB-sized areas alone would not get any).
+    Made by whichever thread uses its set first, and used by that one alone.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor], num_bytes: int):
@@ -50,6 +51,7 @@ class StagingSet:
         for kind, size in staged_bytes(tile, rule).items():
             self._areas[kind] = at, size
             at += size
+        # Areas of fp32 size alone: what goes through by number may be of any dtype.
         first = [WEIGHTS, GRAD]
         self._scratch = first + [spec.kind for spec in rule.staged if is_wide(spec) and spec.kind not in first]
 
@@ -63,6 +65,7 @@ class StagingSet:
 
         Waits for a copy out of it that is under way (:meth:`leaves`); how that ended is told to whoever began it.
         """
+        # Taken out first: an event that is over must not be asked again, nor keep what was copied.
         leaving = self._leaving.pop(kind, None)
         if leaving is not None:
             leaving.wait_until_over()
@@ -71,11 +74,15 @@ class StagingSet:
         return self._memory.get()[at : at + num_bytes].view(dtype)
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """The same of area ``number``, which has room for a tile of fp32, whatever goes through it."""
+        """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes
+        through it.
+        """
         return self.staged(self._scratch[number], dtype, numel)
 
     def leaves(self, number: int, event: Event) -> None:
-        """A copy out of scratch area ``number`` was begun, which is over with ``event``."""
+        """A copy out of scratch area ``number`` was begun, which is over with ``event``. Told by the thread that the
+        set belongs to, before it asks for the area again.
+        """
         self._leaving[self._scratch[number]] = event
 
 
@@ -101,6 +108,7 @@ class Staging:
         self.is_reserved = reserved > 0
         """Whether the bytes of the training thread's set are in the ledger."""
         self._own = StagingSet(_Memory(device.make_host_buffer, self.num_bytes), tile, rule=rule)
+        # Whole sets beyond the first one, as they were planned.
         self._num_left = max(reserved // self.num_bytes - 1, 0)
         memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile, rule)
         count = on_device // slot if slot else 0
@@ -109,7 +117,7 @@ class Staging:
 
     @property
     def own(self) -> StagingSet:
-        """The training thread's set.
+        """The training thread's set. Asked by the training thread alone: workers take no memory.
 
         Raises:
             BudgetExceeded: if it was not reserved, and there is no room.
@@ -126,7 +134,7 @@ class Staging:
         if self.is_reserved:
             return False
         self._ledger.reserve(Tier.CPU, self.num_bytes, "staging")
-        self.is_reserved = True
+        self.is_reserved = True  # behind the books: a refusal leaves it to be tried again
         return True
 
     def give_back(self) -> None:
@@ -136,16 +144,22 @@ class Staging:
 
     def _make_on_device(self, num_bytes: int) -> torch.Tensor:
         buffer = self._device.make_buffer(num_bytes)
-        self._device.mark().wait()  # zeroed: copies into slots wait for nothing that was computed before
+        # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so without this
+        # wait the zeros could come after them.
+        self._device.mark().wait()
         return buffer
 
     def take(self) -> StagingSet | None:
-        """A set for a worker, while there is one left."""
+        """A set for a worker, while there is one left. Called where the lanes are made, by the training thread: who
+        comes first gets one.
+        """
         slots = self._take(1)
         return slots[0] if slots else None
 
     def take_slots(self) -> list[StagingSet]:
-        """The same cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is left."""
+        """A set for a worker, cut into slots of smaller tiles (one, where a tile is a whole param); none if no set is
+        left.
+        """
         return self._take(1 if self._rule.whole else SLOTS)
 
     def _take(self, num_slots: int) -> list[StagingSet]:
@@ -153,7 +167,9 @@ class Staging:
             return []
         self._num_left -= 1
         align = self._rule.align
+        # At least one aligned tile, also where the set is too small for so many slots; then there are fewer slots.
         tile = max(self.tile // num_slots // align * align, align)
         num_slots, slot = min(num_slots, max(self.tile // tile, 1)), staging_bytes(tile, self._rule)
+        # One buffer behind all slots: see `_Memory`.
         memory = _Memory(self._device.make_host_buffer, max(self.num_bytes, num_slots * slot))
         return [StagingSet(memory, tile, number * slot, rule=self._rule) for number in range(num_slots)]

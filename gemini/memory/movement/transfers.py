@@ -54,7 +54,7 @@ class Held(NamedTuple):
 
 
 class Transfer(Job):
-    """Bytes on their way.
+    """Bytes on their way. Begun and ended by the training thread; its job runs on its lane's.
 
     Args:
         lane: where it is made.
@@ -80,7 +80,8 @@ class Transfer(Job):
         held = self.held
         if held is not None and not self._given_back:
             # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
-            # for memory in flight must find it here or in the ledger. Twice at most one of two threads may do it.
+            # for memory in flight must find it here or in the ledger. A second end (closed while it runs) gives back
+            # nothing.
             self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
             self.held = None
@@ -93,8 +94,10 @@ class Transfer(Job):
     def outcome(self) -> Exception | None:
         """Block until it is over: what went wrong."""
         try:
+            # The copies first, whatever the job says: until they are over the memory is being read or written.
             self.copies.wait_until_over()
             self.wait()
+            # The job has said that they were begun, only they say how they ended.
             self.copies.wait()
         except Exception as e:
             return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
@@ -102,7 +105,7 @@ class Transfer(Job):
 
 
 class Transfers:
-    """The transfers of one model.
+    """The transfers of one model. The list is the training thread's; threads of lanes never look at it.
 
     Args:
         lanes: those that there are; without any nothing moves beside training.
@@ -114,6 +117,7 @@ class Transfers:
         # Staging is short where budgets are tight. So updates come first, which have nothing without it.
         self.slots = mover.staging.take_slots() if Lane.UPDATE in lanes else []
         """Staging of the tiles of updates."""
+        # In this order: where sets are short the first ones get theirs.
         own = [lane for lane in (Lane.REDUCE, Lane.FETCH, Lane.LANDING) if lane in lanes]
         self.staging = {lane: mover.staging.take() for lane in own}
         """Of the other lanes that need it; None where none was left."""
@@ -127,7 +131,7 @@ class Transfers:
         self._threads[lane] = thread
 
     def thread(self, lane: Lane) -> JobThread:
-        """Return the lane's thread."""
+        """The lane's thread, which begins with its first job."""
         thread = self._threads.get(lane)
         if thread is None:
             thread = self._threads[lane] = Worker(lane.value)
@@ -158,6 +162,7 @@ class Transfers:
         thread = self.thread(lane)
         with WHOLE:
             for transfer in transfers:
+                # In the list before it is queued: a lane's thread may be done before this returns.
                 self.open[lane][transfer.key] = transfer
             try:
                 thread.put(*transfers)
@@ -173,6 +178,7 @@ class Transfers:
         """Note a transfer all of which was given to the device: it has ``copies``, and no job. Inside ``WHOLE``, with
         the copying.
         """
+        # It has no job to wait for; what is left of it is `copies`.
         transfer.finish()
         self.open[transfer.lane][transfer.key] = transfer
 
@@ -188,7 +194,7 @@ class Transfers:
             yield
 
     def hurry(self, transfer: Transfer) -> None:
-        """Somebody waits for it: take it next, unless it is under way."""
+        """Have a transfer that somebody waits for taken next, unless it is under way."""
         self.thread(transfer.lane).hurry(transfer)
 
     def wait(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> Exception | None:
@@ -197,19 +203,23 @@ class Transfers:
         Args:
             cause: of the stall; ``name`` of what is waited for, and ``index`` of its chunk.
         """
+        # Only a wait that blocks is a stall of the step.
         if not transfer.is_over():
             with self._mover.about(cause, name, index):
                 return transfer.outcome()
         return transfer.outcome()
 
     def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
-        """Nobody wants it: cancel it, or wait until it is over, however that went."""
-        if self.thread(transfer.lane).cancel(transfer):  # once: a second call finds it over
+        """Give up a transfer that nobody wants: cancel it, or wait until it is over, however that went."""
+        # Set and never cleared: a second call finds it over.
+        if self.thread(transfer.lane).cancel(transfer):
             transfer.taken_back = True
         self.wait(transfer, cause, name, index)
 
     def end(self, transfer: Transfer) -> None:
-        """Take it off the list: it is over and its memory may go, or it never began."""
+        """Take it off the list: it is over and its memory may go, or it never began. Called by the training thread
+        alone.
+        """
         self.open[transfer.lane].pop(transfer.key, None)
 
     def drain(self, lane: Lane, cause: str, name: str) -> None:
@@ -220,6 +230,7 @@ class Transfers:
         """
         for transfer in list(self.open[lane].values()):
             error = self.wait(transfer, cause, name)
+            # Ended whatever became of it: an error that stayed in the list would be raised by every later drain.
             self.end(transfer)
             if error is not None:
                 for other in list(self.open[lane].values()):
@@ -244,4 +255,4 @@ class Transfers:
 
 
 def _nothing_on_the_host() -> None:
-    """All of it is the device's work, or that of a thread with tiles of its own."""
+    """Do nothing: all of it is the device's work, or that of a thread with tiles of its own."""

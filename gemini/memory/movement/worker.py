@@ -30,7 +30,9 @@ _live: weakref.WeakSet[JobThread] = weakref.WeakSet()
 
 
 class Job(Event):
-    """Work for a worker. ``wait`` returns when it is done, and raises what it raised."""
+    """A piece of work for a worker. ``wait`` returns when it is done, and raises what it raised. Made and waited for by
+    any thread; run by one.
+    """
 
     what = "a job"
 
@@ -38,7 +40,10 @@ class Job(Event):
         super().__init__()
         self.run = run
         self.urgency = urgency
-        self.flush_mode = kernels.flush_mode()  # of the thread that computes: results must not depend on who works
+        # Of the thread that computes. Flushing denormals is a setting of each thread, and results must not depend on
+        # who works.
+        self.flush_mode = kernels.flush_mode()
+        # Set when it is queued: whoever waits looks whether that thread is alive.
         self.worker: JobThread | None = None
 
     @property
@@ -46,7 +51,8 @@ class Job(Event):
         return self._error
 
     def finish(self, error: BaseException | None = None) -> None:
-        self.run = _nothing  # who keeps the job, to ask how it ended, keeps none of the tensors that it worked on
+        # Who keeps the job, to ask how it ended, keeps none of the tensors that it worked on.
+        self.run = _nothing
         super().finish(error)
 
     def wait(self, timeout: float = float("inf")) -> None:
@@ -57,6 +63,7 @@ class Job(Event):
         """
         self.wait_until_over()
         if self._error is not None:
+            # The error itself and not one around it: callers tell a full disk from a fault.
             raise self._error
 
     def wait_until_over(self, timeout: float = float("inf")) -> None:
@@ -73,16 +80,18 @@ class Job(Event):
         return "a thread that never got it" if self.worker is None else self.worker.name
 
     def _look(self) -> None:
+        # The last look at `_done`: the thread may have finished the job and ended between two looks.
         if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
             raise GeminiError(f"the thread {self.worker.name} ended before it finished its job")
 
 
 def _nothing() -> None:
-    """It was done already."""
+    """Do nothing: the job is over."""
 
 
 class JobThread:
-    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``.
+    """A thread with a queue of jobs by urgency; what it does with them is the subclass's ``_work``. Any thread may
+    queue, hurry and cancel.
 
     A job is waiting, or a thread has it, or it is over: the training thread changes that inside ``WHOLE``.
     """
@@ -93,10 +102,10 @@ class JobThread:
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         """Rung when there is something to look at."""
         self._waiting: list[tuple[float, int, Job]] = []
-        self._number = 0
+        self._number = 0  # of jobs: among equally urgent ones the first is taken first
         self._is_closed = False
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # a forked child has these books and not the thread
 
     @property
     def is_alive(self) -> bool:
@@ -107,11 +116,12 @@ class JobThread:
         return threading.current_thread() is self._thread
 
     def put(self, *jobs: Job) -> None:
-        """Queue jobs, all or none."""
+        """Queue jobs, all or none. Called by any thread."""
         with WHOLE, self._lock:
             if self._is_closed or os.getpid() != self._pid:
                 raise GeminiError(f"{self.name} is closed: its model was deleted, or belongs to the parent process")
             if self._thread is None:
+                # Before the thread begins: the end of the interpreter must find every one that runs.
                 _live.add(self)
                 self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
@@ -119,6 +129,7 @@ class JobThread:
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))
                 job.worker = self
                 self._number += 1
+            # Once for all of them: `_sleep` looks at the queue and not at the number of rings.
             self._bell.put(None)
 
     def hurry(self, job: Job) -> None:
@@ -126,6 +137,7 @@ class JobThread:
         with WHOLE, self._lock:
             for position, (_, number, other) in enumerate(self._waiting):
                 if other is job:
+                    # It keeps its number: of several that are hurried the one that was queued first goes first.
                     self._waiting[position] = (float("-inf"), number, job)
                     heapq.heapify(self._waiting)
                     return
@@ -139,6 +151,7 @@ class JobThread:
                     return False
                 self._waiting = kept
                 heapq.heapify(self._waiting)
+            # Outside of the lock: finishing gives memory back and wakes others.
             job.finish(GeminiError("taken back"))
         return True
 
@@ -147,6 +160,7 @@ class JobThread:
         with WHOLE:
             with self._lock:
                 dropped, self._waiting = self._waiting, []
+            # Outside of the lock, as in `cancel`.
             for _, _, job in dropped:
                 job.finish(error)
 
@@ -156,24 +170,29 @@ class JobThread:
             return  # a forked child has no such thread, and perhaps a lock that nobody gives back
         with WHOLE:
             with self._lock:
+                # Before the queue is emptied: nothing is put into it after that.
                 self._is_closed = True
+            # The thread may be asleep with an empty queue.
             self._bell.put(None)
         self.cancel_all(GeminiError(f"{self.name} was closed: its model was deleted"))
+        # A thread cannot wait for its own end.
         if self.is_own_thread:
             self._end_here()
         elif self._thread is not None:
+            # Not for ever: a drive that does not answer must not keep a program from ending.
             self._thread.join(_END_SECONDS)
 
     def _end_here(self) -> None:
         """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
 
     def _take(self) -> Job | None:
-        """The next job, if one is waiting."""
+        """The next job, if one is waiting. Called on its own thread alone."""
         with self._lock:
             return heapq.heappop(self._waiting)[2] if self._waiting else None
 
     def _sleep(self) -> bool:
         """Wait until a job is waiting; False when the worker is closed, and none is."""
+        # Without the lock: one look at a list. A job that comes after it has rung the bell.
         while not self._waiting:
             if self._is_closed:
                 return False
@@ -181,6 +200,7 @@ class JobThread:
         return True
 
     def _run(self) -> None:
+        """The thread itself, from its beginning to its end."""
         begin_work()
         try:
             self._work()
@@ -191,16 +211,18 @@ class JobThread:
             raise
 
     def _work(self) -> None:
+        """Take and run jobs until it is closed. On its own thread."""
         raise NotImplementedError
 
 
 class Worker(JobThread):
-    """One job after another."""
+    """A thread that runs one job after another."""
 
     _running: Job | None = None
 
     def _end_here(self) -> None:
-        if self._running is not None:  # the end of the model drains what is in flight, this job too
+        # The end of the model drains what is in flight, this job too, and would wait for its own thread.
+        if self._running is not None:
             self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
@@ -217,19 +239,24 @@ class Worker(JobThread):
             job = self._take()
             if job is None:  # taken back just now
                 continue
+            # Per thread, and jobs of one worker may come from different threads.
             kernels.set_flush_mode(job.flush_mode)
             self._running = job
             try:
                 job.run()
-            except BaseException as e:  # surfaces where somebody waits; a worker does not die of it
+            # Surfaces where somebody waits; a worker does not die of it.
+            except BaseException as e:
                 job.finish(e)
             else:
                 job.finish()
             self._running = None
-            del job  # what it holds is not kept by a worker that waits
+            # What it holds is not kept by a worker that waits.
+            del job
 
 
 @partial(register, "atexit.register")
 def _close_all() -> None:
+    """Close all workers at the end of the interpreter, before it is torn down."""
+    # A copy: workers may be collected while others are closed.
     for worker in list(_live):
         worker.close()

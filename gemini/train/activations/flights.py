@@ -54,15 +54,19 @@ class Offloaded:
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
         self.dtype, self.device, self.shape = tensor.dtype, tensor.device, tensor.shape
+        # As autograd gives it back: dense, in the order of dimensions of the tensor.
         self.stride = torch.empty_like(tensor, device="meta").stride()
         self.num_bytes = in_pages(tensor.nbytes)
-        self.saving: Flight | None = None
-        self.restoring: Flight | None = None
+        self.saving: Flight | None = None  # on its way out
+        self.restoring: Flight | None = None  # on its way back
         self.error: BaseException | None = None
         """What kept it from being written."""
 
     def let_go(self) -> None:
-        """Nobody will read it. May run in the middle of anything, under any lock: only leave a note."""
+        """Leave a note that nobody will read it. May run in the middle of anything, under any lock, so nothing else is
+        done here.
+        """
+        # Taken out first: a finalizer after this leaves no second note, which would give the place back twice.
         place, self.place = self.place, None
         if place is not None:
             self._gone.append(Gone(place, self.num_bytes, self.saving, self.restoring))
@@ -72,7 +76,7 @@ class Offloaded:
 
 
 class Gone(NamedTuple):
-    """What is left of an :class:`Offloaded` that nobody will read."""
+    """The remains of an :class:`Offloaded` that nobody will read."""
 
     place: Any
     num_bytes: int
@@ -84,6 +88,7 @@ class Flight(Transfer):
     """One tensor on its way, in either direction, and the memory that it travels in."""
 
     def __init__(self, lane: Lane, offloaded: Offloaded):
+        # Weakly: a flight must not keep what the graph has let go.
         super().__init__(lane, of=weakref.ref(offloaded))
         self.num_bytes = offloaded.num_bytes
         self.buffer: torch.Tensor | None = None
@@ -102,13 +107,14 @@ class _ForBuffer(Want):
         self.buffer: torch.Tensor | None = None
 
     def take(self) -> bool:
+        # A parked buffer is in the ledger already: no bytes are taken for it.
         if parked := self._parked.get(self.num_bytes):
             self.buffer = parked.pop()
         return self.buffer is not None or super().take()
 
 
 class FlightRoom:
-    """The memory of all flights of one model.
+    """The memory of all flights of one model. Called by the training thread alone.
 
     Args:
         staged: they pass through page-aligned host buffers, on their way to and from the drive.
@@ -120,7 +126,7 @@ class FlightRoom:
         self._is_staged = staged
         self.is_apart = store.device.keeps_windows
         """Whether what windows leave is of no use here."""
-        self._parked: dict[int, list[torch.Tensor]] = {}
+        self._parked: dict[int, list[torch.Tensor]] = {}  # by size; in the ledger as if in use
         store.ledger.register(Turn.BUFFERS, self.trim, Tier.CPU)
 
     def held(self, tier: Tier) -> int:
@@ -128,7 +134,7 @@ class FlightRoom:
         return self._ledger.held(tier, IN_FLIGHT)
 
     def start_over(self) -> None:
-        """Nothing is held, whatever the books say: an interrupt came between two lines of them."""
+        """Hold nothing, whatever the books say: an interrupt came between two lines of them."""
         self.trim()
         for tier in {self._computing, Tier.CPU}:
             held = self._ledger.held(tier, IN_FLIGHT)
@@ -145,18 +151,21 @@ class FlightRoom:
             self._computing, flight.num_bytes, IN_FLIGHT, asking
         ):
             return True
+        # Both or neither: a flight that holds half of its memory would keep others from theirs.
         if flight.buffer is not None:
             self._park(flight.buffer)
             flight.buffer = None
         return False
 
     def _take_buffer(self, num_bytes: int, asking: frozenset[Turn]) -> torch.Tensor | None:
+        """A host buffer that is in the ledger, or None."""
         want = _ForBuffer(self._ledger, num_bytes, asking, self._parked)
         if not self._ledger.obtain(want):
             return None
         if want.buffer is not None:
             return want.buffer
         try:
+            # Not zeroed: the flight overwrites all of it that anybody reads.
             return self._device.make_host_buffer(num_bytes, zeroed=False)
         except BaseException:
             self._ledger.release(Tier.CPU, num_bytes, IN_FLIGHT)
@@ -185,6 +194,7 @@ class FlightRoom:
     def free(self, flight: Flight, *, park: bool = False) -> None:
         """Take back the memory of a flight that is over."""
         buffer, on_device = flight.buffer, self._computing is not Tier.CPU
+        # The memory before the books: they may say more than there is, never less.
         flight.buffer = flight.on_device = None
         if on_device:
             self._ledger.release(self._computing, flight.num_bytes, IN_FLIGHT)
@@ -207,10 +217,10 @@ class Flights:
         self._tier, self._computing = tier, store.device.tier
         self._transfers = store.transfers
         self.saving, self.restoring = store.transfers.open[Lane.OFFLOAD], store.transfers.open[Lane.RESTORE]
-        self._untold: list[BaseException] = []
-        self._order: list[weakref.ref[Offloaded] | None] = []
-        self._at = -1
-        self._largest = 0
+        self._untold: list[BaseException] = []  # errors of saves that nobody has heard of
+        self._order: list[weakref.ref[Offloaded] | None] = []  # in the order of saving; None where backward has been
+        self._at = -1  # place in it that backward has come to
+        self._largest = 0  # bytes of the largest tensor so far
         self._is_starved = False
         store.ledger.register(Turn.FLIGHTS, self.relieve, *{Tier.CPU, self._computing})
         store.ledger.register_claim(self._computing, self.missing)
@@ -223,6 +233,7 @@ class Flights:
         Raises:
             StorageError: if an earlier one could not be written.
         """
+        # Before more is saved: a drive that fails is told in the forward, and not at the end of the step.
         self.check()
         num_bytes = offloaded.num_bytes
         self._largest = max(self._largest, num_bytes)
@@ -230,6 +241,7 @@ class Flights:
         while self._too_many(num_bytes):
             self._end_oldest()
         if not self._room.lend(flight, BEHIND):
+            # Parked buffers of other sizes are no use here, and whoever moves this one in turn may need the memory.
             self._room.trim()
             self._is_starved = True
             return False
@@ -249,9 +261,11 @@ class Flights:
             raise
 
     def _too_many(self, num_bytes: int) -> bool:
+        """Whether one more of so many bytes would be too much in flight."""
         return sum(flight.num_bytes for flight in _flights(self.saving)) + num_bytes > max(DEPTH, 2 * num_bytes)
 
     def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
+        """Copy what the tensor holds, and begin to move the copy."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
         spill, buffer, place = self._spill, flight.buffer, offloaded.place
         transfers, working = self._transfers, Working(mover.watch.moved)
@@ -259,6 +273,7 @@ class Flights:
         def write() -> None:
             assert spill is not None and buffer is not None
             with transfers.working("gemini::offload_activation", working), mover.about("activation", _SAVE):
+                # The buffer is whole when the device has copied into it.
                 flight.copies.wait()
                 with mover.crossing(Tier.CPU, Tier.NVME, num_bytes):
                     spill.write(buffer, place)
@@ -266,11 +281,13 @@ class Flights:
         flight.run = write
         if computing is Tier.CPU:
             assert buffer is not None
+            # Here and now: when this returns the model may overwrite the tensor.
             buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
             with WHOLE:
                 self._transfers.submit(flight)
                 offloaded.saving = flight
             return
+        # A copy on the device: the model may overwrite the tensor before the link has come to it.
         on_device = flight.on_device = tensor.clone(memory_format=torch.contiguous_format)
         source, into = _bytes(on_device), (place if buffer is None else buffer)[: tensor.nbytes]
         with WHOLE:  # memory of a flight that is not known would be given to others while it is copied
@@ -290,6 +307,7 @@ class Flights:
     def reap(self) -> None:
         """Take note of the saves that are over; what went wrong is told by :meth:`check`."""
         while (flight := next(_flights(self.saving), None)) is not None and flight.is_over():
+            # Its memory goes back in any case; the error is told to whoever asks for the tensor.
             error, offloaded = self._end(flight), flight.of()
             if offloaded is not None:
                 offloaded.saving, offloaded.error = None, None if error is None else _without_traceback(error)
@@ -299,6 +317,7 @@ class Flights:
     def _end(self, flight: Flight) -> Exception | None:
         """Take the memory of a flight back when it is over: what went wrong."""
         error = flight.outcome()
+        # Off the list and freed together: what is off it is freed by nobody else.
         with WHOLE:
             self._transfers.end(flight)
             self._room.free(flight, park=error is None)
@@ -309,6 +328,7 @@ class Flights:
         self.reap()
         if self._untold:
             error = self._untold[0]
+            # Nothing of the other flights is wanted after an error.
             self.drain()
             self._untold.clear()
             raise error
@@ -316,11 +336,12 @@ class Flights:
     # ---- ahead of backward --------------------------------------------------------------------------------------
 
     def note(self, offloaded: Offloaded) -> None:
-        """It was saved, perhaps once more: backward asks for it as often."""
+        """Note that it was saved, perhaps once more: backward asks for it as often."""
         self._order.append(weakref.ref(offloaded))
 
     def begin_forward(self) -> None:
         """Forget what no graph refers to any more: it will not be asked for."""
+        # Tried anew in every forward: the room may be there now.
         self._is_starved = False
         self._order = [known for known in self._order if known is not None and known() is not None]
 
@@ -334,6 +355,7 @@ class Flights:
         self.reap()
         wanted: list[Offloaded] = []
         num_bytes = 0
+        # From a few behind the place: within a block backward asks in the order of saving.
         for at in range(min(self._at + _TOGETHER, len(self._order) - 1), -1, -1):
             known = self._order[at]
             offloaded = None if known is None else known()
@@ -343,6 +365,7 @@ class Flights:
                 break
             wanted.append(offloaded)
             num_bytes += offloaded.num_bytes
+        # What is not wanted goes first: its memory is for what is.
         for flight in [flight for flight in _flights(self.restoring) if flight.of() not in wanted]:
             self.take_back(flight)
         for offloaded in wanted:
@@ -350,7 +373,7 @@ class Flights:
                 return
 
     def _begin_restore(self, offloaded: Offloaded) -> bool:
-        """False if there is no room."""
+        """Begin to move a tensor back; False if there is no room."""
         flight = Flight(Lane.RESTORE, offloaded)
         if not self._room.lend(flight, AHEAD):
             return False
@@ -405,7 +428,9 @@ class Flights:
         self.check()
         if offloaded.error is not None:
             raise offloaded.error
+        # Also where it is not elsewhere any more: this is the place that backward has come to.
         self._count_use(offloaded)
+        # It has not left: the copy that travels is the value. A copy of that, since it goes on travelling.
         if offloaded.saving is not None:
             return self._copy_of(offloaded, offloaded.saving)
         flight = offloaded.restoring
@@ -431,17 +456,18 @@ class Flights:
         return out
 
     def _count_use(self, offloaded: Offloaded) -> None:
-        """Backward has come to the last time that this was saved, of those that it has not come to."""
+        """Move the place to the last time that this was saved, of those that backward has not come to."""
         for at in range(len(self._order) - 1, -1, -1):
             known = self._order[at]
             if known is not None and known() is offloaded:
                 self._order[at], self._at = None, at
                 break
+        # Behind the place: backward does not come there again.
         while self._order and self._order[-1] is None:
             self._order.pop()
 
     def take_back(self, flight: Flight) -> None:
-        """Nobody wants it any more: its memory is free afterwards, and nobody writes to its place."""
+        """Give up a flight that nobody wants: its memory is free afterwards, and nobody writes to its place."""
         self._transfers.take_back(flight, "activation", "wait for activations that nobody wants")
         if flight.lane is Lane.RESTORE:
             self._end_restore(flight)
@@ -449,6 +475,7 @@ class Flights:
             self.reap()
 
     def _end_restore(self, flight: Flight) -> None:
+        """End a flight back, which is over or was taken back."""
         offloaded = flight.of()
         if offloaded is not None:
             offloaded.restoring = None
@@ -464,7 +491,7 @@ class Flights:
         return 0 if self._is_starved or self._room.is_apart else 2 * self._largest
 
     def missing(self) -> int:
-        """What of that they do not hold, in flight or ready to be."""
+        """Bytes of that headroom that they do not hold, in flight or ready to be."""
         return max(self.headroom_bytes() - self._room.held(self._computing), 0)
 
     def relieve(self, want: Want) -> bool:
@@ -474,19 +501,23 @@ class Flights:
         return self._room.held(want.tier) > 0 and self._give()
 
     def _give(self) -> bool:
+        """Give back some memory: parked buffers, else those of one flight; False if there are none."""
         return self._room.trim() or (self._end_one() and (self._room.trim() or True))
 
     def _end_one(self, *, saves_first: bool = False) -> bool:
+        """End one flight, the one that costs least; False if there is none."""
         if self.saving and (saves_first or not self.restoring):
+            # A save is nearly over, and nothing has to be moved again for it.
             self._end_oldest()
         elif self.restoring:
+            # The last one: it is needed latest.
             self.take_back(list(_flights(self.restoring))[-1])
         else:
             return False
         return True
 
     def end_backward(self) -> None:
-        """Nothing is asked for until another backward."""
+        """End what is on its way back: nothing is asked for until another backward."""
         while self.restoring:
             self._end_one()
         self.reap()
@@ -508,6 +539,7 @@ class Flights:
 
 
 def _flights(open_ones: dict[Any, Transfer]) -> Iterator[Flight]:
+    """The flights among transfers, in the order of their beginning."""
     return (flight for flight in open_ones.values() if isinstance(flight, Flight))
 
 
@@ -517,7 +549,7 @@ def _there(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def _without_traceback(error: Exception) -> Exception:
-    """The same without a traceback, whose frames would keep the graph alive that keeps the error."""
+    """A copy without a traceback, whose frames would keep the graph alive that keeps the error."""
     raised = copy.copy(error)
     raised.__cause__ = error.__cause__
     return raised

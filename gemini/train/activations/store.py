@@ -42,19 +42,22 @@ _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 
 class ActivationStore:
-    """Where the checkpointed activations of one model go. Open while its outermost forward runs.
+    """The store of the checkpointed activations of one model. Open while its outermost forward runs. Called by the
+    threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere.
 
     Args:
         tier: where they wait; None: where they are.
     """
 
     def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None):
+        # Notes of finalizers: a deque, since adding to it is one C call and takes no lock.
         self.gone: deque[Gone] = deque()
         self.offloads = tier is not None
         """Whether anything of this has an effect."""
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover, self._spill = store.ledger, store.device, store.mover, store.spill
+        # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in store.chunks}
         self._is_open = False
         self._warned = False
@@ -73,10 +76,12 @@ class ActivationStore:
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
         if not self._is_open and self._tier is not None and torch.is_grad_enabled():
+            # Before anything is saved: here nothing is in the middle of being stored.
             self._find_lost()
             self._known.clear()
             if self.flights is not None:
                 self.flights.begin_forward()
+            # Pushed and noted together: hooks that nobody knows would stay open for good.
             with WHOLE:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
                 self._is_open = True
@@ -89,19 +94,19 @@ class ActivationStore:
                 torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def begin_backward(self) -> None:
-        """What was saved last is asked for soon."""
+        """Begin to bring back what was saved last, which is asked for soon."""
         if self.flights is not None and not self.synchronous:
             with self._mover.about("activation", "fetch activations"):
                 self.flights.begin_backward()
 
     def end_backward(self) -> None:
-        """Nothing is asked for any more."""
+        """Give back what is left: nothing is asked for any more."""
         if self.flights is not None:
             self.flights.end_backward()
         self.collect()
 
     def recover(self) -> None:
-        """Nobody computes: what an interrupt may have left open is closed, and the books say what there is."""
+        """Close what an interrupt may have left open, and let the books say what there is. Nobody computes."""
         self.end_forward()
         if self.flights is not None:
             self.flights.start_over()
@@ -154,6 +159,7 @@ class ActivationStore:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
         if top is not None and top[0] == self._pack:
+            # Only if its own hooks are the innermost: they are a stack, and the top of it is taken off.
             self.end_forward()
         if self.flights is not None:
             self.flights.start_over()
@@ -161,9 +167,11 @@ class ActivationStore:
     def collect(self) -> None:
         """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
         while self.gone:
+            # It stays on the list until nothing moves there: after an interrupt this begins with it again.
             place, num_bytes, *flights = self.gone[0]
             for flight in flights:
                 if flight is not None and self.flights is not None:
+                    # Before the place is given away: the drive would write to its next owner.
                     self.flights.take_back(flight)
             self.gone.popleft()
             assert self._tier is not None
@@ -177,12 +185,13 @@ class ActivationStore:
             self._spill.give_back(offset, num_bytes)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Runs for everything that is saved. What stays is detached: an output that held its own graph would be freed
-        by the garbage collector only.
+        """Replace what autograd saves by what is kept of it; runs for everything that is saved. What stays is detached:
+        an output that held its own graph would be freed by the garbage collector only.
         """
         return self._offload(tensor) or tensor.detach()
 
     def _offload(self, tensor: torch.Tensor) -> Offloaded | None:
+        """Store a tensor elsewhere; None for what stays."""
         if tensor.numel() * tensor.element_size() < MIN_BYTES:
             return None
         if not saved_by_checkpointing(3) and not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
@@ -190,13 +199,16 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
             return None
+        # The version too: a tensor that was written to since is another value at the same address.
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key in self._known:
             alive, known = self._known[key]
             offloaded = known()
+            # Both: a storage that is gone may have had its address given to another.
             if offloaded is not None and not alive.expired():
                 self._note(offloaded)
                 return offloaded
+        # Before room is asked for: places of tensors that are gone may be all that is needed.
         self.collect()
         about = self._mover.about("activation", "offload activations")
         with torch.profiler.record_function("gemini::offload_activation"), about:
@@ -223,11 +235,13 @@ class ActivationStore:
             self.flights.note(offloaded)
 
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
+        """Store a tensor at a new place; None where there is no room."""
         num_bytes = in_pages(tensor.nbytes)
         assert self._tier is not None
         try:
             if self._tier is Tier.NVME:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
+            # The object that gives the bytes back is there when they are taken.
             with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER, WELCOME):
                 offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
         except BudgetExceeded as e:
@@ -238,6 +252,7 @@ class ActivationStore:
             if self.flights is None or self.synchronous or not self.flights.save(offloaded, tensor):
                 self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
+            # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
             offloaded.let_go()
             self.collect()
             raise
@@ -269,6 +284,7 @@ class ActivationStore:
                 self._spill.write(staged, place + start)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
+        """Bring back what autograd asks for, in the strides that it was saved with."""
         if not isinstance(packed, Offloaded):
             return packed
         about = self._mover.about("activation", "fetch activations")
@@ -278,7 +294,9 @@ class ActivationStore:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._read(packed, out.view(-1).view(torch.uint8))
             if self.flights is not None and not self.synchronous:
+                # Behind the taking: its memory is free, and the place has moved.
                 self.flights.read_ahead()
+            # Values travel contiguous; a node of backward gets the strides that it has saved.
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)
                 return laid_out.copy_(out)
@@ -305,6 +323,7 @@ class ActivationStore:
         return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
 
     def _say_no_room(self, error: BudgetExceeded) -> None:
+        """Warn, once for each model."""
         assert self._tier is not None
         if not self._warned:
             self._warned = True
@@ -315,7 +334,7 @@ class ActivationStore:
 
 
 def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -> ActivationStore:
-    """What the config or the plan wants of ``offload_activations``."""
+    """The store of activations that the config or the plan wants with ``offload_activations``."""
     if wanted is not None and Tier(wanted) is store.device.tier:
         warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         wanted = None
@@ -333,6 +352,7 @@ def saved_by_checkpointing(depth: int) -> bool:
 def _saver(depth: int) -> str:
     """The file of the code that saves a tensor now."""
     frame = sys._getframe(depth)
+    # Frames of hooks, ours and autograd's, stand between the saving code and here.
     while frame.f_back is not None and frame.f_code.co_filename in _BETWEEN:
         frame = frame.f_back
     return frame.f_code.co_filename

@@ -23,12 +23,13 @@ class HessianProbe:
 
     def __init__(self, number: int, params: list[torch.nn.Parameter]):
         self._number = number
+        # By identity, in the order of the optimizer: all ranks draw the same vectors.
         self._places = {id(param): place for place, param in enumerate(params)}
         self._products: list[torch.Tensor] | None = []
         """None when the second backward has begun."""
 
     def take(self, param: torch.nn.Parameter, grad: torch.Tensor) -> torch.Tensor | None:
-        """What is to be kept of a gradient that has arrived: the estimate, in the second backward; else nothing."""
+        """The part to keep of a gradient that has arrived: the estimate, in the second backward; else nothing."""
         place = self._places.get(id(param))
         if place is None:  # of a param of another optimizer
             return None
@@ -36,6 +37,7 @@ class HessianProbe:
         if self._products is None:
             return (grad.float() * vector).to(grad.dtype)
         if grad.requires_grad:
+            # In fp32, and with its graph: the second backward goes through it.
             self._products.append((grad.float() * vector).sum())
         return None
 
@@ -45,6 +47,7 @@ class HessianProbe:
         Raises:
             GeminiError: if the gradient of no param depends on any.
         """
+        # From here on gradients are those of the second backward.
         products, self._products = self._products, None
         if not products:
             raise GeminiError(
@@ -57,5 +60,6 @@ class HessianProbe:
     def vector(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """The random vector for the param at ``place`` among those of the optimizer, in the shape of ``like``."""
         seed = int.from_bytes(blake2b(f"{self._number} {place}".encode(), digest_size=8).digest())
+        # On the CPU: generators of devices give other numbers, and each kind its own.
         generator = torch.Generator("cpu").manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)

@@ -17,7 +17,7 @@ from gemini.train.slices.together import OtherSlices
 
 
 class GradientNorms:
-    """Those of one model. All ranks that have a part in them ask together.
+    """The norms of one model's gradients. All ranks that have a part in them ask together.
 
     Args:
         slices: the ranks with slices of the same params, or None.
@@ -48,11 +48,13 @@ class GradientNorms:
             GeminiError: if one of them is not whole.
         """
         counted = [(handle, total) for handle, total in self._totals(handles) if handle not in self._copies]
+        # In one order on all ranks and placements: a sum in another order has other bits.
         own = kernels.total([total * handle.clip**2 for handle, total in counted])
         return own if self._stages is None else kernels.total(self._of_stages(own))
 
     def clip_factor(self, max_norm: float) -> kernels.ClipFactor | None:
-        """What clipping all gradients takes, left on the device that summed them; None where the host has a part in it.
+        """The factor that clipping all gradients takes, left on the device that summed them; None where the host has a
+        part in it.
 
         The same order as in :meth:`total_sum`, so the same bits.
 
@@ -65,7 +67,7 @@ class GradientNorms:
         return kernels.clip_factor([handle.norm_sums or [] for handle in there], max_norm)
 
     def _totals(self, handles: list[ParamHandle]) -> list[tuple[ParamHandle, float]]:
-        """Those that have a gradient, with its sum of squares; refused as by :func:`_whole`."""
+        """The params that have a gradient, each with its sum of squares; refused as by :func:`_whole`."""
         there = _whole(handles)
         if self._slices is None:
             return list(zip(there, kernels.totals([handle.norm_sums or [] for handle in there]), strict=True))
@@ -77,7 +79,7 @@ class GradientNorms:
         return [(handle, total) for handle in there if (total := by_handle[handle]) is not None]
 
     def _of_stages(self, own: float) -> list[float]:
-        """What each stage of the pipeline says, in their order."""
+        """The values that the stages of the pipeline say, in their order."""
         assert self._stages is not None
         said = torch.tensor(own, dtype=torch.float64, device="cpu")
         return self._stages.swap(Tag.VALUES, said, "the gradient norm of a pipeline").tolist()  # type: ignore[no-any-return]
@@ -91,6 +93,7 @@ class GradientNorms:
         """
         bad = [handle for handle, total in self._totals(handles) if not math.isfinite(total)]
         if self._stages is not None:
+            # Before anything is raised: a rank that raised first would leave the others waiting for it.
             counts = self._of_stages(float(len(bad)))
             if any(counts) and not bad:
                 rank = next(rank for rank, count in zip(self._stages.global_ranks, counts, strict=True) if count)
@@ -107,7 +110,7 @@ class GradientNorms:
 
 
 def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
-    """Those that have a gradient.
+    """The params that have a gradient.
 
     Raises:
         GeminiError: if one of these is not whole.

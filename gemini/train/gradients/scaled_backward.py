@@ -45,20 +45,24 @@ from gemini.train.step import StepState
 
 @dataclass
 class LossScale:
-    """Mutable on purpose: one per fp16 model, saved in checkpoints."""
+    """The dynamic loss scale of one fp16 model. Mutable on purpose, and saved in checkpoints. Changed by the training
+    thread at a step.
+    """
 
     scale: float = 2.0**16
-    growth_interval: int = 2000
+    growth_interval: int = 2000  # good steps in a row, after which it doubles
     num_good_steps: int = 0
     largest: float = 2.0**24
 
     def skipped(self) -> None:
-        """A step had inf or NaN: its weights, states and counters stay as they were."""
+        """Halve the scale after a step with inf or NaN: its weights, states and counters stay as they were."""
+        # Powers of two: multiplying by one rounds nothing that is in range.
         self.scale = max(self.scale / 2, 2.0**-24)
+        # In a row: one that is skipped begins the count anew.
         self.num_good_steps = 0
 
     def stepped(self) -> None:
-        """A step was made."""
+        """Count a step that was made, and double the scale after enough of them."""
         self.num_good_steps += 1
         if self.num_good_steps >= self.growth_interval:
             self.scale = min(self.scale * 2, self.largest)
@@ -69,6 +73,7 @@ REMEDY = (
     "Use gemini.GradScaler as torch.amp.GradScaler: scaler.scale(loss).backward(); scaler.step(optimizer); "
     "scaler.update()"
 )
+# Backwards that are remembered: those that broke off never say that they are over.
 _MAX_TASKS = 64
 _SMALLEST_NORMAL = torch.finfo(torch.float16).smallest_normal
 
@@ -85,12 +90,14 @@ class Scale:
 
     @property
     def value(self) -> float:
+        """The number, for which the host waits where it is on a GPU."""
         if self._value is None:
+            # The one wait for the device, at the first time that somebody asks.
             self._value = float(self._given)
         return self._value
 
     def snapshot(self) -> None:
-        """The tensor it is read from is about to change."""
+        """Keep the value: the tensor it is read from is about to change."""
         if self._value is None:
             self._given = torch.as_tensor(self._given).clone()
 
@@ -110,6 +117,7 @@ class ScaleLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: Scale) -> torch.Tensor:  # type: ignore[override]
+        # From the first scaled loss on every backward is asked; before, none need be.
         global scalers_used
         scalers_used = True
         ctx.scale = scale
@@ -123,11 +131,14 @@ class ScaleLoss(torch.autograd.Function):
             while len(_of_task) >= _MAX_TASKS:  # of backwards that broke off
                 del _of_task[min(_of_task)]
             _of_task[task] = ctx.scale
+            # Forgotten when the engine has run all of it: numbers of backwards are not given again, but the list would
+            # grow.
             torch.autograd.Variable._execution_engine.queue_callback(partial(_forget, task))
         return grad, None
 
 
 def _forget(task: int) -> None:
+    """Forget a backward that is over."""
     _of_task.pop(task, None)
 
 
@@ -144,6 +155,7 @@ class ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        # Before the factor is asked for: this is what decides it, and it may refuse.
         ctx.begin_backward()
         scaling = ctx.ref()
         assert scaling is not None
@@ -156,7 +168,7 @@ _SCALE_GRADIENT: Any = ScaleGradient._backward_cls  # type: ignore[attr-defined]
 
 
 class Scaling:
-    """The loss scale of one model's gradients.
+    """The loss scale of one model's gradients. Called by the training thread, or by the one that runs its backward.
 
     Args:
         loss_scale: the model's own, in fp16.
@@ -169,14 +181,19 @@ class Scaling:
         """Of the gradients that wait for the update."""
         self.is_scaled = loss_scale is not None
         """Whether gradients that are held may be multiplied by anything: else nobody need ask for their scale."""
+        # By name: params that `unscale_` was called for since the last backward.
         self._unscaled: set[str] = set()
+        # By backward, as autograd numbers them.
         self._factors: dict[int, float] = {}
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def watch_outputs(self, output: Any) -> None:
-        """What left the model beside its loss: if it keeps its gradient (``retain_grad``), somebody will look at it."""
+        """Remember what left the model beside its loss: if it keeps its gradient (``retain_grad``), somebody will look
+        at it.
+        """
+        # Weakly: an output that nobody has is seen by nobody, and its graph must not live for this.
         new = [weakref.ref(t) for t in iter_tensors(output) if t.dim() > 0 and t.requires_grad]
         self._outputs = [ref for ref in self._outputs if ref() is not None] + new
 
@@ -191,14 +208,17 @@ class Scaling:
         task = torch._C._current_graph_task_id()
         if task in self._factors or task == -1:  # -1: a saved tensor was looked at outside of any backward
             return
+        # The oldest first: numbers of backwards go up.
         while len(self._factors) >= _MAX_TASKS:
             del self._factors[min(self._factors)]
         holding = self._state.num_unreduced > 0 or bool(_to_be_used(self._params.handles))
         self._factors[task] = self._decide(task, holding)
 
     def factor(self, grad: torch.Tensor) -> float:
-        """What a loss that leaves the model multiplies its gradient by."""
+        """The factor by which a loss that leaves the model multiplies its gradient."""
         factor = self._factors[torch._C._current_graph_task_id()]
+        # A gradient below the smallest normal number has lost bits already: scaling cannot bring them back. This waits
+        # for the device, once for each loss.
         if factor != 1.0 and grad.dtype is torch.float16 and abs(float(grad)) < _SMALLEST_NORMAL:
             value = f"{float(grad):.3g}"
             raise GeminiError(
@@ -208,7 +228,7 @@ class Scaling:
         return factor
 
     def _decide(self, task: int, holding: bool) -> float:
-        """``holding``: gradients of an earlier backward wait for the update."""
+        """Decide which scale a backward has. ``holding``: gradients of an earlier backward wait for the update."""
         scale, calls = _of_task.get(task), running_calls()
         if calls and not calls[0].accumulates:
             return 1.0  # what it gives is returned, and no param keeps any of it
@@ -225,21 +245,23 @@ class Scaling:
             raise GeminiError(f"in fp16 it cannot be seen what this backward was started for. {REMEDY}")
         if not self._judge(calls):
             return 1.0
+        # Gradients that wait keep their scale: the model's own may have changed between two micro-batches.
         own = self.held if holding and not self.held.by_scaler else Scale(self.loss_scale.scale)
         self._hold(own, holding)
         return own.value
 
     def _scale_of(self, calls: list[BackwardCall]) -> Scale | None:
-        """What a scaler has multiplied this backward by, or one that it runs inside of."""
+        """The scale by which a scaler has multiplied this backward, or one that it runs inside of."""
         found = (first_below(call.roots, _SCALE_LOSS) for call in reversed(calls))
         return next((node.scale for node in found if node is not None), None)
 
     def _hold(self, scale: Scale, holding: bool) -> None:
-        """The gradients that are about to land have this scale.
+        """Note that the gradients that are about to land have this scale.
 
         Raises:
             GeminiError: if those that are there have another one, or are unscaled already.
         """
+        # By value only where it is another object: comparing values waits for the device.
         is_other = scale is not self.held and (scale.by_scaler, scale.value) != (self.held.by_scaler, self.held.value)
         if not holding:
             if is_other:
@@ -314,6 +336,7 @@ class Scaling:
         marks = marks_below(call.roots, start, through)
         leaves = [node for node in (call.inputs or marks) if is_leaf(node)]
         kept = [node for node in leaves if self._is_own(node)] if call.accumulates else []
+        # Marks of nodes in whose backward another backward may run: what arrived there goes on in it.
         functions = 0
         for node, found in marks.items():
             if may_start_another(node) and not isinstance(node, (_SCALE_LOSS, _SCALE_GRADIENT)):
@@ -330,12 +353,14 @@ class Scaling:
         return True, functions or start
 
     def _is_own(self, leaf: Any) -> bool:
+        """Whether a leaf is a managed param of this model."""
         handle = handle_of(leaf.variable)
         return handle is not None and any(
             handle is own for own in self._params.by_chunk.get(handle.chunk.spec.index, ())
         )
 
     def _refuse_entry(self, leaf: Any, marks: int) -> None:
+        """Refuse a gradient that comes to a param other than once through the model's loss."""
         handle = handle_of(leaf.variable)
         assert handle is not None
         if marks & (_TWICE | _BY_ANOTHER):
@@ -379,11 +404,13 @@ class Scaling:
 
     @property
     def unscale(self) -> float:
-        """What gradients in the planes are multiplied by to be those of the loss."""
+        """The factor by which gradients in the planes are multiplied to be those of the loss."""
         return 1.0 / self.held.value
 
     def left_scaled(self, handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-        """Those whose gradients no optimizer uses, and so no scaler unscales: norms see them as they are, in torch."""
+        """The params whose gradients no optimizer uses, and so no scaler unscales: norms see them as they are, in
+        torch.
+        """
         handles = list(handles)
         if not self.held.by_scaler:
             return []
@@ -391,7 +418,7 @@ class Scaling:
         return [h for h in handles if h.has_grad and id(h) not in used and h.name not in self._unscaled]
 
     def unscale_seen(self, handles: Iterable[ParamHandle]) -> float:
-        """The same, for who looks at them now: 1 until ``GradScaler.unscale_``, as in torch.
+        """The factor of :attr:`unscale` for who looks at gradients now: 1 until ``GradScaler.unscale_``, as in torch.
 
         Raises:
             GeminiError: if some are unscaled and some are not.
@@ -415,7 +442,7 @@ class Scaling:
             )
 
     def mark_unscaled(self, handles: Iterable[ParamHandle]) -> None:
-        """``GradScaler.unscale_``: nothing is computed, the update multiplies."""
+        """Note ``GradScaler.unscale_``: nothing is computed, the update multiplies."""
         self._unscaled.update(handle.name for handle in handles)
 
     def check_unscaled(self, handles: Iterable[ParamHandle]) -> None:
@@ -435,6 +462,7 @@ def _to_be_used(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
 
 
 def _said(scale: Scale) -> str:
+    """The scale in words, for errors."""
     if scale.by_scaler:
         return f"scaled by {scale.value:g} (GradScaler)"
     return "not scaled by a GradScaler"
@@ -480,13 +508,16 @@ def running_calls() -> list[BackwardCall]:
     if torch.cuda.is_initialized():
         own = threading.get_ident()
         others = [found for ident, f in sys._current_frames().items() if ident != own and (found := list(_calls_on(f)))]
+        # Two threads wait: which of them this node runs for cannot be said.
         if len(others) > 1:
             return []
+        # Those on this thread are inside of them: a recomputation runs on the thread of its device.
         calls += [call for found in others for call in found]
     return calls
 
 
 def _calls_on(frame: FrameType | None) -> Iterator[BackwardCall]:
+    """The calls of torch's engine that wait in the frames of a thread, the innermost first."""
     while frame is not None:
         if frame.f_code is _RUN:
             names, there = _RUN.co_varnames, frame.f_locals
@@ -497,6 +528,7 @@ def _calls_on(frame: FrameType | None) -> Iterator[BackwardCall]:
 
 
 def _node_of(output: Any) -> Any:
+    """The node of autograd that a tensor or an edge stands for."""
     return output.node if isinstance(output, torch.autograd.graph.GradientEdge) else get_gradient_edge(output).node
 
 
@@ -507,6 +539,7 @@ def nodes_below(roots: tuple[Any, ...]) -> list[Any]:
     for root in roots:
         if root in seen:
             continue
+        # A path by hand and not by recursion: graphs are deeper than Python's stack.
         seen.add(root)
         path = [(root, iter(root.next_functions))]
         while path:  # depth first: a node is done when all below it are
@@ -548,6 +581,7 @@ def marks_below(roots: tuple[Any, ...], start: int, through: Callable[[Any, int]
     marks = dict.fromkeys(order, 0)
     for root in roots:
         marks[root] |= start
+    # Each node before those it leads to: its marks are complete when it sends them on.
     for node in order:
         sent = through(node, marks[node])
         for child, _ in node.next_functions:
@@ -572,10 +606,12 @@ def is_seen(leaf: Any) -> bool:
 
 
 def _num_references(leaf: Any) -> int:
+    """The references to the tensor of a leaf, the one of this call included."""
     return sys.getrefcount(leaf.variable)
 
 
 def _unseen() -> Any:
+    """A leaf to whose tensor nothing but its node refers."""
     return get_gradient_edge(torch.zeros(0, device="cpu").requires_grad_(True)).node
 
 

@@ -65,7 +65,9 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
 
 
 class GradientStore:
-    """The grad planes of one engine."""
+    """The grad planes of one engine. Called by the training thread, or by the one that runs its backward; ``land`` and
+    what it calls also run on the landing lane's.
+    """
 
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, norms: GradientNorms, *, working_set: int):
         """
@@ -91,9 +93,11 @@ class GradientStore:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
+        # Clipped before and added to now: what is there gets its factor, and the new gradient has none.
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
         if self._staging_behind is None or not self._lands_behind(handle.chunk, flat):
+            # Looked up once: the same range of the same plane in every step, until the planes change.
             views = handle.chunk.prepared.get(handle)
             if views is None:
                 start = handle.slot.start
@@ -108,6 +112,7 @@ class GradientStore:
             return
         transfers, held = self._transfers, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
         working = Working(self._mover.watch.moved, staging=self._staging_behind)
+        # Now: behind it the gradient is there. The worker waits for this and not for what is computed afterwards.
         written = self._device.mark()
 
         def land() -> None:
@@ -116,18 +121,24 @@ class GradientStore:
                 with transfers.working("gemini::land", working):
                     handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
             except BaseException:
-                handle.norm_sums = None  # what was there of it may be torn
+                # What was there of it may be torn: it has no gradient now.
+                handle.norm_sums = None
                 raise
 
+        # A param that has a gradient and no landing would be updated with what its plane had before.
         with WHOLE:
             handle.norm_sums = []  # it is there; its sums come with it
+            # In the order of arrival.
             transfers.begin(Lane.LANDING, land, len(self.landing), held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Where gradients land, and what rounding their sum loses; None where that is not within the device's reach."""
+        """The views in which gradients land, and what rounding their sum loses; None where that is not within the
+        device's reach.
+        """
         plane, error = chunk.planes[GRAD].device_view(start, stop), None
         if GRAD_ERROR in chunk.planes:
             error = chunk.planes[GRAD_ERROR].device_view(start, stop)
+            # Both or neither: the kernel that adds reads and writes the two together.
             plane = None if error is None else plane
         return plane, error
 
@@ -141,7 +152,9 @@ class GradientStore:
         )
 
     def relieve(self, want: Want) -> bool:
-        """Wait for a landing, whose end gives back memory of the device; False if there is none."""
+        """Wait for a landing, whose end gives back memory of the device; False if there is none. Called by the training
+        thread, through the ledger.
+        """
         waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
         if waiting is not None and (error := self._transfers.wait(waiting, *_WAIT)) is not None:
             raise error
@@ -156,7 +169,9 @@ class GradientStore:
         self._transfers.drain(Lane.LANDING, *_WAIT)
 
     def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
-        """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles."""
+        """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles. Called
+        by any thread that has staging of its own.
+        """
         assert not adding or adds_up(chunk), "promote before adding"
         view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
@@ -170,6 +185,7 @@ class GradientStore:
         plane, part = handle.chunk.planes[GRAD], handle.part
         out = torch.zeros(part.numel, dtype=plane.dtype, device="cpu")
         if handle.has_grad:
+            # Its landing may still be under way, and then the plane has the gradient of the last step.
             self.drain()
             read_range(self._mover, plane, handle, out)
         return out
@@ -197,12 +213,12 @@ class GradientStore:
         sums: kernels.Sums = []
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             incoming = flat[start:stop]
+            # Its own area 0; planes have the areas behind it.
             if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
                 inbound = self._mover.scratch(0, flat.dtype, stop - start)
                 with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-                    behind = (
-                        not self._mover.in_worker
-                    )  # the worker has waited for it, and what is computed since is more
+                    # The worker has waited for the gradient; what was computed since is more than this copy needs.
+                    behind = not self._mover.in_worker
                     self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
                 incoming = inbound
             parts: list[torch.Tensor] = []
@@ -217,8 +233,10 @@ class GradientStore:
                         self._mover.load(plane, base + start, base + end, target)
                     staged.append((plane, base + end, target))
                 parts.append(target[: stop - start])
+            # Tile by tile in order: the norm is a fixed tree over these sums.
             sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
             for plane, end, target in staged:
+                # Waited for: the area is used again by the next tile.
                 self._mover.store(plane, base + start, end, target)
         return sums
 
@@ -232,6 +250,7 @@ class GradientStore:
         narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
         if not narrow:
             return
+        # Landings under way write to the planes that are replaced.
         self.drain()
         self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
         num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
@@ -247,10 +266,12 @@ class GradientStore:
             for chunk, plane in zip(narrow, wide, strict=True):
                 old = chunk.planes[GRAD]
                 self._widen(chunk, old, plane)
+                # The old plane is given back when no chunk refers to it any more, and not before.
                 with WHOLE:
                     chunk.change_planes({GRAD: plane})
                     self._end(old)
         except BaseException:
+            # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
 
@@ -272,6 +293,7 @@ class GradientStore:
 
     def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
         # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        """Make planes for the sums in what is free, or nothing. ``staging_first``: reserve the staging before them."""
         staging, has_reserved = self._mover.staging, False
         wide: list[Plane] = []
         try:
@@ -295,7 +317,9 @@ class GradientStore:
         return wide
 
     def _end(self, *planes: Plane) -> None:
+        """Give back planes: their slots and their bytes."""
         for plane in planes:
+            # The slot before the bytes: who finds bytes free allocates a slot at once.
             if isinstance(plane, FilePlane):
                 plane.give_back()
             self._ledger.release(plane.tier, plane.num_bytes, GRAD)
@@ -306,6 +330,7 @@ class GradientStore:
         home = chunk.planes[GRAD].tier
         order = list(Tier)
         refusal: BudgetExceeded | None = None
+        # Never to a faster one: that memory was not planned for gradients.
         for tier in order[order.index(home) :]:
             if tier not in self._ledger.tiers:
                 continue
@@ -330,6 +355,7 @@ class GradientStore:
             )
 
     def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
+        """Copy what a plane has into its wider successor; nothing if no param of the chunk has a gradient."""
         if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
             return
         there, into = old.device_view(0, old.numel), new.device_view(0, old.numel)
@@ -352,17 +378,18 @@ class GradientStore:
                 handle.clip *= coefficient
 
     def fold_clipping(self, coefficient: float) -> None:
-        """What was clipped and is still there after its step, or a part of it, is what it was clipped to, as in torch:
-        the factor stays beside it, and from now on readers see it.
+        """Let what was clipped and is still there after its step, or a part of it, be what it was clipped to, as in
+        torch: the factor stays beside it, and from now on readers see it.
         """
         self.clip(self._handles, coefficient)
         for handle in self._handles:
             handle.clip_folded = handle.clip
 
     def apply_clip(self, handle: ParamHandle) -> None:
-        """More is going to be added to a gradient that was clipped: what is there gets its factor now, as in torch."""
+        """Give a gradient that was clipped its factor, as in torch: more is going to be added to it."""
         if not handle.has_grad or handle.clip == 1.0:
             return
+        # Its landing may still be under way.
         self.drain()
         part, sums = handle.part, []
         planes = [handle.chunk.planes[kind] for kind in GRADS if kind in handle.chunk.planes]
@@ -379,9 +406,10 @@ class GradientStore:
         handle.norm_sums, handle.clip, handle.clip_folded = sums, 1.0, 1.0
 
     def start_over(self, *, alone: bool) -> None:
-        """After an interrupt, which may have come when a gradient had its bytes and nobody had the gradient. No update
-        holds any. ``alone``: no other rank's sums do.
+        """Give back the bytes of gradients in flight after an interrupt, which may have come when a gradient had its
+        bytes and nobody had the gradient. No update holds any. ``alone``: no other rank's sums do.
         """
+        # First: what still lands gives its own bytes back, and the rest is nobody's.
         self._drop_landing()
         if alone:
             self._ledger.release(self._device.tier, self._ledger.held(self._device.tier, HOLDER), HOLDER)
@@ -398,6 +426,7 @@ class GradientStore:
         Args:
             leftover: what stands in their place; nothing stays nothing where there was none.
         """
+        # A landing that ended later would bring back what is forgotten here.
         self._drop_landing()
         for handle in handles:
             had = handle.has_grad or handle.leftover is not Leftover.NOTHING
@@ -411,7 +440,9 @@ def adds_up(chunk: Chunk) -> bool:
 
 
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
-    """``lost``: what rounding the sum to ``into`` loses, where that is kept."""
+    """Copy or add a gradient to its plane: the sums of squares. ``lost``: what rounding the sum to ``into`` loses,
+    where that is kept.
+    """
     if lost is not None:
         return kernels.sum_grad24(into, lost, flat, adding=adding)
     return kernels.accumulate_grad(into, flat) if adding else kernels.copy_grad(into, flat)
@@ -450,6 +481,7 @@ def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
         handle = by_name[name]
         own = gradients.own_part(handle)
         others = [torch.empty_like(own) for _ in shared.ranks[1:]]
+        # Its own first, then the others: the same bits on two ranks, and not on more.
         peers = [rank for rank in shared.ranks if rank != stages.rank]
         stages.start(
             Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"

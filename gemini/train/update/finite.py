@@ -32,7 +32,9 @@ _FLAGS = PAGE // 4
 
 
 class _Update(NamedTuple):
-    """Of a chunk on the device, or of all of a step: its params, and the sums that tell whether it took place."""
+    """An update of a chunk on the device, or of all of a step: its params, and the sums that tell whether it took
+    place.
+    """
 
     handles: list[ParamHandle]
     sums: list[kernels.Sums]
@@ -40,16 +42,20 @@ class _Update(NamedTuple):
     """What stopped it, on its way to the host; None if the sums alone tell."""
 
     def is_good(self) -> bool:
-        """Whether the flag says so, which the host has begun to fetch long ago."""
+        """Whether the flag says that it took place. Its copy to the host has begun long ago, and this waits for that
+        alone.
+        """
         if self.flag is None:
             return False
         there, copied = self.flag
+        # For the one copy, not for what the device was given since.
         copied.wait()
         return not int(there)
 
 
 class DeferredFiniteChecks:
-    """What is yet to be looked at of the gradients of one model that were used in backward.
+    """A list of what is yet to be looked at of the gradients of one model that were used in backward. Called by the
+    training thread alone.
 
     Args:
         alone: whether the model is this process's only.
@@ -60,7 +66,7 @@ class DeferredFiniteChecks:
         self._updates: list[_Update] = []
         self.num_chunks = 0
         """Handed over for their update since :meth:`look` was called, on the device and on the host; a step is one."""
-        self._here: torch.Tensor | None = None
+        self._here: torch.Tensor | None = None  # host memory that flags are copied to
         self._num_flags = 0
 
     def stop_for(self, update: ChunkUpdate) -> torch.Tensor | None:
@@ -74,6 +80,7 @@ class DeferredFiniteChecks:
         if not (grads and stops and kernels.leaves_sums_there(grads[0])):
             check_finite(update)
             return None
+        # The sums set it, on the same stream and before the update reads it.
         flag = kernels.new_flag(grads[0])
         sums = [kernels.sum_squares(grad, flag) for grad in grads]
         self._updates.append(_Update([param.handle for param in update.params], sums))
@@ -82,7 +89,9 @@ class DeferredFiniteChecks:
     def stop_for_landed(
         self, mover: Mover, chunk: Chunk, handles: list[ParamHandle], rule: UpdateRule
     ) -> torch.Tensor | None:
-        """The same for gradients in the chunk's plane, from the sums they came with; None if it is for the host."""
+        """The flag that stops an update from the chunk's plane, from the sums that its gradients came with; None if it
+        is for the host.
+        """
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
         flag = kernels.nonfinite_flag(sums) if rule.has_kernel and path_of(mover, chunk) is Path.ON_DEVICE else None
         if flag is not None:
@@ -101,6 +110,7 @@ class DeferredFiniteChecks:
         if mover.device.tier is not Tier.GPU or not rule.has_kernel:
             return None
         sums = [handle.norm_sums for handle in handles if handle.norm_sums is not None]
+        # Sums that came to the host tell it already, and it looks before the update.
         if any(not isinstance(part, kernels.DeviceSums) or part.is_here for own in sums for part in own):
             return None
         chunks = {handle.chunk.spec.index: handle.chunk for handle in handles}.values()
@@ -111,6 +121,7 @@ class DeferredFiniteChecks:
             if self._here is None:
                 self._here = mover.device.make_host_buffer(PAGE).view(flag.dtype)
             self._num_flags += 1
+            # Each flag in a place of its own, in turn: a copy must not overwrite one that nobody has looked at.
             here = self._here[self._num_flags % _FLAGS :][:1]
             self._updates.append(_Update(handles, sums, (here, mover.device.copy(here, flag, "flag"))))
             self.num_chunks += 1
@@ -122,6 +133,7 @@ class DeferredFiniteChecks:
         Raises:
             NonFiniteGradient: naming the first param; what was updated and what was not it says.
         """
+        # Taken out first: what is raised below is told once.
         updates, self._updates = self._updates, []
         num_chunks, self.num_chunks = self.num_chunks, 0
         updates = [update for update in updates if not update.is_good()]
@@ -135,11 +147,13 @@ class DeferredFiniteChecks:
             if own:
                 num_stopped += 1
                 for handle in update.handles:
+                    # The device did not update it, so the step that was counted when it was handed over was none.
                     handle.num_steps -= 1
             bad += own
         if not bad:
             return
         problem = f"the gradient of {bad[0].name!r} holds inf or NaN (and {len(bad) - 1} more params)."
+        # Nothing changed anywhere: the step can be dropped. With other ranks nobody knows what theirs did.
         if num_stopped == num_chunks and self._alone:
             self._state.updated_in_backward = False
             raise NonFiniteGradient(
@@ -154,6 +168,6 @@ class DeferredFiniteChecks:
         raise error
 
     def forget(self) -> None:
-        """Everything is going to be overwritten."""
+        """Forget all of it: everything is going to be overwritten."""
         self._updates.clear()
         self.num_chunks = 0

@@ -6,7 +6,7 @@ undone, and the step makes its own from what was there before; so it is if anybo
 gradients are kept until then.
 
 To be undone costs nothing where a plane has two slots (:mod:`gemini.memory.durable.slots`). What has none is copied
-into memory, if that has room right now (:mod:`gemini.train.update.guess`); else the chunk is not guessed.
+into memory, if that has room right now (:class:`Undo`); else the chunk is not guessed.
 
     handed over -> begun -> kept: an update like others
                         \\-> dropped: no tile of it begins any more -> undone
@@ -51,7 +51,8 @@ class Guess:
 
     @staticmethod
     def of(chunk: Chunk, params: Sequence[ParamUpdate], ledger: Ledger) -> Guess | None:
-        """None where it could not be undone."""
+        """A guess of such an update; None where it could not be undone. Reserves the memory of its copies."""
+        # Factors are no planes and have no copy.
         if any(param.handle.factors for param in params):
             return None
         undo = Undo.of(chunk, ledger)
@@ -72,13 +73,16 @@ class Guess:
         """
         with self._lock:
             if not (self.is_kept or self.is_dropped):
+                # Under the lock: `keep` and `drop` see either all slots tentative or none.
                 self.is_dropped = not all(pair.can_be_tentative for pair in self._pairs)
                 for pair in () if self.is_dropped else self._pairs:
                     pair.begin_tentative()
             return not self.is_dropped
 
     def keep(self, params: Sequence[ParamUpdate]) -> bool:
-        """The step asks for an update of these params. False if this is another one, or was not made: it is dropped."""
+        """The step asks for an update of these params. False if this is another one, or was not made: it is dropped.
+        Called by the training thread.
+        """
         with self._lock:
             self.is_dropped = self.is_dropped or _asked_for(params) != self._asked
             self.is_kept = not self.is_dropped
@@ -89,13 +93,14 @@ class Guess:
             return self.is_kept
 
     def drop(self) -> bool:
-        """It is not wanted, or has failed. False if it was kept before."""
+        """Note that it is not wanted, or has failed. False if it was kept before: then it stays. From either thread."""
         with self._lock:
             self.is_dropped = not self.is_kept
             return self.is_dropped
 
     def undo(self) -> None:
-        """It was dropped, and nothing of it is under way any more: the chunk is what it was.
+        """Make the chunk what it was. It was dropped, and nothing of it is under way any more. Called by the training
+        thread.
 
         Raises:
             StorageError: if what was in the spill file cannot be written there again.
@@ -106,17 +111,17 @@ class Guess:
 
 
 class GuessRecord:
-    """How often guesses of one model were right."""
+    """How often guesses of one model were right. Called by the training thread alone."""
 
     def __init__(self) -> None:
         self.num_kept = 0
         """Updates that began inside backward and were those of the step."""
         self.num_undone = 0
         """Those that were not."""
-        self._kept_before = self._undone_before = 0
+        self._kept_before = self._undone_before = 0  # the counts when the last step ended
         self._steps: deque[bool] = deque(maxlen=_STEPS)
         self._waits: deque[bool] = deque(maxlen=_STEPS)
-        self._pause, self._num_left_out = 1, 0
+        self._pause, self._num_left_out = 1, 0  # steps: of the next pause, and still to come of this one
 
     @property
     def pays(self) -> bool:
@@ -125,7 +130,9 @@ class GuessRecord:
 
     @property
     def would_pay(self) -> bool:
-        """The same where nobody has asked for guesses: of steps enough, most of which have waited for updates."""
+        """Whether guesses would pay where nobody has asked for them: of steps enough, most of which have waited for
+        updates.
+        """
         return len(self._steps) == _STEPS and self.pays and 2 * sum(self._waits) > _STEPS
 
     def note_step(self, *, is_plain: bool, waiting: float = 0.0) -> None:
@@ -147,7 +154,7 @@ class GuessRecord:
 
 
 def _asked_for(params: Sequence[ParamUpdate]) -> dict[int, object]:
-    """By param, whatever their order."""
+    """The scalars that are asked for, by param, whatever their order."""
     return {id(param.handle): param.scalars for param in params}
 
 
@@ -164,7 +171,7 @@ HOLDER = "guesses"
 
 
 class Undo:
-    """Of one chunk's update. ``planes``: what it writes, by kind, that has no slots."""
+    """The means to undo one chunk's update. ``planes``: what it writes, by kind, that has no slots."""
 
     def __init__(self, chunk: Chunk, planes: dict[PlaneKind, Plane], ledger: Ledger):
         self.num_bytes = sum(plane.num_bytes for plane in planes.values())
@@ -172,13 +179,15 @@ class Undo:
         self._planes, self._ledger, self._in_sight = planes, ledger, chunk.resident
         self._lock = threading.Lock()
         self._is_kept = self._is_over = False
-        self._old: list[tuple[Plane, int, int, torch.Tensor]] = []
+        self._old: list[tuple[Plane, int, int, torch.Tensor]] = []  # plane, its range, and what was there
         self._new: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Weights that are to come home, with their place there."""
 
     @staticmethod
     def of(chunk: Chunk, ledger: Ledger) -> Undo | None:
-        """None where a plane is the device's, or memory has no room right now."""
+        """The means to undo an update of a chunk, with their memory reserved; None where a plane is the device's, or
+        memory has no room right now.
+        """
         planes = {
             kind: plane for kind, plane in chunk.updated if kind not in GRADS and not isinstance(plane, DurablePlane)
         }
@@ -188,13 +197,14 @@ class Undo:
         return undo
 
     def _has_room(self) -> bool:
-        """Of what is free: asking would take it from other guesses."""
+        """Whether its memory could be reserved, out of what is free: asking would take it from other guesses."""
         return not self.num_bytes or self._ledger.reserve_if_room(Tier.CPU, self.num_bytes, HOLDER, NOBODY)
 
     # ---- on the thread that updates -----------------------------------------------------------------------------
 
     def place(self, kind: PlaneKind, view: torch.Tensor) -> torch.Tensor:
-        """Where a tile updates what stands in memory at ``view``: there, or beside it."""
+        """The tensor in which a tile updates what stands in memory at ``view``: itself, or a copy beside it."""
+        # Read without the lock. One that is kept just now is copied for nothing, and brought home as the others.
         return view.clone() if kind == WEIGHTS and self._in_sight and not self._is_kept else view
 
     def save(self, kind: PlaneKind, start: int, stop: int, old: torch.Tensor) -> None:
@@ -203,21 +213,24 @@ class Undo:
         if plane is None or (kind == WEIGHTS and self._in_sight):
             return
         with self._lock:
+            # Kept meanwhile: nobody will undo it, and its memory was given back.
             if not self._is_kept:
                 self._old.append((plane, start, stop, _copy(old) if isinstance(plane, FilePlane) else old.clone()))
 
     def bring_home(self, home: torch.Tensor, new: torch.Tensor) -> None:
         """A tile has written weights to their place beside ``home``."""
         with self._lock:
+            # Under the lock: between this look and the copy `keep` would find the tile neither home nor waiting.
             if self._is_kept:
                 home.copy_(new)
             else:
                 self._new.append((home, new))
 
     def end(self) -> None:
-        """Nothing of the update is under way any more."""
+        """Note that nothing of the update is under way any more."""
         with self._lock:
             self._is_over = True
+            # The last tile of weights is home: what `keep` has left is free.
             if self._is_kept:
                 self._release()
 
@@ -232,19 +245,23 @@ class Undo:
             self._new.clear()
             self._old.clear()
             beside = self._planes.get(WEIGHTS) if self._in_sight and not self._is_over else None
+            # Only what no tile uses: one that runs now has a copy beside its weights until it has ended.
             self._release(0 if beside is None else beside.num_bytes)  # a tile of weights may be on its way home
 
     def undo(self) -> None:
-        """It does not, and it is over. One that was cut short is taken up again.
+        """Put back what was there: the update does not count, and is over. One undoing that was cut short is taken up
+        again.
 
         Raises:
             StorageError: if the spill file fails; then the chunk is torn.
         """
+        # Weights beside were never seen: they only go.
         self._new.clear()
         try:
             while self._old:
                 plane, start, stop, old = self._old[-1]
                 plane.store(start, stop, old)
+                # After its write: an interrupt before it writes the same bytes once more.
                 self._old.pop()
         except Exception:
             self._old.clear()

@@ -30,7 +30,7 @@ from gemini.train.update.updates import Updates
 
 
 class InBackward:
-    """The updates of one model that are made inside backward.
+    """The updates of one model that are made inside backward. Called inside a backward, on the thread that runs it.
 
     Args:
         transient: whether gradients are kept nowhere.
@@ -50,6 +50,7 @@ class InBackward:
         Raises:
             GeminiError: if no optimizer owns the param, or it got a gradient in this backward already.
         """
+        # By the number of the backward: nothing need be reset when the next one begins.
         if handle.in_backward == self._state.backward_number:
             raise GeminiError(
                 f"{handle.name!r} got its gradient in two parts (shared under reentrant checkpointing), the first of "
@@ -68,6 +69,7 @@ class InBackward:
             )
         scalars = optimizer.scalars_in_backward(handle, self._state.backward_number, self._state.clip_in_backward)
         self.updates.collect(ParamUpdate(handle, scalars, grad.detach().contiguous().view(-1)))
+        # Last: after an error above, the gradient was not used.
         handle.in_backward = self._state.backward_number
 
     def refuse_used(self, handle: ParamHandle) -> None:
@@ -116,13 +118,16 @@ class InBackward:
                 self._guess(chunk, guessed)
         if not ready:
             return
+        # The sums that are looked at next come with the landing.
         self.gradients.drain()
         handles = [handle for handle, _ in ready]
         stop = self.updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
+        # Before any of the chunk is updated: a refusal leaves all of it as it was.
         if stop is None:
             self.gradients.norms.check_finite(handles)
         for handle, optimizer in ready:
             self.updates.collect(self._update(handle, optimizer))
+            # From here on the gradient is used: the step must not use it again.
             handle.norm_sums, handle.leftover = None, Leftover.USED
             handle.in_backward = self._state.backward_number
         self.updates.complete(chunk, stop=stop)
@@ -140,6 +145,6 @@ class InBackward:
         self.updates.guess(chunk, [self._update(*of) for of in ready])
 
     def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:
-        """Of a gradient in its plane, nothing of which is clipped from now on."""
+        """The update of a param whose gradient is in its plane, nothing of which is clipped from now on."""
         scale = self._state.clip_coefficient * self.scaling.unscale * handle.clip
         return ParamUpdate(handle, optimizer.scalars_in_backward(handle, self._state.backward_number, scale))

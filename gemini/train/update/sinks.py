@@ -19,7 +19,9 @@ from gemini.train.update.in_backward import InBackward
 
 
 class GradientSink:
-    """Keeps them. Of one process, or of ranks none of which has the same params."""
+    """The sink that keeps them. For one process, or for ranks none of which has the same params. Called inside a
+    backward, on the thread that runs it, and by the training thread at the step.
+    """
 
     only_keeps = True
     """Whether a gradient that arrives is kept, and nothing else is done where no optimizer steps inside backward."""
@@ -36,7 +38,7 @@ class GradientSink:
         self.updates = in_backward.updates
 
     def begin_adding(self) -> None:
-        """The first gradient of a further backward has arrived, while those of an earlier one wait.
+        """Make room to add: the first gradient of a further backward has arrived, while those of an earlier one wait.
 
         Raises:
             GeminiError: if these are kept nowhere.
@@ -46,27 +48,31 @@ class GradientSink:
         self.gradients.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
-        """A param's gradient has arrived."""
+        """Take the gradient of a param, which has arrived."""
         if stepping_in_backward:
             self.in_backward.refuse_used(handle)
+        # Before it lands: a bf16 plane without an error plane cannot be added to.
         if handle.norm_sums is not None:
             self.gradients.promote([handle.chunk])
         self.gradients.land(handle, grad)
 
     def complete(self, chunk: Chunk) -> None:
-        """Every gradient of a chunk has arrived."""
+        """Use what there is of a chunk: every gradient of it has arrived."""
         if stepping_in_backward:
+            # What was collected of it first: an update from the plane comes on top of that.
             self.updates.complete(chunk)
             self.in_backward.use_landed(chunk)
 
     def end_backward(self) -> None:
-        """No more will come of this backward."""
+        """End a backward: no more gradients will come of it."""
+        # Errors of landings are told here, inside the backward that they belong to.
         if self.gradients.landing:
             self.gradients.drain()
         if not stepping_in_backward:
             return
         self.updates.complete_all()
         if self.state.takes_gradients:
+            # Chunks of which some param had no gradient were never complete. In backward order, as the others were.
             for chunk in reversed(self.store.chunks):
                 self.in_backward.use_landed(chunk)
 

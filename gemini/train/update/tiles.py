@@ -44,7 +44,7 @@ _IN_PLACE_TILE = 2**22
 
 class ParamUpdate(NamedTuple):
     """A param to update, as far as this rank keeps it; ``grad`` is that part of its gradient, flat, where it is not in
-    the chunk's grad plane.
+    the chunk's grad plane. The scalars were fixed when it was made: what a program sets afterwards is of the next step.
     """
 
     handle: ParamHandle
@@ -96,6 +96,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
         return Path.STREAMED
     if on_gpu and tiers == {Tier.GPU}:
         return Path.ON_DEVICE
+    # A transient gradient of a GPU is not within reach of the host: it passes through staging.
     from_device = on_gpu and GRAD not in chunk.planes
     in_place = all(plane.host_view(0, 0) is not None for plane in chunk.planes.values())
     return Path.IN_PLACE if in_place and not from_device else Path.STAGED
@@ -112,7 +113,9 @@ class Span(NamedTuple):
 
 
 class Tile:
-    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's."""
+    """A part of a chunk's update. ``staging`` is its own until :meth:`finish`; None for the calling thread's. Begun,
+    run and finished by one thread.
+    """
 
     def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
         self.chunk, self.path, self.params = update.chunk, update.path, update.params
@@ -128,10 +131,10 @@ class Tile:
         self._is_whole = update.rule.spec.whole
         self._spans = spans
         self._first, self._last = first, last
-        self._views: dict[str, torch.Tensor] = {}
-        self._staged: list[PlaneKind] = []
-        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._events: list[Event] = []
+        self._views: dict[str, torch.Tensor] = {}  # by kind: where the update works
+        self._staged: list[PlaneKind] = []  # kinds that were brought, and are taken back
+        self._beside: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights, and a copy that a guess updates
+        self._events: list[Event] = []  # transfers under way: in, and after `run` out
         self._label = f"update chunk {update.chunk.spec.index}", update.chunk.spec.index  # for those who record
 
     def begin(self) -> None:
@@ -152,7 +155,8 @@ class Tile:
             self._views[GRAD] = inbound
             for span in self._spans:
                 into = inbound[span.start - self._first : span.stop - self._first]
-                behind = not self._mover.in_worker  # the worker has waited for it, and what is computed since is more
+                # The worker has waited for the gradient; what was computed since is more than this copy needs.
+                behind = not self._mover.in_worker
                 self._events.append(self._begin_copy(into, self._grad_of(span), behind_computing=behind))
 
     def _begin_bringing(self, kind: PlaneKind, plane: Plane, into: torch.Tensor) -> Event:
@@ -169,28 +173,32 @@ class Tile:
 
     def run(self) -> None:
         """Wait for what was brought, update, and start to take it back."""
+        # What is brought must be there, and the slot must not be written by a copy any more.
         self._wait()
+        # Before the kernel overwrites it.
         if self.undo is not None:
             for kind, view in self._views.items():
                 self.undo.save(kind, self._first, self._last, view)
         self._update()
         for kind in self._staged:
+            # The update reads gradients and changes none.
             if kind != GRAD:
                 plane = self.chunk.planes[kind]
                 view = self._views[kind]
                 self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._label))
 
     def _update(self) -> None:
-        """On a device in one call where all gradients are in the grad plane; else in one for each span."""
+        """Update. On a device in one call where all gradients are in the grad plane; else in one for each span."""
         for several in self._together():
             self._update_spans(several, self._arrays(several))
 
     def _together(self) -> list[list[Span]]:
-        """Spans of one call."""
+        """The spans, by call."""
         at_once = GRAD in self._views and self.path in (Path.ON_DEVICE, Path.STREAMED)
         return [self._spans] if at_once else [[span] for span in self._spans]
 
     def _arrays(self, several: list[Span]) -> rules.Arrays:
+        """The arrays of one call: the part of each view that its spans cover."""
         first, last = several[0].start, several[-1].stop
         of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
               for kind, view in self._views.items()}  # fmt: skip
@@ -198,6 +206,7 @@ class Tile:
         return rules.Arrays(of[WEIGHTS], of.get(RESIDUAL), of, grad)
 
     def _update_spans(self, several: list[Span], arrays: rules.Arrays) -> None:
+        """Run the rule over spans of one call, with the scalars of each."""
         first, params, recorder = several[0].start, self.params, self._mover.watch.recorder
         segments = [
             rules.Segment(start - first, stop - first, params[n].scalars, self._where(start, params[n].handle))
@@ -212,16 +221,21 @@ class Tile:
     def _update_whole(
         self, arrays: rules.Arrays, segments: list[rules.Segment], factors: dict[str, torch.Tensor]
     ) -> None:
-        """A tile is a whole param then, with its factors among its states, where the update runs."""
+        """Run a rule that needs a param whole: the tile is one, with its factors among its states, where the update
+        runs.
+        """
         device, states = arrays.grad.device, dict(arrays.states)
         states.update({name: value.to(device) for name, value in factors.items()})
+        # Budgets have room for the temporaries of one param: the worker and the training thread take turns.
         with self._mover.one_at_a_time:
             self._rule.run(arrays._replace(states=states), segments, self.stop)
         for name, value in factors.items():
+            # What was copied there is copied back; on the same device the rule has changed it in place.
             if value.device != device:
                 value.copy_(states[name])
 
     def _where(self, start: int, handle: ParamHandle) -> rules.Where | None:
+        """The place of a span in its param, for rules that ask for it."""
         if self._rule.spec.needs == "elements":
             return None
         return rules.Where(handle.name, handle.part.offset + start - handle.part.start, handle.view.shape)
@@ -230,15 +244,17 @@ class Tile:
         """Wait until everything is home."""
         self._wait()
         if self.undo is not None:
+            # Behind the wait: the other planes of the tile are home, and a guess that is kept finds all of it.
             for home, new in self._beside:
                 self.undo.bring_home(home, new)
 
     def is_finished(self) -> bool:
-        """Whether :meth:`finish` would return at once."""
+        """Whether :meth:`finish` would return at once. Never blocks."""
         return all(event.is_complete() for event in self._events)
 
     def abandon(self) -> None:
         """After a failure: nothing of this tile is under way any more, whatever became of it."""
+        # All of them, whatever they raise: staging and planes are given to others next.
         for event in self._events:
             try:
                 event.wait()
@@ -249,9 +265,11 @@ class Tile:
     def _wait(self) -> None:
         while self._events:
             self._events[0].wait()
+            # After its wait: an interrupt in it leaves the event to be waited for by `abandon`.
             self._events.pop(0)
 
     def _set(self) -> StagingSet:
+        # The set of the thread that runs this, whichever that is.
         return self._mover.own_staging() if self.staging is None else self.staging
 
     def _area(self, kind: PlaneKind, plane: Plane) -> torch.Tensor:
@@ -260,6 +278,9 @@ class Tile:
         return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
 
     def _grad_of(self, span: Span) -> torch.Tensor:
+        """The part of a gradient that autograd left which a span covers. Both count from the param's own part of the
+        chunk.
+        """
         handle, grad = self.params[span.number].handle, self.params[span.number].grad
         assert grad is not None
         return grad[span.start - handle.part.start : span.stop - handle.part.start]
@@ -270,18 +291,19 @@ class TileInPlace(Tile):
 
     def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
         super().__init__(mover, update, spans, first, last)
+        # Views are looked up here, once; `begin` of a step has nothing to do.
         super().begin()
         self._calls = [(several, self._arrays(several)) for several in self._together()]
 
     def begin(self) -> None:
-        """It is all there."""
+        """Bring nothing: it is all there."""
 
     def run(self) -> None:
         for several, arrays in self._calls:
             self._update_spans(several, arrays)
 
     def finish(self) -> None:
-        """It is all there still."""
+        """Take nothing back: it is all there still."""
 
 
 class TilesInPlace:
@@ -297,8 +319,8 @@ class TilesInPlace:
 
     @staticmethod
     def of(mover: Mover, update: ChunkUpdate) -> TilesInPlace | None:
-        """None for updates elsewhere, and where arrays would not last: gradients that autograd left, views that are
-        made in inference mode.
+        """The tiles of an update in place; None for updates elsewhere, and where arrays would not last: gradients that
+        autograd left, views that are made in inference mode.
         """
         lasts = update.path is Path.IN_PLACE and update.landed and not torch.is_inference_mode_enabled()
         return TilesInPlace(mover, update) if lasts else None
@@ -308,15 +330,17 @@ class TilesInPlace:
         return [param.handle for param in params] == self._handles and _alike(params) == self._alike
 
     def of_step(self, params: list[ParamUpdate]) -> list[TileInPlace]:
-        """They, with what these params are updated with."""
+        """The tiles, with what these params are updated with."""
         for tile in self._tiles:
+            # Scalars are all that differs between two steps.
             tile.params = params
         return self._tiles
 
 
 def _alike(params: list[ParamUpdate]) -> list[int]:
-    """For each the first one that is updated with the same scalars."""
+    """The number of the first param that is updated with the same scalars, for each param."""
     first: dict[int, int] = {}
+    # By identity: params of one group share one object, and comparing values would cost time in every step.
     return [first.setdefault(id(param.scalars), number) for number, param in enumerate(params)]
 
 
@@ -333,6 +357,7 @@ def check_finite(update: ChunkUpdate) -> None:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
     unseen = update.grads()
+    # All at once: one wait for the device and not one for each gradient.
     found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
     for (param, _), total in zip(unseen, found, strict=True):
         if not math.isfinite(total):
@@ -351,6 +376,7 @@ def tiles_of(
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
     are what the device alone knows of them: see :class:`Tile`. ``undo``: of a guess.
     """
+    # What was cut before has neither flag nor copies: those make tiles of their own.
     if update.in_place is not None and stop is None and undo is None:
         return update.in_place.of_step(update.params)
     size = {Path.STAGED: tile, Path.ON_DEVICE: update.chunk.spec.numel}.get(update.path, _IN_PLACE_TILE)
@@ -381,14 +407,15 @@ def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[Span], int, int]]
             yield [Span(part.start, part.stop, number)], part.start, page_up(part.stop, align)
         return
     for first, last in tiles(parts[0][1].start, page_up(max(part.stop for _, part in parts), align), tile):
+        # None where a whole tile lies between params that are updated: nothing of it is read.
         active = [n for n, part in parts if part.start < last and part.stop > first]
         if active:
             yield list(_spans(update, active, first, last)), first, last
 
 
 def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[Span]:
-    """Of ``[first, last)``: neighbours that are updated alike go together, the padding between them included, if the
-    rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand.
+    """The spans of ``[first, last)``: neighbours that are updated alike go together, the padding between them included,
+    if the rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand.
 
     Padding goes through the update like everything else and nobody ever reads what becomes of it; a few long calls keep
     the kernel's threads busy where many short ones would wake them in vain.
@@ -397,6 +424,7 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
     runs: list[list[int]] = []
     for number in numbers:
         param, before = params[number], params[runs[-1][-1]] if runs else None
+        # A gradient of its own is another array: such a param goes alone.
         if (
             merges and before is not None and param.grad is None and before.grad is None
             and param.handle.part.start == page_up(before.handle.part.stop, align)
@@ -442,6 +470,7 @@ class StreamedTile(Tile):
             if view is None:
                 home = plane.host_view(self._first, self._last)
                 assert home is not None, (self.chunk.name, kind, plane.tier)
+                # In memory of the device. The slot is this tile's until it is home again.
                 view = self._area(kind, plane)
                 copy = partial(self._mover.device.copy, view, home, "update in", behind_computing=False)
                 self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._label))
@@ -451,10 +480,13 @@ class StreamedTile(Tile):
         """Let the device update what was brought as soon as it is there, and start to take it back after that."""
         device = self._mover.device
         with device.beside(STREAM):
+            # On the device: the host goes on to the next tile.
             for event in (self._ready, *self._events):
                 event.wait_on_device()
             self._update()
+            # Inside: it marks the stream of the update and not the computing one.
             updated = device.mark()
+        # Also where nothing is taken back: the slot is free when the kernel has read it.
         self._events.append(updated)
         for kind in self._staged:
             if kind != GRAD:
@@ -471,8 +503,9 @@ def streamed_tiles(mover: Mover, update: ChunkUpdate, tile: int, ready: Event) -
 
 
 def streamed_in_turn(mover: Mover, work: ChunkUpdate) -> Iterator[StreamedTile]:
-    """The same through the one slot of the thread that trains, where there is no update worker."""
+    """The tiles of a streamed update, through the one slot of the training thread, where there is no update worker."""
     slot: StagingSet = mover.staging.on_device[0]
     for tile in streamed_tiles(mover, work, slot.tile, mover.device.mark()):
         tile.staging = slot
+        # The caller finishes each before it asks for the next: there is one slot.
         yield tile

@@ -47,7 +47,7 @@ _WAITING = OF_BUDGET - {Turn.FLIGHTS}
 
 
 class Updates:
-    """The updates of one model.
+    """The updates of one model. Called by the training thread alone, but for :meth:`note_lost`.
 
     Args:
         alone: whether the model is this process's only.
@@ -70,11 +70,12 @@ class Updates:
         self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
         """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
-        self._number = 0
-        self._collected: dict[int, list[ParamUpdate]] = {}
+        self._number = 0  # of updates handed over, for "fifo"
+        self._collected: dict[int, list[ParamUpdate]] = {}  # by chunk, inside a backward
         self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
         self._worker: UpdateWorker | None = None
+        # The worker knows this object weakly: a thread must not keep a model alive.
         if store.transfers.beside:
             on_device = store.mover.staging.on_device
             self._worker = UpdateWorker(store.mover, store.transfers.slots, weakref.ref(self), device_slots=on_device)
@@ -96,6 +97,8 @@ class Updates:
         be. ``stop`` and ``factor``: see :meth:`_update_now`.
         """
         if self._observers:
+            # Before any job is queued: a checkpoint behind the training waits here for the updates of the step before,
+            # so that none of them stands behind one that waits for the checkpoint.
             self._observers.before_updates()
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
         ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
@@ -111,20 +114,24 @@ class Updates:
                 now.append(update)
         if jobs:
             assert self._worker is not None
+            # Before the jobs are handed over: from then on these copies are of the step before.
             self._manager.drop([job.chunk for job in jobs])
             for job in jobs:
                 self._exposure.withdraw(job.chunk)  # a step inside gathered()
             self._put(jobs)
+        # Behind the jobs: the worker reads and updates beside these.
         for update in now:
             if self.pending:
                 self.wait(update.chunk)
             self._update_now(update, stop, factor)
         if self._moves:
+            # Last: it waits for the updates of chunks that the program looks at.
             self._manager.refresh_lent()
 
     def _keep(self, update: ChunkUpdate) -> bool:
         """Whether the update is under way already, because it was guessed."""
         job = self.pending.get(update.chunk.spec.index)
+        # `keep` drops it if the step asks for another update: then it is undone and made anew below.
         if job is None or job.guess is None or not (job.is_undecided and job.guess.keep(update.params)):
             return False
         update.chunk.is_guessed = False
@@ -136,11 +143,13 @@ class Updates:
         try:
             with WHOLE:
                 for job in jobs:
+                    # Before the thread can end it: whoever reads the chunk from here on finds something to wait for.
                     job.chunk.update = job
                 self._transfers.submit(*jobs)
         except BaseException as e:
             self._state.mark_corrupted(e)
             for job in jobs:
+                # One that is under way stays known, and ends by itself.
                 if self.pending.get(job.chunk.spec.index) is not job:
                     self._forget(job)
                     job.finish(e)
@@ -162,6 +171,7 @@ class Updates:
         """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken, if there can be one."""
         has_copy = chunk.window is not None
         if has_copy or self._observers:
+            # Before the first tile: no fetch reads the home any more when this returns.
             self._observers.before_write(chunk)
         try:
             about = self._mover.about("update", f"update chunk {chunk.spec.index}", chunk.spec.index)
@@ -172,6 +182,7 @@ class Updates:
                         tile.run()
                         tile.finish()
                     except BaseException:
+                        # Its planes or its staging may still be written to.
                         tile.abandon()
                         raise
             if has_copy:
@@ -191,10 +202,12 @@ class Updates:
         goes through the worker, whose slots on the device are all there are.
         """
         if update.path is Path.IN_PLACE:
+            # Without a spare core both would be slower for it.
             return self._num_threads() > 0
         return update.path is Path.STREAMED or (update.path is Path.STAGED and worker.slot_tile > 0)
 
     def _chunk_update(self, chunk: Chunk, params: list[ParamUpdate]) -> ChunkUpdate:
+        """The update of a chunk, with the path that it takes: as the planes lie now."""
         key = "update", params[0].handle  # each optimizer has its own params of a chunk
         known: TilesInPlace | None = chunk.prepared.get(key)
         if known is not None and known.fits(params):
@@ -206,20 +219,26 @@ class Updates:
         return update._replace(in_place=in_place)
 
     def _num_threads(self) -> int:
+        """The threads that may share an update beside computing."""
         return update_threads(self._threads, self._device.tier)
 
     def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
+        """A job for the worker, to be handed over now."""
         return UpdateJob(
             update,
             self._urgency(update.chunk),
             moved=self._mover.watch.moved,
             threads=max(self._num_threads(), 1),
+            # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
             guess=guess,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
+        """The urgency of a chunk's update: the moment of its next use, the smallest first. 2**62 where no forward reads
+        it.
+        """
         self._number += 1
         return self._number if self.order == "fifo" else self._first_use.get(chunk.spec.index, 2**62)
 
@@ -240,16 +259,20 @@ class Updates:
         if self._observers:
             self._observers.before_updates()
         update = self._chunk_update(chunk, params)
+        # While the program's own writes to params are still to be seen: the update would hide them.
         self._exposure.look_for_writes(chunk)
         WHOLE.hold(_in_a_backward)  # until the engine says that the backward is over: all of it is one update
+        # Before the first change: from here on the step cannot be dropped as if nothing had been.
         self._state.updated_in_backward = True
         self.unseen.num_chunks += 1
         note_writes(param.handle for param in params)
         for param in params:
+            # Here, on the training thread: the next step may be counted before this update is made.
             param.handle.num_steps += 1
         num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
         worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
+        # Behind the wait, which may have taken the window away.
         update = update._replace(window=self._window_of(update))
         behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
@@ -259,8 +282,10 @@ class Updates:
             return
         job = self._job(update)
         if behind and num_bytes:
+            # The gradients were reserved by `_hold`; the end of the job gives them back.
             job.held = Held(self._ledger, self._device.tier, num_bytes, HOLDER)
         self._begin_inside(job)
+        # Streamed without room for its gradients: it is made by the worker, which has the slots, and waited for.
         if not behind:
             self.wait(chunk)
 
@@ -275,12 +300,14 @@ class Updates:
         if update.path is Path.STREAMED or not self._can_overlap(worker, update):
             return
         with WHOLE:
+            # An update before it, of the same chunk: what this one would undo to must be that.
             self.wait(chunk)
             guess = Guess.of(chunk, params, self._ledger)
             if guess is None:
                 return
             if self._observers:
                 self._observers.before_updates()
+            # Before it is handed over: nothing may fetch the chunk ahead from then on.
             chunk.is_guessed = True
             self._begin_inside(self._job(update._replace(window=self._window_of(update)), guess=guess))
 
@@ -289,12 +316,14 @@ class Updates:
         if job.update.window is None:
             self._manager.drop([job.chunk])
         else:
+            # The window stays for the update to read, and goes with its end.
             self._manager.begin_update(job.chunk)
         self._exposure.withdraw(job.chunk)
         self._put([job])
 
     def drop_guesses(self, indices: Container[int] | None = None) -> None:
         """Undo the guesses of these chunks, or all: nobody is going to ask for them."""
+        # A copy: ending one takes it off the list.
         guesses = [(index, job) for index, job in self.pending.items() if job.is_undecided]
         jobs = [job for index, job in guesses if indices is None or index in indices]
         for job in jobs:
@@ -313,11 +342,12 @@ class Updates:
 
     def complete_all(self) -> None:
         """The backward is over: chunks of which some params had no gradient."""
+        # A copy, since `complete` takes them out. The last chunk first, as backward has come to them.
         for index in sorted(self._collected, reverse=True):
             self.complete(self._chunks[index])
 
     def forget_collected(self) -> None:
-        """The backward broke off."""
+        """Forget what was collected in a backward that broke off."""
         self._collected.clear()
 
     def _hold(self, num_bytes: int) -> bool:
@@ -329,7 +359,7 @@ class Updates:
     # ---- waiting ------------------------------------------------------------------------------------------------
 
     def wait(self, chunk: Chunk) -> None:
-        """Until the chunk's update is over; one that is only guessed is undone.
+        """Wait until the chunk's update is over; one that is only guessed is undone.
 
         Raises:
             StorageError and whatever else broke an update off.
@@ -339,9 +369,10 @@ class Updates:
             self._await(job)
 
     def drain(self) -> None:
-        """Until no update is in flight, and every gradient that was used in backward has been looked at. What is only
-        guessed is undone.
+        """Wait until no update is in flight, and every gradient that was used in backward has been looked at. What is
+        only guessed is undone.
         """
+        # All at once: one by one the others would be worked on in vain.
         self.drop_guesses()
         while self.pending:
             self._await(next(iter(self.pending.values())))
@@ -349,9 +380,10 @@ class Updates:
             self.unseen.look()
 
     def await_held(self) -> None:
-        """Until no update in flight holds gradients."""
+        """Wait until no update in flight holds gradients."""
         for job in list(self.pending.values()):
             if job.held is not None:
+                # Not `_await`: they stay in the list, and their errors are told where their chunks are needed.
                 job.wait_until_over()
 
     def _end_one(self, want: Want) -> bool:
@@ -365,6 +397,7 @@ class Updates:
         return self._await_first(lambda job: job.is_undecided and job.guess is not None and job.guess.holds_memory)
 
     def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
+        """Wait for the first update of which ``which`` is true; False if there is none."""
         job = next(filter(which, list(self.pending.values())), None)
         if job is not None:
             self._await(job)
@@ -385,7 +418,9 @@ class Updates:
         self.unseen.forget()
 
     def note_lost(self, cause: BaseException) -> None:
-        """An update broke off in its middle, on its thread."""
+        """An update broke off in its middle, on its thread. The model is marked before the job ends, so that whoever
+        wakes up finds it so.
+        """
         self._state.mark_corrupted(cause, reported=False)
 
     def check(self) -> None:
@@ -396,14 +431,18 @@ class Updates:
                 self._await(job)
 
     def _await(self, job: UpdateJob) -> None:
+        """Wait for an update, undo it if it is a guess, and take it off the list; its error is raised behind that."""
         index, is_guess = job.chunk.spec.index, self._drop(job)
         if not job.is_complete():
             assert self._worker is not None
             if self.order != "fifo":
+                # It is the next one now, whatever the order of the forward says.
                 self._worker.hurry(job)
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
+            # This thread only waits here, and its cores are free.
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
                 job.wait()
+        # Undone, off the list and its window gone: cut in two, the chunk would have an update that nobody ends.
         with WHOLE:
             self._undo(job)
             self._forget(job)
@@ -415,6 +454,7 @@ class Updates:
         job.wait()
 
     def _forget(self, job: UpdateJob) -> None:
+        """Take an update that is over off the list."""
         self._transfers.end(job)
         job.chunk.update = None
 
@@ -423,7 +463,7 @@ class Updates:
         return job.guess is not None and job.guess.drop()
 
     def _undo(self, job: UpdateJob) -> None:
-        """Of a guess that was dropped, and is over.
+        """Undo a guess that was dropped, and is over; nothing is done for any other update.
 
         Raises:
             StorageError: if the spill file cannot take back what it had.
@@ -439,11 +479,12 @@ class Updates:
             self.guesses.num_undone += 1
 
     def close(self) -> None:
-        """The model ends."""
+        """End with the model: chunks that somebody keeps must keep no job."""
         for job in self.pending.values():
             job.chunk.update = None
         self.pending.clear()
 
 
 def _in_a_backward() -> bool:
+    """Whether a backward goes on in this thread."""
     return torch._C._current_graph_task_id() != -1

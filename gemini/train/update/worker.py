@@ -32,17 +32,21 @@ from gemini.train.update.tiles import STREAM, ChunkUpdate, Path, Tile, check_fin
 
 
 class Books(Protocol):
-    """Who hands updates over and waits for them (:class:`gemini.train.update.updates.Updates`)."""
+    """The books of updates in flight: who hands them over and waits for them
+    (:class:`gemini.train.update.updates.Updates`).
+    """
 
     def wait(self, chunk: Chunk) -> None:
-        """Wait until the chunk's update is over; one that is only guessed is undone."""
+        """Wait until the chunk's update is over; one that is only guessed is undone. Called by whoever waits for a job,
+        never by the worker.
+        """
 
     def note_lost(self, cause: BaseException) -> None:
-        """An update broke off in its middle, on its thread."""
+        """An update broke off in its middle, on its thread. Called on the worker's thread."""
 
 
 class UpdateJob(Transfer, PendingUpdate):
-    """The update of one chunk.
+    """The update of one chunk. Made and settled by the training thread; all else happens on the worker's.
 
     Args:
         urgency: when the chunk is needed next; the smallest goes first.
@@ -66,12 +70,14 @@ class UpdateJob(Transfer, PendingUpdate):
     ):
         super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
         self.chunk, self.update = update.chunk, update
+        # The step under way now: the update may end in the next one.
         self.working, self.threads = Working(moved), threads
         self.ready, self.observers, self.guess = ready, observers, guess
-        self.num_open = 0  # tiles that have begun and not finished
+        self.num_open = 0  # tiles that were cut and have not finished
         self.all_begun = False
 
     def settle(self) -> None:
+        # None where the model is gone: nobody has books any more, and the job ends with its thread.
         books = self.worker.books() if isinstance(self.worker, UpdateWorker) else None
         if books is not None:
             books.wait(self.chunk)
@@ -82,14 +88,17 @@ class UpdateJob(Transfer, PendingUpdate):
         return self.guess is not None and not self.guess.is_kept
 
     def finish(self, error: BaseException | None = None) -> None:
+        # Gradients that autograd left, and views of planes, must not live as long as somebody keeps the job.
         self.update = self.update._replace(params=[], in_place=None)
         if self.guess is not None:
+            # Before anybody who waits wakes up: they look at the room that this gives back.
             self.guess.in_memory.end()
         super().finish(error)
 
 
 class UpdateWorker(JobThread):
-    """See above.
+    """The thread that updates. Everything here but ``all_cores``, ``settle`` and the queue is its own: no lock is taken
+    for it.
 
     Args:
         slots: staging for tiles that cannot be updated in place; without any, only chunks that can be are accepted.
@@ -112,16 +121,18 @@ class UpdateWorker(JobThread):
         self._mover, self.books = mover, books
         self._free, self._free_on_device = list(slots), list(device_slots)
         self._has_all_cores = False
-        self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients
+        self._ahead: UpdateJob | None = None  # taken, and waiting for its gradients to be there
         self._tiles: Iterator[tuple[UpdateJob, Tile]] | None = None
         self._next: tuple[UpdateJob, Tile] | None = None
-        self._reading: deque[tuple[UpdateJob, Tile]] = deque()
-        self._writing: deque[tuple[UpdateJob, Tile]] = deque()
-        self._open: dict[UpdateJob, None] = {}
+        self._reading: deque[tuple[UpdateJob, Tile]] = deque()  # tiles that have begun, the oldest first
+        self._writing: deque[tuple[UpdateJob, Tile]] = deque()  # tiles that were updated and are on their way home
+        self._open: dict[UpdateJob, None] = {}  # jobs that were taken and are not over
 
     @contextmanager
     def all_cores(self) -> Iterator[None]:
-        """The training thread is blocked inside: the update may use every core."""
+        """The training thread is blocked inside: the update may use every core. Called by the training thread, which
+        computes nothing meanwhile.
+        """
         self._has_all_cores = True
         try:
             yield
@@ -133,18 +144,22 @@ class UpdateWorker(JobThread):
             try:
                 if self._is_closed and self._open:
                     raise _deleted()
+                # First: reads are given to the drive before this thread computes, and go on beside it.
                 self._begin_tiles()
+                # Before what is on its way home is waited for: the kernel runs while the drive writes.
                 if self._reading:
                     self._update(*self._reading.popleft())
                 elif self._writing:
                     self._end(*self._writing.popleft())
                 elif not self._sleep():
                     return
+            # Of whatever kind: without this, those who wait would never be told.
             except BaseException as e:
                 self._break_off(e)
 
     def _end_here(self) -> None:
-        for job in list(self._open):  # a fetch may wait for one, and the end of the model for that fetch
+        """End all jobs that were taken. A fetch may wait for one, and the end of the model for that fetch."""
+        for job in list(self._open):
             job.finish(_deleted())
 
     def _begin_tiles(self) -> None:
@@ -157,22 +172,27 @@ class UpdateWorker(JobThread):
             job, tile = self._next
             free = self._slots_of(tile)
             if tile.path in (Path.STAGED, Path.STREAMED):
+                # In order, and only what is home: this thread has better things to do than to wait.
                 while not free and self._writing and self._writing[0][1].is_finished():
                     self._end(*self._writing.popleft())
                 if not free:
-                    if not self._reading:  # every slot is on its way back
+                    # Every slot is on its way back: nothing can be done but wait for the first.
+                    if not self._reading:
                         self._end(*self._writing.popleft())
                         continue
                     return
                 tile.staging = free.pop()
+            # In place nothing is brought, so beginning early gains nothing, and what was begun before goes first.
             elif self._reading:
                 return
             self._next = None
+            # Before it begins: a failure in `begin` must find it here to be abandoned, with what it has begun.
             self._reading.append((job, tile))
             with self._mover.working(job.working):
                 tile.begin()
 
     def _next_tile(self) -> tuple[UpdateJob, Tile] | None:
+        """The next tile of the job at hand, else of the next job; None if there is none to begin now."""
         while True:
             if self._tiles is None:
                 job = self._ahead or self._take_job()
@@ -183,19 +203,25 @@ class UpdateWorker(JobThread):
                     return None
                 self._ahead = None
                 self._check(job)
+                # Before its first tile is cut: fetches out of the home are over then, and a checkpoint has had the
+                # chunk.
                 job.observers.before_write(job.chunk)
+                # Without params there are no tiles: it ends at once, and there is nothing to undo.
                 if job.guess is not None and not job.guess.begin():
                     job.update = job.update._replace(params=[])
+                # The waiting above may have been long.
                 if self._is_closed:
                     raise _deleted()
                 self._tiles = self._tiles_of(job)
             found = next(self._tiles, None)
             if found is not None:
+                # Counted before it begins: one that waits for a slot is not over either.
                 found[0].num_open += 1
                 return found
             self._tiles = None
 
     def _take_job(self) -> UpdateJob | None:
+        """Take the most urgent job; None if none is waiting."""
         job = self._take()
         if job is None:
             return None
@@ -208,6 +234,7 @@ class UpdateWorker(JobThread):
         """Look at gradients that stand where autograd left them, once they are there."""
         if not job.update.grads():
             return
+        # The host reads gradients; a device that streams looks at them behind `ready` on a stream of its own.
         if job.update.path is not Path.STREAMED:
             job.ready.wait()
         with self._mover.device.beside(STREAM):  # not behind what was given to the device since
@@ -215,6 +242,7 @@ class UpdateWorker(JobThread):
             check_finite(job.update)
 
     def _tiles_of(self, job: UpdateJob) -> Iterator[tuple[UpdateJob, Tile]]:
+        """The tiles of a job, cut as they are asked for; a guess that is dropped ends at the next one."""
         parts: Iterable[Tile]
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
@@ -222,17 +250,21 @@ class UpdateWorker(JobThread):
             undo = None if job.guess is None else job.guess.in_memory
             parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), undo=undo)
         for tile in parts:
+            # Between two tiles, so that none is left half updated.
             if job.guess is not None and job.guess.is_dropped:
                 break
             yield job, tile
         job.all_begun = True
+        # A job without any tile ends here, and one whose last tile was home before the next was asked for.
         self._finish_if_done(job)
 
     def _update(self, job: UpdateJob, tile: Tile) -> None:
+        # Before it runs: a failure must find it here to be abandoned.
         self._writing.append((job, tile))
         kernels.limit_threads(None if self._has_all_cores else job.threads)
         with torch.profiler.record_function("gemini::update"), self._mover.working(job.working):
             tile.run()
+        # In place: nothing is on its way home.
         if tile.staging is None:
             self._writing.pop()
             self._end(job, tile)
@@ -249,6 +281,7 @@ class UpdateWorker(JobThread):
 
     def _finish_if_done(self, job: UpdateJob) -> None:
         if job.all_begun and job.num_open == 0 and job in self._open:
+            # Before anybody who waits wakes up: a commit must not miss the change.
             job.observers.after_write(job.chunk)
             del self._open[job]
             job.finish()
@@ -264,16 +297,20 @@ class UpdateWorker(JobThread):
     def _break_off(self, error: BaseException) -> None:
         """An update failed: nothing is under way afterwards, and everybody who waits is told."""
         with self._lock:
+            # Jobs that wait and not only those under way: after half of a step the rest must not be updated.
             ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
             self._waiting = []
+        # Guesses that nobody had asked for are undone, and lose nothing.
         lost = [job for job in ended if job.guess is None or not job.guess.drop()]
         books = self.books()
         if lost and books is not None:
+            # Before the jobs end: whoever waits for one looks at once whether the model is corrupted.
             books.note_lost(error)
         begun = [*self._reading, *self._writing]
         if self._next is not None:
             begun.append(self._next)
         for _, tile in begun:
+            # Nothing may still be written to staging, or home, when the jobs end and memory is given back.
             tile.abandon()
             self._give_back(tile)
         self._reading.clear()
@@ -281,6 +318,7 @@ class UpdateWorker(JobThread):
         self._tiles = self._next = self._ahead = None
         self._open = {}
         for job in ended:
+            # Last: everything is as it will stay.
             job.finish(error)
 
 
