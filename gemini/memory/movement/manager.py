@@ -100,9 +100,13 @@ class Manager:
         if chunk.pins == 1 and not chunk.resident:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
-            # Behind the change of place: what activations take from here on is that of the new moment.
-            self.room.give_back()
-            self.fetches.source.follow()
+            try:
+                # Behind the change of place: what activations take from here on is that of the new moment.
+                self.room.give_back()
+                self.fetches.source.follow()
+            except Exception:
+                self.release(chunk)  # refused: the caller has no pin that it could give back
+                raise
         self._clock += 1  # counts acquires: the order of last uses, for the policy
         chunk.last_use = self._clock
 

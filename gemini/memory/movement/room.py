@@ -61,31 +61,35 @@ class Lending:
         """
         # What is free goes first: only the rest is owed.
         lent = min(max(0, num_bytes - self._ledger.free(self._tier)), self.room())
-        # The part that may be refused comes first, so that a refusal has changed nothing.
-        self._ledger.reserve(self._tier, num_bytes - lent, holder)
-        self._ledger.pass_on(self._tier, lent, ACTIVATIONS, holder)
-        self.borrowed += lent
+        with WHOLE:  # the ledger's line and ours belong together, also where Ctrl-C comes
+            # The part that may be refused comes first, so that a refusal has changed nothing.
+            self._ledger.reserve(self._tier, num_bytes - lent, holder)
+            self._ledger.pass_on(self._tier, lent, ACTIVATIONS, holder)
+            self.borrowed += lent
 
     def let_have(self, num_bytes: int, holder: str) -> None:
         """Take back the memory of a window that lets go of it: what is owed to activations first."""
         # Debts before freedom: bytes that came free here would be taken by others, and activations would not find them.
         lent = min(self.borrowed, num_bytes)
-        self._ledger.pass_on(self._tier, lent, holder, ACTIVATIONS)
-        self.borrowed -= lent
-        self._ledger.release(self._tier, num_bytes - lent, holder)
+        with WHOLE:
+            self._ledger.pass_on(self._tier, lent, holder, ACTIVATIONS)
+            self.borrowed -= lent
+            self._ledger.release(self._tier, num_bytes - lent, holder)
 
     def return_free(self) -> bool:
         """Give back what is due of what is free; False if nothing is."""
         # Free bytes of the tier take the place of the borrowed ones, which windows keep as their own.
         num_bytes = min(self.excess, self._ledger.free(self._tier))
-        self._ledger.reserve(self._tier, num_bytes, ACTIVATIONS)
-        self.borrowed -= num_bytes
+        with WHOLE:
+            self._ledger.reserve(self._tier, num_bytes, ACTIVATIONS)
+            self.borrowed -= num_bytes
         return num_bytes > 0
 
     def start_over(self, holder: str) -> None:
         """Take back everything that is borrowed: all windows are let go."""
-        self._ledger.pass_on(self._tier, self.borrowed, holder, ACTIVATIONS)
-        self.borrowed = 0
+        with WHOLE:
+            self._ledger.pass_on(self._tier, self.borrowed, holder, ACTIVATIONS)
+            self.borrowed = 0
 
 
 _FROM_WINDOWS = frozenset({Turn.READERS, Turn.PREFETCHES, Turn.PINS})

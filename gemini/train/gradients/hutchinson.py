@@ -59,7 +59,7 @@ class HessianProbe:
 
     def vector(self, place: int, like: torch.Tensor) -> torch.Tensor:
         """The random vector for the param at ``place`` among those of the optimizer, in the shape of ``like``."""
-        seed = int.from_bytes(blake2b(f"{self._number} {place}".encode(), digest_size=8).digest())
+        seed = int.from_bytes(blake2b(f"{self._number} {place}".encode(), digest_size=8).digest(), "big")
         # On the CPU: generators of devices give other numbers, and each kind its own.
         generator = torch.Generator("cpu").manual_seed(seed)
         return torch.randn(like.shape, generator=generator, dtype=torch.float32, device="cpu").to(like.device)
