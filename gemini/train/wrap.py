@@ -91,9 +91,12 @@ def manage(
     try:
         # Before anything is planned: what is computed in tiles is gathered together.
         sliced = sliced or cut_if_whole(model, mesh, is_filled=fill is None)
+        if sliced is not None:
+            changes.append(_to_call(sliced.give_back))
         spread = spread or spread_experts(model, mesh, is_filled=fill is None)
         # Each undo is noted before, or as soon as, its change can have begun: an interrupt must find it in the list.
-        changes += [_to_call(whole.give_back) for whole in (sliced, spread) if whole is not None]
+        if spread is not None:
+            changes.append(_to_call(spread.give_back))
         cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
         cuts |= spread.by_param(model) if spread is not None else {}
         if isinstance(config.tile_tokens, int):
