@@ -87,7 +87,9 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
         entered = pool.submit(entered_in_a_step, tmp_path).result(timeout=300)
     # A forward casts inputs (4 calls at the root, 2 a layer); what an interrupt may not cut in two costs a file too.
-    for name, most, calls in (("forward", 10, 80), ("backward", 8, 190), ("step", 13, 275)):
+    # A sink of gradients, a group of one and the package of kernels are files of their own, and what the reference of
+    # Adam calls is counted since Adam is a rule like the others: 13 files and 270 calls of a step were 17 and 368 then.
+    for name, most, calls in (("forward", 11, 80), ("backward", 9, 190), ("step", 17, 370)):
         assert len(set(entered[name])) <= most, sorted(set(entered[name]))
         assert len(entered[name]) <= calls, (name, len(entered[name]))
 
