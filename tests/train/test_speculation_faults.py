@@ -372,8 +372,11 @@ def test_who_needs_the_memory_has_guesses_undone(where: str, tmp_path: Path) -> 
     (model, optimizer), plain = guessing(tmp_path, where), Plain(Blocks())
     ledger = world_of(model).ledger
     squares(model, 0).backward()
-    before, wanted = held(model), ledger.free(Tier.CPU) + 1
-    ledger.reserve(Tier.CPU, wanted, "what is needed")
+    before, wanted = held(model), 0
+    while held(model) == before:  # windows that the plan fetches again anyway are asked first
+        more = ledger.free(Tier.CPU) + 1
+        ledger.reserve(Tier.CPU, more, "what is needed")
+        wanted += more
     assert 0 < held(model) < before
     optimizer.step()
     optimizer.zero_grad()
