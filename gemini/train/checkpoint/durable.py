@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -35,7 +35,15 @@ from gemini.planning.planes import GRADS
 from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
 from gemini.train.checkpoint.plain_data import Decoder
-from gemini.train.checkpoint.tensor_file import STORED_DTYPES, Malformed, TensorFile, TensorSpec, bytes_of, parse_spec
+from gemini.train.checkpoint.tensor_file import (
+    STORED_DTYPES,
+    Malformed,
+    TensorFile,
+    TensorSpec,
+    bytes_of,
+    parse_spec,
+    read_all,
+)
 from gemini.train.checkpoint.write import Buffer, CheckpointHome, Draft, Piece, PlanePart
 from gemini.train.observers import ChangedChunks
 
@@ -267,7 +275,7 @@ class SlotReader(TensorFile):
                 for at in range(0, run.pages * PAGE, _AT_ONCE):
                     # The last one may be shorter.
                     part = buffer[: run.pages * PAGE - at]
-                    _read(file.fileno(), self.path, position + at, bytes_of(part))
+                    self._fill(file, position + at, bytes_of(part))
                     crc = crc32(part, crc)
             # Without a sum all that can be seen is that it can be read.
             if crc == run.crc or run.crc is None:
@@ -301,18 +309,11 @@ class SlotReader(TensorFile):
                     if slot == ZEROS:
                         part[:] = bytes(len(part))
                     else:
-                        _read(file.fileno(), self.path, offset + slot * size + begin, part)
+                        self._fill(file, offset + slot * size + begin, part)
 
-
-def _read(fd: int, path: Path, position: int, view: memoryview) -> None:
-    while view:
-        try:
-            done = os.preadv(fd, [view], position)
-        except OSError as e:
-            raise StorageError(f"cannot read {path}: {e.strerror}") from e
-        if not done:
-            raise StorageError(f"{path} is cut short at byte {position}. Use a checkpoint")
-        view, position = view[done:], position + done
+    def _fill(self, file: BinaryIO, position: int, view: memoryview) -> None:
+        if not read_all(file, self.path, position, view):
+            raise StorageError(f"{self.path} is cut short at byte {position}. Use a checkpoint")
 
 
 def open_store(directory: Path) -> Stored:

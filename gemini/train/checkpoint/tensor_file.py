@@ -202,14 +202,25 @@ class TensorFile:
         assert into.dtype == self.specs[name].dtype
         view = bytes_of(into)
         position = self._start + self._offsets[name] + start * into.element_size()
-        while view:
-            try:
-                done = os.preadv(file.fileno(), [view], position)
-            except OSError as e:
-                raise StorageError(f"cannot read {self.path}: {e.strerror}") from e
-            if not done:
-                raise StorageError(f"{self.path} ends in the middle of {name!r}")
-            view, position = view[done:], position + done
+        if not read_all(file, self.path, position, view):
+            raise StorageError(f"{self.path} ends in the middle of {name!r}")
+
+
+def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> bool:
+    """Fill ``view`` from byte ``position`` of a file on, which one read need not do; False if the file ends before.
+
+    Raises:
+        StorageError: if the drive refuses.
+    """
+    while view:
+        try:
+            done = os.preadv(file.fileno(), [view], position)
+        except OSError as e:
+            raise StorageError(f"cannot read {path}: {e.strerror}") from e
+        if not done:
+            return False
+        view, position = view[done:], position + done
+    return True
 
 
 def open_regular(path: Path) -> BinaryIO:
