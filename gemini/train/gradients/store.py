@@ -86,6 +86,11 @@ class GradientStore:
         self.synchronous = False
         """No copies behind backward: a ``MemoryTracer`` sets it, so that live bytes are exact."""
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a gradient of any param."""
+        return any(handle.norm_sums is not None for handle in self._handles)
+
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
         self.synchronous = in_turn

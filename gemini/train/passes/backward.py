@@ -229,8 +229,7 @@ class BackwardPass:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier backward wait for the update."""
-        handles = self._params.handles
-        return self._state.num_unreduced > 0 or any(handle.norm_sums is not None for handle in handles)
+        return self.sink.has_gradients
 
     def read_grad(self, handle: ParamHandle) -> torch.Tensor | None:
         """Return the gradient as the loss gives it, clipped only if the step of that is over; on the CPU, or None.

@@ -386,7 +386,7 @@ class Stepping:
             self.state.updated_in_backward = False
         self._store.mover.watch.end_step()
         # All ranks come here, whatever they updated: their agreement counts steps.
-        self.company.end_step(has_gradients=self._backward.has_gradients)
+        self.company.end_step()
         if self._backward.observers.recording is not None:
             self._backward.observers.recording.end_step()
         if self._observers:

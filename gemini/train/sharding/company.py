@@ -94,7 +94,7 @@ class Company:
     def begin_step(self) -> None:
         """Note that a forward begins that a backward may follow."""
 
-    def end_step(self, *, has_gradients: bool) -> None:
+    def end_step(self) -> None:
         """Note that an optimizer step is over."""
 
     def without_reducing(self) -> AbstractContextManager[None]:

@@ -461,8 +461,9 @@ class Reduction(GradientSink):
                 if not whole.arrived:
                     self._close(handle.chunk.spec.index)
 
-    def end_step(self, *, has_gradients: bool) -> None:
+    def end_step(self) -> None:
         """Note that an optimizer step is over, skipped or made."""
+        has_gradients = self.has_gradients
         self._sync.end_step(has_gradients=has_gradients)
         self._replicas.end_step(has_gradients=has_gradients)
 

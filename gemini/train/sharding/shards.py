@@ -134,10 +134,10 @@ class Shards(Company):
         """``no_sync``: gradients of backwards inside stay whole on each rank, and are added up."""
         return self.reducing.without_reducing()
 
-    def end_step(self, *, has_gradients: bool) -> None:
+    def end_step(self) -> None:
         """Count an optimizer step: what was sent since the last one is what the report shows."""
         self.agreement.num_steps += 1
-        self.reducing.end_step(has_gradients=has_gradients)
+        self.reducing.end_step()
         total = self._sent()
         self.sent_last_step = total - self._sent_before
         self._sent_before = total

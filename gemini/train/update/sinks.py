@@ -37,6 +37,11 @@ class GradientSink:
         self.gradients = in_backward.gradients
         self.updates = in_backward.updates
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a step. It asks every param: not for what each step does."""
+        return self.state.num_unreduced > 0 or self.gradients.has_any
+
     def begin_adding(self) -> None:
         """Make room to add: the first gradient of a further backward has arrived, while those of an earlier one wait.
 
