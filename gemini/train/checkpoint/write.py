@@ -103,12 +103,12 @@ class Piece(NamedTuple):
 
     def staged(self, device: Device, buffer: Buffer) -> torch.Tensor:
         """Their items in the buffer, as bytes, with zeros up to the end of a page."""
-        plane, size = self.plane, self.plane.dtype.itemsize
+        plane, size, num_bytes = self.plane, self.plane.dtype.itemsize, self.num_bytes
         first = self.start // plane.block * size
         # Files are read in whole pages. Behind the items stand those of another param, or nothing.
-        end = min(plane.num_bytes, -(-(first + self.num_bytes) // PAGE) * PAGE)
+        end = min(plane.num_bytes, -(-(first + num_bytes) // PAGE) * PAGE)
         staged = buffer(end - first)
-        items = staged[: self.num_bytes].view(plane.dtype)
+        items = staged[:num_bytes].view(plane.dtype)
         here, there = plane.host_view(self.start, self.stop), plane.device_view(self.start, self.stop)
         if here is not None:
             items.copy_(here)
@@ -117,7 +117,7 @@ class Piece(NamedTuple):
         else:
             plane.load(self.start, self.start + (end - first) // size, staged.view(plane.dtype))
         # Else the drive would get what the buffer held before.
-        staged[self.num_bytes :].zero_()
+        staged[num_bytes:].zero_()
         return staged
 
 
