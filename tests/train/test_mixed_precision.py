@@ -506,12 +506,14 @@ def test_compact_states_are_exact_where_params_stay_in_fp32() -> None:
 def test_the_compute_dtype_is_given_to_buffers_as_torch_gives_it(precision: str, tmp_path: Path) -> None:
     def make() -> nn.Module:
         masked, normed = prune.identity(nn.Linear(8, 8), "weight"), parametrizations.spectral_norm(nn.Linear(8, 8))
-        return nn.Sequential(masked, nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8), normed)
+        model = nn.Sequential(masked, nn.BatchNorm1d(8, affine=False), nn.BatchNorm1d(8), normed)
+        model.gate = nn.Parameter(torch.ones(8))  # in fp32, as is no module below it
+        return model
 
     model = make()
     plain = {name: buffer.dtype for name, buffer in make().to(DTYPES[precision]).named_buffers()}
     before = {name: buffer.dtype for name, buffer in model.named_buffers()}
-    wrap(model, "ram", tmp_path, precision=precision)
+    wrap(model, "ram", tmp_path, precision=precision, keep_fp32=["gate"])
     assert {name: buffer.dtype for name, buffer in model.named_buffers()} == before
     assert model.to(DTYPES[precision]) is model and model.to(device="cpu", dtype=DTYPES[precision]) is model
     stay = ("2.running_mean", "2.running_var", "3.parametrizations.weight.0._u", "3.parametrizations.weight.0._v")

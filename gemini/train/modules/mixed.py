@@ -91,12 +91,13 @@ def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], k
     Args:
         kept: by their ``id``, the params that stay in fp32. Buffers of their modules stay as they are.
     """
-    beside = {
-        id(part)
-        for module in model.modules()
-        if any(id(param) in kept for param in module._parameters.values())
-        for part in module.modules()
-    }
+    beside = set()
+    for module in model.modules():
+        if any(id(param) in kept for param in module._parameters.values()):
+            # Buffers of a parametrization are those of modules below the one with its params; elsewhere what is below
+            # has params of its own.
+            own = module.modules() if isinstance(module, parametrize.ParametrizationList) else (module,)
+            beside |= {id(part) for part in own}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or id(module) in beside:
