@@ -180,6 +180,23 @@ def test_what_has_ended_keeps_nothing_of_what_it_moved(world: World) -> None:
     assert alive() is None and transfer in world.transfers.open[world.lane]
 
 
+def test_how_it_ended_keeps_nothing_of_what_the_caller_was_handling(world: World) -> None:
+    """An interrupt: its frames hold the graph, which would live until the garbage collector runs."""
+    world.hold()
+    wanted, failing, copied = world.submit(1), world.submit(2, fail=StorageError("the drive failed")), world.submit(3)
+    copied.copies = Event()
+    copied.copies.finish(ValueError("no copy"))
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        world.transfers.take_back(wanted, "a test", "wait for a test")
+        world.let_go()
+        errors = [transfer.outcome() for transfer in (wanted, failing, copied)]
+    for error in errors:
+        assert isinstance(error, GeminiError) and error.__context__ in (None, error.__cause__)
+        assert error.__traceback__ is None
+
+
 def test_what_it_holds_is_given_back_when_it_is_over_or_taken_back(world: World) -> None:
     def begin(number: int) -> Transfer:
         held = Held(world.ledger, Tier.CPU, 100, "a test")

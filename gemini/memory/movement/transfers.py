@@ -96,12 +96,20 @@ class Transfer(Job):
         try:
             # The copies first, whatever the job says: until they are over the memory is being read or written.
             self.copies.wait_until_over()
-            self.wait()
-            # The job has said that they were begun, only they say how they ended.
-            self.copies.wait()
+            self.wait_until_over()
+            error = self.error
+            if error is None:
+                # The job has said that they were begun, only they say how they ended.
+                self.copies.wait()
         except Exception as e:
-            return e.with_traceback(None)  # its frames hold what is being moved, and it is kept for a while
-        return None
+            error = e
+            # What the caller was handling already, an interrupt say. It comes as the context of whatever is raised
+            # meanwhile, which is why the job's own error is read and not raised.
+            error.__context__ = None
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        # Without frames: they hold what is being moved, and the error is kept for a while.
+        return None if error is None else error.with_traceback(None)
 
 
 class Transfers:
