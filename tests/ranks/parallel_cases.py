@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
+from tests.scaling import make_step, scaler_of
 from tests.train.helpers import same_bits
 from tests.world import world_of
 
@@ -86,8 +87,9 @@ def train(
             named = model.named_parameters()
             grads = {name: (model.full_grad(name) if managed else p.grad).clone() for name, p in named}
         if max_norm is not None:
+            scaler_of(model).unscale_(optimizer)
             norms.append(float(clip(max_norm)))
-        optimizer.step()
+        make_step(model, optimizer)
         optimizer.zero_grad()
     if managed:
         world_of(model).check()
@@ -126,7 +128,7 @@ def step_refused(optimizer: Any, model: Any, before: dict[str, torch.Tensor]) ->
     """What a step with a gradient that is not finite says, and whether the weights are still those ``before`` it."""
     said = ""
     try:
-        optimizer.step()
+        make_step(model, optimizer)
     except gemini.NonFiniteGradient as e:
         said = str(e)
     optimizer.zero_grad()

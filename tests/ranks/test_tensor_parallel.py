@@ -16,6 +16,7 @@ from torch import nn
 
 import gemini
 from gemini.optim import MuonRule
+from tests import scaling
 from tests.ranks.parallel_cases import (
     LR,
     Found,
@@ -63,7 +64,7 @@ def trained(
 def backward(model: Any, rank: int, step: int) -> float:
     ids = ids_of(step, rank)
     loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
+    scaling.backward(model, loss)
     return float(loss.detach())
 
 
@@ -153,9 +154,9 @@ def nan_on_one(sizes: dict[str, int], precision: str, cut: bool) -> tuple[str, b
     loss = model(input_ids=ids, labels=ids).loss
     if dist.get_rank() == 1:
         handle.param.register_hook(lambda grad: grad * float("nan"))
-    loss.backward()
-    scale = world_of(model).loss_scale
-    return *step_refused(optimizer, model, before), 0.0 if scale is None else scale.scale
+    scaling.backward(model, loss)
+    refused = step_refused(optimizer, model, before)
+    return *refused, scaling.scaler_of(model).get_scale()
 
 
 @pytest.mark.parametrize("cut", [True, False])
@@ -165,7 +166,7 @@ def test_nan_on_one_rank_is_found_on_all(sizes: dict[str, int], precision: str, 
     found = pool_of(math.prod(sizes.values())).run(nan_on_one, sizes, precision, cut)
     for said, is_as_before, scale in found:
         assert is_as_before and scale == found[0][2]
-        assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
+        assert (not said and scale == 2.0**15) if precision == "fp16" else "holds inf or NaN" in said
 
 
 def disagreeing(how: str) -> None:

@@ -13,7 +13,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
-from gemini.train.gradients import scaled_backward
+from gemini.train.gradients import scaling
 from gemini.train.gradients.store import refuse_grad
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import own_work
@@ -57,13 +57,7 @@ class BackwardPass:
     # ---- the pass -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Enter the backward phase: a gradient is about to flow into the model. Called under the lock.
-
-        Raises:
-            GeminiError: if the gradients would have another scale than the program means (fp16).
-        """
-        if self.scaling.loss_scale is not None or scaled_backward.scalers_used:
-            self.scaling.enter()
+        """Enter the backward phase: a gradient is about to flow into the model. Called under the lock."""
         # Every hook comes through here: only the first of a backward finds anything to do.
         if self._state.in_backward:
             return
@@ -166,6 +160,8 @@ class BackwardPass:
         """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
         with self._lock:
             self.begin()
+            if self.scaling.is_needed or scaling.are_any_scaled:
+                self.scaling.enter()  # first, for it may refuse
             if not self._state.takes_gradients:
                 self._begin_gradients()
             chunk = handle.chunk

@@ -13,7 +13,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.mover import Mover
 from gemini.rules import UpdateRule
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import (
     Leftover,
