@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -202,8 +204,7 @@ class UpdateRule(ABC):
 @dataclass(frozen=True)
 class ElementwiseRule(UpdateRule):
     """A rule with a native kernel, which its scalars name and csrc/rules.h must have; where native code cannot take the
-    tensors it runs in its torch lines. Scalars are computed in double and rounded to fp32 once; their names and order
-    are those of csrc/rules.h, then ``kernel`` is the name there.
+    tensors it runs in its torch lines. Its scalars are those of :func:`kernel_scalars`.
     """
 
     has_kernel = True
@@ -214,6 +215,19 @@ class ElementwiseRule(UpdateRule):
         done = kernels.update(arrays, self.spec, segments, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
             super().run(arrays, with_scale(segments, grad_scale))
+
+
+def kernel_scalars(kernel: str, **numbers: float) -> Any:
+    """Make the scalars of the update that is called ``kernel`` in csrc/rules.h: a named tuple of its numbers, by the
+    names and in the order of the struct there, and of ``kernel``. They are computed in double and rounded to fp32 here,
+    once.
+    """
+    return _scalars_named(tuple(numbers))(*map(to_fp32, numbers.values()), kernel)
+
+
+@cache
+def _scalars_named(names: tuple[str, ...]) -> Any:
+    return namedtuple("KernelScalars", (*names, "kernel"))
 
 
 class AdamScalars(NamedTuple):

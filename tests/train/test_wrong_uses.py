@@ -449,14 +449,9 @@ VALUES: dict[str, tuple[Callable[[], Any], Error, str]] = {
     },
     **{
         f"HybridAdam, {name}=True": (
-            lambda name=name: HybridAdam(params(), **{name: True}),
-            TypeError,
-            f"HybridAdam has no option {name}=: .*{words}",
+            lambda name=name: HybridAdam(params(), **{name: True}), TypeError, f"unexpected keyword argument {name!r}",
         )
-        for name, words in (
-            ("adamw_mode", "decoupled=True"), ("amsgrad", "leave it out"), ("fused", "one kernel each"),
-            ("rho", "it takes params, lr, betas"),
-        )
+        for name in ("adamw_mode", "amsgrad", "fused", "rho")
     },
 }  # fmt: skip
 

@@ -39,27 +39,7 @@ _OF_OTHERS = (
 """What other optimizers of torch interpret, whatever its value."""
 _OF_TORCH = frozenset({"foreach", "maximize", "capturable", "differentiable"})
 """Keys that groups of torch's optimizers have; those of its Adam and AdamW have ``amsgrad`` too."""
-_INSTEAD = {
-    "adamw_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    "adam_w_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    "decoupled_weight_decay": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    **dict.fromkeys(("amsgrad", "differentiable", "bias_correction", "capturable"), "leave it out"),
-    **dict.fromkeys(("foreach", "fused"), "leave it out: chunks are updated by one kernel each"),
-    "maximize": "negate the loss",
-}
-"""Arguments of other Adams, and what is to be written."""
 _LARGEST = torch.finfo(torch.float32).max
-
-
-def refuse_options(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that ``HybridAdam`` does not take.
-
-    Raises:
-        TypeError: naming the first of them, and what to write.
-    """
-    for name in given:
-        instead = _INSTEAD.get(name, "it takes params, lr, betas, eps, weight_decay, decoupled and step_in_backward")
-        raise TypeError(f"HybridAdam has no option {name}=: {instead}")
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
@@ -67,13 +47,6 @@ def refuse_options(given: Mapping[str, Any]) -> None:
 RESIDUAL_OF = "residual_of"
 """A state: the CRC-32 of the bf16 weights that "residual" completes, so that it completes these and no others."""
 STATES = frozenset({"step", "exp_avg", "exp_avg_sq", "residual", RESIDUAL_OF, "master"})
-_STATES_OF = {
-    "momentum_buffer": "SGD, RMSprop or Muon", "square_avg": "RMSprop or Adadelta", "acc_delta": "Adadelta",
-    "grad_avg": "RMSprop", "sum": "Adagrad", "exp_inf": "Adamax", "mu_product": "NAdam", "prev": "Rprop",
-    "step_size": "Rprop", "ax": "ASGD", "eta": "ASGD", "mu": "ASGD", "row_var": "Adafactor", "col_var": "Adafactor",
-    "variance": "Adafactor", "max_exp_avg_sq": "Adam with amsgrad=True", "state1": "an 8-bit optimizer",
-    "state2": "an 8-bit optimizer", "d": "LBFGS", "t": "LBFGS",
-}  # fmt: skip
 
 
 def check_group(group: Group, what: str) -> None:
@@ -279,10 +252,9 @@ def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
         return  # it has had no update
     for key in state:
         if key not in STATES:
-            whose = f": it is of {_STATES_OF[key]}" if key in _STATES_OF else ""
             raise ValueError(
-                f"the loaded state of {name!r} has {key!r}, which Adam does not have{whose}. Wanted are 'step', "
-                "'exp_avg' and 'exp_avg_sq'"
+                f"the loaded state of {name!r} has {key!r}, which Adam does not have. Wanted are 'step', 'exp_avg' and "
+                "'exp_avg_sq'"
             )
     missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
     if missing:

@@ -516,9 +516,7 @@ class HybridAdam(HybridOptimizer):
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
         speculate: bool | None = None,
-        **unknown: Any,
     ):
-        checks.refuse_options(unknown)
         super().__init__(
             params,
             rules.ADAM,
