@@ -347,7 +347,7 @@ def test_a_state_dict_goes_into_another_optimizer(which: str) -> None:
         optimizers[1].load_state_dict(state)
     for wrong, words in ((kept.to("meta"), "not a dense tensor"), (kept.view(-1)[1:], "shape"), (kept.long(), "int64")):
         state["state"][0][kind] = wrong
-        with pytest.raises(ValueError, match=f"'{kind}' of .* {words}"):
+        with pytest.raises(ValueError, match=f"'{kind}' of .*{words}"):
             optimizers[1].load_state_dict(state)
 
 

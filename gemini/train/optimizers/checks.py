@@ -143,7 +143,9 @@ def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter
         names = " and no ".join(map(repr, missing))
         raise ValueError(f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}")
     if strange:
-        raise ValueError(f"the loaded state of {name!r} has {strange[0]!r}, which this optimizer has not: {those}")
+        raise ValueError(
+            f"the loaded state of {name!r} has {strange[0]!r}, which {rule.spec.name} does not have: {those}"
+        )
     _step_of(state, name)
     if RESIDUAL_OF in state:
         checksum = number_of(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
