@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini.planning.policy import Candidate
-from gemini.testing.policies import LeastRecentlyUsed
+from tests.planning.policies import LeastRecentlyUsed
 
 choose = LeastRecentlyUsed().choose
 

@@ -22,8 +22,8 @@ from gemini.planning.planner import pose_problem
 from gemini.planning.schedules import Work, serial
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name
-from gemini.testing.policies import LeastRecentlyUsed, plan_by_policy
 from gemini.tiers import Tier
+from tests.planning.policies import LeastRecentlyUsed, plan_by_policy
 
 simulate = partial(simulating.simulate, schedule="serial")
 

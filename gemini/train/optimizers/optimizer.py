@@ -152,8 +152,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         checks.check_layout(self.param_groups, state_dict)
         for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            self.check_group({**mine, **group}, f"group {number} of the loaded state")
+            self._check_loaded_group(group, mine, f"group {number} of the loaded state")
         checks.check_states(self.rule, self.param_groups, state_dict)
+
+    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
+        self.check_group({**mine, **group}, what)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -516,9 +519,7 @@ class HybridAdam(HybridOptimizer):
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
         speculate: bool | None = None,
-        **unknown: Any,
     ):
-        checks.refuse_options(unknown)
         super().__init__(
             params,
             rules.ADAM,
@@ -534,8 +535,8 @@ class HybridAdam(HybridOptimizer):
     def check_group(self, group: Group, what: str) -> None:
         checks.check_group(group, what)
 
-    def _check_loaded(self, state_dict: Any) -> None:
-        checks.check_loaded(self.param_groups, state_dict)
+    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
+        checks.check_loaded_group(group, mine, what)
 
 
 def _is_same(group: Group, checked: Group) -> bool:
