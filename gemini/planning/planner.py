@@ -292,12 +292,15 @@ class Planner:
         accumulate: int = 1,
         schedule: str = "serial",
         hardware: Hardware | None = None,
+        policy: EvictionPolicy | None = None,
     ):
+        """``policy``: who makes the moves, on demand; None for those that cost least."""
         self.trace = trace
         self.speeds = speeds
         self.accumulate = accumulate
         self.overlapped = schedule == "overlapped"
         self.hardware = hardware
+        self.policy = policy
 
     def best_of(
         self,
@@ -415,13 +418,15 @@ class Planner:
         return self.trace.flops / self.hardware.get(figure, needed_for="the time of forward and backward")
 
     def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
-        """A placement with the moves that next use makes on demand."""
-        n = self.accumulate
-        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse(), accumulate=n)
+        """A placement with the moves that the policy makes on demand."""
+        n, policy = self.accumulate, self.policy or NextUse()
+        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=policy, accumulate=n)
         return Plan(self.trace, problem, placement, moves, offload_activations, n, again)
 
     def refined(self, plan: Plan) -> Plan:
-        """The same homes with the moves that cost least."""
+        """The same homes with the moves that cost least, unless a policy is to make them."""
+        if self.policy is not None:
+            return plan
         moves, again = moves_for(self.trace, plan.problem, plan.placement, self.speeds, accumulate=plan.accumulate)
         return replace(plan, moves=moves, again=again)
 

@@ -31,6 +31,7 @@ from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
 from gemini.planning.planes import WEIGHTS, precision_of
 from gemini.planning.planner import moves_for
+from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
@@ -133,7 +134,7 @@ def build(
         for index in access.chunks:
             # In the order of moments: the first one stays.
             first_use.setdefault(index, access.moment)
-    foresight = _foresight(decision, owner)
+    foresight = _foresight(decision, owner, config.eviction_policy)
     return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
 
 
@@ -154,9 +155,9 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     )  # fmt: skip
 
 
-def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
+def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
-    some room to activations on their way if they can.
+    some room to activations on their way if they can. ``policy``: who makes these; None for what costs least.
     """
     trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
     homes = placement.homes
@@ -174,7 +175,7 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
         for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps, policy=policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return (Moves(),) * len(steps)
 

@@ -197,6 +197,8 @@ def _as_text(value: Any) -> str:
     """A setting in words that differ where it does; plans and traces are large."""
     if isinstance(value, (MemoryTrace, Plan, Hardware)):
         return hashlib.sha256(value.to_json().encode()).hexdigest()[:16]
+    if hasattr(value, "choose"):  # an eviction policy of the user's own, whose repr has an address
+        return f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__dict__', '')}"
     return repr(value)
 
 
@@ -306,7 +308,7 @@ def decide(
     offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
 
     def choose(trace: MemoryTrace, overlap: bool) -> Decision:
-        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
+        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy)
         problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
         if isinstance(given, Plan) and device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
