@@ -17,7 +17,7 @@ from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.policy import POLICIES, EvictionPolicy
 from gemini.planning.trace import MemoryTrace
-from gemini.tiers import MemoryBudget
+from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class GeminiConfig:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
         _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
         if self.offload_activations is not None:
-            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
+            _one_of("offload_activations", self.offload_activations, (*OFFLOAD_TO, "auto"))
         if not isinstance(self.memory, MemoryBudget):
             raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
         if isinstance(self.placement, str):
@@ -186,9 +186,12 @@ _APART = {
         'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only when '
         'every gradient is there. Use precision="bf16" or gradients="retain"'
     ),
-    ("offload_activations=nvme", "!memory.nvme_path"): (
-        'offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file'
-    ),
+    **{
+        (f"offload_activations={tier.value}", f"!memory.{tier.value}_path"): (
+            f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of the file'
+        )
+        for tier in FILED
+    },
 }
 """What does not go together in a config, and why."""
 

@@ -56,7 +56,7 @@ from gemini.planning.working import (
     with_staging,
     with_tiles,
 )
-from gemini.tiers import MemoryBudget, Tier
+from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
 
@@ -120,7 +120,7 @@ def plan(
         ("precision", precision or trace.precision, PRECISIONS),
         ("gradients", gradients, GRADIENTS),
         ("schedule", schedule, SCHEDULES),
-        ("offload_activations", offload_activations, (None, "auto", "cpu", "nvme")),
+        ("offload_activations", offload_activations, (None, "auto", *OFFLOAD_TO)),
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
@@ -442,8 +442,8 @@ class Planner:
                 each = self.speeds.update(tier, plan.problem.rule.of(chunk.exact))
                 tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
-            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
-            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
+            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["d2h"]
+            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["h2d"]
         if not self.overlapped:
             return sum(tracks.values())
         compute = self.accumulate * self._compute_seconds(plan.problem)

@@ -197,8 +197,8 @@ class Engine:
         self.shards.close()
         self.ranks.close()
         # Files last, when no plane looks into them.
-        if self.store.spill is not None:
-            self.store.spill.close()
+        for file in self.store.files.values():
+            file.close()
         if self.store.durable is not None:
             self.store.durable.close()
         self.store.device.close()
@@ -234,7 +234,7 @@ def _make_store(built: Built, config: GeminiConfig, device: Device, rule: Update
         foresight=built.foresight,
         transfers=transfers,
     )
-    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.spill, built.working_set, built.durable)
+    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.files, built.working_set, built.durable)
 
 
 def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:
