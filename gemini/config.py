@@ -134,6 +134,12 @@ class GeminiConfig:
         if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
             raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
         self._check_eviction()
+        for tier in FILED:
+            if self.offload_activations == tier.value and self.memory.path_of(tier) is None:
+                raise ValueError(
+                    f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of '
+                    "the file"
+                )
         for pair in contradictions(self, _APART):
             raise ValueError(_APART[pair].format())
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
@@ -186,12 +192,6 @@ _APART = {
         'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only when '
         'every gradient is there. Use precision="bf16" or gradients="retain"'
     ),
-    **{
-        (f"offload_activations={tier.value}", f"!memory.{tier.value}_path"): (
-            f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of the file'
-        )
-        for tier in FILED
-    },
 }
 """What does not go together in a config, and why."""
 

@@ -262,9 +262,8 @@ class SpillFile:
 
 def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
     """A nameless file in ``directory``: (descriptor, has O_DIRECT, came by O_TMPFILE)."""
-    named = f"{tier.value}_path {directory}"
     if not directory.is_dir():
-        raise StorageError(f"{named} is not an existing directory; create it or give another one")
+        raise StorageError(f"{tier.value}_path {directory} is not an existing directory; create it or give another one")
     direct = getattr(os, "O_DIRECT", 0)
     reason = ""
     for nameless in (True, False):
@@ -274,9 +273,9 @@ def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
                 fd = _open_nameless(directory, flag) if nameless else _open_unlinked(directory, flag)
             except OSError as e:
                 if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise StorageError(f"{named} cannot be written: {e.strerror}") from e
+                    raise StorageError(f"{tier.value}_path {directory} cannot be written: {e.strerror}") from e
                 if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise StorageError(f"{named} is full: {e.strerror}") from e
+                    raise StorageError(f"{tier.value}_path {directory} is full: {e.strerror}") from e
                 reason = f": {e.strerror}"
                 continue
             if flag and not _direct_works(fd):
@@ -284,7 +283,8 @@ def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
                 continue
             return fd, bool(flag), nameless
     raise StorageError(
-        f"{named} cannot be written{reason}. Give a directory of a file system that ordinary files can be made in"
+        f"{tier.value}_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary "
+        "files can be made in"
     )
 
 
