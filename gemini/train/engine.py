@@ -121,7 +121,7 @@ class Engine:
         self.shards = company
         all_agree = ranks.experts.size > 1
         by_names = self.by_names = ByName(
-            params.handles, store, observers=writes, company=company, slices=others, all_agree=all_agree
+            params.handles, store, state, observers=writes, company=company, slices=others, all_agree=all_agree
         )
 
         # The passes of a step.
@@ -136,7 +136,7 @@ class Engine:
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
         self.reads = StrayReads(self.forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, writes, lock)
-        self.gathering = Gathering(by_names, store, writes, opened=self.forward.opened)
+        self.gathering = Gathering(by_names, store, state, writes, opened=self.forward.opened)
 
         # The params come home, and into the hands of all that.
         self.adoption = Adoption(
