@@ -91,7 +91,7 @@ class Engine:
         self.decision = built.decision
         params = self.params = built.params
         params.of_stages = of_stages or {}
-        store = self.store = _make_store(built, device, rule, _lanes(config, ranks, device))
+        store = self.store = _make_store(built, config, device, rule, _lanes(config, ranks, device))
         state = self.state = StepState()
         # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
         lock, observers = threading.RLock(), Observers()
@@ -198,8 +198,8 @@ class Engine:
         self.shards.close()
         self.ranks.close()
         # Files last, when no plane looks into them.
-        if self.store.spill is not None:
-            self.store.spill.close()
+        for file in self.store.files.values():
+            file.close()
         if self.store.durable is not None:
             self.store.durable.close()
         self.store.device.close()
@@ -221,13 +221,21 @@ def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
     return lanes
 
 
-def _make_store(built: Built, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
+def _make_store(built: Built, config: GeminiConfig, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
     """Make what moves the bytes that :func:`build` has laid out."""
     ledger, chunks = built.ledger, built.chunks
     mover = Mover(device, built.tile, ledger, device_tile=built.device_tile, rule=rule.spec)
     transfers = Transfers(mover, lanes)
-    manager = Manager(chunks, ledger=ledger, device=device, mover=mover, foresight=built.foresight, transfers=transfers)
-    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.spill, built.working_set, built.durable)
+    manager = Manager(
+        chunks,
+        ledger=ledger,
+        device=device,
+        mover=mover,
+        policy=config.eviction_policy,
+        foresight=built.foresight,
+        transfers=transfers,
+    )
+    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.files, built.working_set, built.durable)
 
 
 def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:
