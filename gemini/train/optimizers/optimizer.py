@@ -438,7 +438,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
         for param in self._params():
             handle = handle_of(param)
-            if handle is not None and param in self.state:
+            if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.
