@@ -345,23 +345,23 @@ class HybridOptimizer(torch.optim.Optimizer):
         for then in self._optimizer_load_state_dict_post_hooks.values():
             then(self)
 
-    @told_to_all("optimizer.load_state_dict")
     @without_grad
     def _load(self, state_dict: dict[str, Any], hooks: Iterable[Callable[..., Any]] = ()) -> None:
-        states_of.check_owned(self, self._handles())
-        for hook in hooks:
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        params = self._params()
-        # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
-        self._check_loaded(state_dict)
-        saved = state_dict["param_groups"]
-        keys = chain.from_iterable(group["params"] for group in saved)
-        states = [dict(state_dict["state"].get(key, {})) for key in keys]
-        handles = [handle_of(param) for param in params]
-        states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
-        # The last look before the first change: ranks with other states go on as they were.
-        agree_on_state(self, state_dict)
+        with told_to_all(self, "optimizer.load_state_dict"):
+            states_of.check_owned(self, self._handles())
+            for hook in hooks:
+                changed = hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+            params = self._params()
+            # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
+            self._check_loaded(state_dict)
+            saved = state_dict["param_groups"]
+            keys = chain.from_iterable(group["params"] for group in saved)
+            states = [dict(state_dict["state"].get(key, {})) for key in keys]
+            handles = [handle_of(param) for param in params]
+            states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+            # The last look before the first change: ranks with other states go on as they were.
+            agree_on_state(self, state_dict)
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
