@@ -77,7 +77,6 @@ WHERE = {
     "gradients": "backward.gradients",
     "updates": "updates",
     "guesses": "updates.guesses",
-    "first_use": "updates._first_use",  # by the index of a chunk, when the next step needs it
     "update_worker": "updates._worker",
     "activations": "activations",
     "activation_workers": "activations.flights",
@@ -105,6 +104,11 @@ class World:
         if name not in WHERE:
             raise AttributeError(f"a test asks for {name}: say in tests.world.WHERE where that is")
         return attrgetter(WHERE[name])(self._engine)
+
+    @property
+    def first_use(self) -> dict[int, int]:
+        """By the index of a chunk, when the next step needs it."""
+        return {chunk.spec.index: chunk.first_use for chunk in self.chunks}
 
     @property
     def spill(self) -> Any:

@@ -77,7 +77,7 @@ class CudaKernels:
     def left_in(self, places: NormWorkspace) -> Sums:
         """The sums that the kernel enqueued last leaves in ``places``."""
         tiles = places.tiles
-        return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
+        return [DeviceSums(tiles, self.stream(tiles.device), self)] if tiles.numel() else []
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""

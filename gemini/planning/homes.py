@@ -22,7 +22,7 @@ FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
 
 
-class Fetches(NamedTuple):
+class FetchCounts(NamedTuple):
     """How often a chunk's weights are gathered in a step if nothing stays, and how often at least."""
 
     at_most: int
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 def cheapest_homes(
     problem: Problem,
-    fetches: Sequence[Fetches],
+    fetches: Sequence[FetchCounts],
     speeds: Speeds,
     *,
     accumulate: int = 1,
@@ -107,7 +107,7 @@ def _track(boundary: Boundary) -> str:
 
 
 def _choices(
-    problem: Problem, index: int, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
+    problem: Problem, index: int, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
 ) -> list[Choice]:
     sizes, most = problem.plane_bytes(index), fetches[index].at_most
     cpu = dict.fromkeys(sizes, Tier.CPU)
@@ -160,7 +160,7 @@ def _choices(
 
 
 def _all_on_cpu(
-    problem: Problem, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
+    problem: Problem, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
 ) -> tuple[dict[str, float], dict[Tier, int]]:
     seconds: dict[str, float] = {}
     used = dict.fromkeys(problem.budgets, 0)

@@ -25,7 +25,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.document import Document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
-from gemini.planning.products import Attention, Product
+from gemini.planning.products import AttentionWork, Product
 
 
 class Phase(Enum):
@@ -109,7 +109,7 @@ class Moment:
     tp_bytes: int = 0
     cp_bytes: int = 0
     products: tuple[Product, ...] = ()
-    attention: Attention = Attention()
+    attention: AttentionWork = AttentionWork()
 
 
 @dataclass(frozen=True)

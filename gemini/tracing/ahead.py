@@ -35,7 +35,7 @@ from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
-from gemini.tracing.observer import ObservedStep, Observer
+from gemini.tracing.observer import Listener, ObservedStep, Observer
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
@@ -431,8 +431,8 @@ def _run(
     mode: FakeTensorMode,
     sent: Counter[str],
 ) -> ObservedStep:
-    seen: list[ObservedStep] = []
-    observer = Observer(model, target, free_gradients=True, on_step=seen.append, sent=sent)
+    seen = Listener()
+    observer = Observer(model, target, listener=seen, free_gradients=True, sent=sent)
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
@@ -453,9 +453,9 @@ def _run(
             result.backward()
         except Exception as e:
             raise _cannot(model, "backward", e) from e
-    if not seen:
+    if not seen.steps:
         raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
-    return seen[-1]
+    return seen.steps[-1]
 
 
 def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

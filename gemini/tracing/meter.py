@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gemini.planning.products import Attention
+from gemini.planning.products import AttentionWork
 from gemini.tracing.formulas import attention_of, flops_of, product_of
 from gemini.tracing.targets import Target
 
@@ -40,7 +40,7 @@ class Taken(NamedTuple):
     num_ops: int
     read: set[int]
     products: Counter[tuple[int, int, int, int]]
-    attention: Attention
+    attention: AttentionWork
 
 
 class Meter(TorchDispatchMode):
@@ -146,7 +146,7 @@ class Meter(TorchDispatchMode):
 
     def _restart(self) -> None:
         self.flops = self.touched = self.num_ops = 0
-        self.attention = Attention()
+        self.attention = AttentionWork()
         self.read: set[int] = set()
         self.products: Counter[tuple[int, int, int, int]] = Counter()
 

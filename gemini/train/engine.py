@@ -107,7 +107,7 @@ class Engine:
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         shared = ranks.shares_params
         updates = self.updates = Updates(
-            store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=config.update_threads
+            store, state, exposure, writes, rule, alone=not shared, threads=config.update_threads
         )
         norms = _norms_of(params, ranks, others, in_stages=in_stages)
         # Room that gathered weights need at once, which gradients on the same tier must leave free.
@@ -116,7 +116,7 @@ class Engine:
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
         scaling = Scaling(params, state, gradients, LossScale() if config.precision == "fp16" else None)
         transient = config.gradients == "transient"
-        in_backward = InBackward(params, state, store.mover, rule, updates, gradients, scaling, transient=transient)
+        in_backward = InBackward(params, state, updates, gradients, scaling, transient=transient)
         company, sink = (_share if shared else _keep)(config, built, store, state, ranks, rule, in_backward)
         self.shards = company
         all_agree = ranks.experts.size > 1

@@ -58,7 +58,7 @@ class Recording:
             ours = MemoryTrace(name, precision, {}, 0, "", Source.STRUCTURE, params, ())
             ours.check_same_model(trace, what="the trace")
         self._trace = trace
-        self._recorder = Recorder(engine.store.device.synchronize)
+        self._recorder = Recorder(engine.store.device)
         # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__

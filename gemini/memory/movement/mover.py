@@ -40,7 +40,7 @@ class Working(NamedTuple):
     staging: StagingSet | None = None
 
 
-class _OfThread(threading.local):
+class _ThreadWork(threading.local):
     """The work of the calling thread; None on the training thread."""
 
     working: Working | None = None
@@ -61,7 +61,7 @@ class Mover:
         self.about = self.watch.about
         self.one_at_a_time = threading.Lock()
         """For updates of whole params: budgets have room for the temporaries of one."""
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadWork()
 
     @contextmanager
     def working(self, working: Working) -> Iterator[None]:

@@ -27,7 +27,7 @@ from gemini.train.loading.skeleton import Skeleton, generators_kept, replaced
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
-    Source,
+    StoredFiles,
     StoredModel,
     internal_step,
     noting_how,
@@ -119,7 +119,7 @@ class _Loading:
     """One run of transformers' ``from_pretrained`` on meta tensors."""
 
     def __init__(self) -> None:
-        self.source: Source | None = None
+        self.source: StoredFiles | None = None
 
     @contextlib.contextmanager
     def replacing_steps(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class _Loading:
             made: dict[str, Made] = {}
             with without_progress(), noting_how(made, shapes):
                 found, _ = convert(model, shapes, on_meta)
-            self.source = Source(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
+            self.source = StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
             # Before transformers ties: it compares values, which are not here.
             _tie_equal(model, files, found)
             return found, None

@@ -59,8 +59,6 @@ class Built:
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
-    first_use: dict[int, int]
-    """By chunk, the moment of a step at which it is read first, as far as that is known beforehand."""
 
 
 def build(
@@ -132,13 +130,11 @@ def build(
     for index, own in params.by_chunk.items():
         _make_views(chunks[index], own)
     in_steps = problem.working_set + problem.in_flight
-    first_use: dict[int, int] = {}
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
-            # In the order of moments: the first one stays.
-            first_use.setdefault(index, access.moment)
+            chunks[index].first_use = min(chunks[index].first_use, access.moment)
     foresight = _foresight(decision, owner, config.eviction_policy)
-    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
+    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
