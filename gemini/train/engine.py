@@ -55,7 +55,7 @@ from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.together import OtherSlices, refuse_unsuited
-from gemini.train.step import StepState
+from gemini.train.step import StepState, alone
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink, UsedAtOnce
 from gemini.train.update.updates import Updates
@@ -151,6 +151,7 @@ class Engine:
         # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
 
+    @alone
     def drain(self) -> None:
         """Wait until nothing is in flight: the world is as if everything had been done in turn.
 

@@ -7,7 +7,6 @@ clipping asks for, which weights an update inside backward has changed already, 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -71,23 +70,22 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[int, None] = {}
+        self._inside: dict[int, threading.Thread] = {}
         """Threads in a forward of the whole model."""
-        self._alone: dict[str, tuple[int, Callable[[], Any]]] = {}
+        self._alone: dict[str, tuple[threading.Thread, Callable[[], Any]]] = {}
         """Who is alone, under its only key (``setdefault`` lets one of several have it): the thread, and what says
         whether it is at work still."""
 
     def enter(self) -> None:
         """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
-        own = threading.get_ident()
         if self.is_here:
             return
         while True:
             # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
-            self._inside[own] = None
+            self._inside[threading.get_ident()] = threading.current_thread()
             if not self._alone:
                 return
-            self._inside.pop(own, None)
+            self.leave()
             self._wait(self._is_taken)
 
     @property
@@ -108,7 +106,7 @@ class Occupancy:
     def is_own(self) -> bool:
         """Whether this thread is alone."""
         holder = self._alone.get("is")
-        return holder is not None and holder[0] == threading.get_ident() and bool(holder[1]())
+        return holder is not None and holder[0].ident == threading.get_ident() and bool(holder[1]())
 
     def begin_alone(self, works: Callable[[], Any], inside: int | None = None) -> None:
         """Be alone, when the forwards of other threads have ended; nothing if this thread is.
@@ -119,7 +117,7 @@ class Occupancy:
         """
         if self.is_own:
             return
-        holder = threading.get_ident(), works
+        holder = threading.current_thread(), works
         while self._alone.setdefault("is", holder) is not holder:
             self._wait(self._is_taken)
         if self._inside:
@@ -138,7 +136,7 @@ class Occupancy:
         if self.is_own:
             function()
             return
-        holder = threading.get_ident(), ALIVE
+        holder = threading.current_thread(), ALIVE
         if self._is_taken() or self._alone.setdefault("is", holder) is not holder:
             return
         try:
@@ -153,16 +151,16 @@ class Occupancy:
         if holder is None:
             return False
         thread, works = holder
-        if works() and (works is not ALIVE or thread in sys._current_frames()):
+        if works() and (works is not ALIVE or thread.is_alive()):
             return True
         self.end_alone(works)
         return False
 
     def _has_others(self, but: int | None = None) -> bool:
-        others = self._inside.keys() - {threading.get_ident(), but}
-        for thread in others - sys._current_frames().keys() if others else ():  # it has died inside
-            self._inside.pop(thread, None)
-        return bool(others & self._inside.keys())
+        for ident, thread in list(self._inside.items()):
+            if not thread.is_alive():  # it has died inside
+                self._inside.pop(ident, None)
+        return bool(self._inside.keys() - {threading.get_ident(), but})
 
     def _wait(self, is_busy: Callable[[], bool]) -> None:
         seen, since = PROGRESS.count, time.monotonic()
@@ -171,12 +169,12 @@ class Occupancy:
             if PROGRESS.count != seen:
                 seen, since = PROGRESS.count, time.monotonic()
             elif time.monotonic() - since > GIVE_UP_LOOKS:
-                names = {thread.ident: thread.name for thread in threading.enumerate()}
-                there = {*self._inside, *(thread for thread, _ in self._alone.values())} - {threading.get_ident()}
+                there = {*self._inside.values(), *(thread for thread, _ in self._alone.values())}
+                names = ", ".join(sorted(thread.name for thread in there - {threading.current_thread()}))
                 raise GeminiError(
                     f"nothing has moved for {GIVE_UP_LOOKS} s while waiting for what another thread does with this "
-                    f"model ({', '.join(names.get(thread, 'one of autograd') for thread in there)}): forwards of "
-                    "several threads run at once, but a backward, a step, a save or a load runs alone. Let no thread "
+                    f"model ({names}): forwards of several "
+                    "threads run at once, but a backward, a step, a save or a load runs alone. Let no thread "
                     "wait, inside of one, for another that needs the model"
                 )
 

@@ -23,8 +23,8 @@ from gemini.planning.policy import LeastRecentlyUsed
 from gemini.planning.schedules import Work, serial
 from gemini.planning.timeline import Track
 from gemini.planning.traffic import by_name
-from gemini.testing.policies import plan_by_policy
 from gemini.tiers import Tier
+from tests.planning.policies import plan_by_policy
 
 simulate = partial(simulating.simulate, schedule="serial")
 
