@@ -119,9 +119,15 @@ class Activity:
     __slots__ = ("around", "cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
 
     def __init__(
-        self, recorder: Recorder, track: Track | None, name: str, cause: str, chunk: int, num_bytes: int,
+        self,
+        recorder: Recorder,
+        track: Track | None,
+        name: str,
+        cause: str,
+        chunk: int,
+        num_bytes: int,
         around: AbstractContextManager[None] = NOTHING,
-    ):  # fmt: skip
+    ):
         self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
         self.chunk, self.num_bytes, self.moment, self.around = chunk, num_bytes, -1, around
         self.thread: _Thread | None = None
@@ -204,9 +210,14 @@ class Recorder:
         return Activity(self, track, name, cause, chunk, num_bytes)
 
     def about(
-        self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None,
+        self,
+        cause: str,
+        name: str,
+        chunk: int = -1,
+        *,
+        track: Track | None = None,
         around: AbstractContextManager[None] = NOTHING,
-    ) -> AbstractContextManager[None]:  # fmt: skip
+    ) -> AbstractContextManager[None]:
         """Record that what happens inside is done for ``name``; on the training thread computing waits for it, by
         ``cause``.
 

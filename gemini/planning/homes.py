@@ -79,8 +79,15 @@ def cheapest_homes(
     return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
 
 
-def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, times: int, speeds: Speeds,
-             accumulate: int, streamed: bool = False) -> dict[str, float]:  # fmt: skip
+def _seconds(
+    problem: Problem,
+    homes: Mapping[PlaneKind, Tier],
+    index: int,
+    times: int,
+    speeds: Speeds,
+    accumulate: int,
+    streamed: bool = False,
+) -> dict[str, float]:
     """What a chunk costs in a step, by track, with its weights gathered ``times``."""
     moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
     for traffic, repeats in (
@@ -114,8 +121,14 @@ def _choices(
     before = _seconds(problem, cpu, index, most, speeds, accumulate)
     found: list[Choice] = []
 
-    def add(homes: Mapping[PlaneKind, Tier], excludes: Sequence[PlaneKind], times: int, *, stays: bool = False,
-            streamed: bool = False) -> None:  # fmt: skip
+    def add(
+        homes: Mapping[PlaneKind, Tier],
+        excludes: Sequence[PlaneKind],
+        times: int,
+        *,
+        stays: bool = False,
+        streamed: bool = False,
+    ) -> None:
         if any(tier not in problem.budgets for tier in homes.values()):
             return
         after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate, streamed)

@@ -199,11 +199,16 @@ class MemoryTrace(Document, kind="trace"):
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
             ParamSpec(
-                p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32), p.apart,
-                p.coded, p.fp32,
+                p.name,
+                p.numel,
+                p.trainable,
+                rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32),
+                p.apart,
+                p.coded,
+                p.fp32,
             )
             for p in self.params
-        ]  # fmt: skip
+        ]
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
@@ -379,9 +384,11 @@ def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
             return moment
         made = numel * itemsize + 4 * -(-numel // _CODES_PER_SCALE) * double
         return replace(
-            moment, peak_bytes=moment.peak_bytes + made, num_ops=moment.num_ops + 1,
+            moment,
+            peak_bytes=moment.peak_bytes + made,
+            num_ops=moment.num_ops + 1,
             touched_bytes=moment.touched_bytes + made + numel // 2,
-        )  # fmt: skip
+        )
 
     return replace(
         trace,

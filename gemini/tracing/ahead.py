@@ -55,15 +55,38 @@ MOST_REAL = 2**22
 _aten = torch.ops.aten
 _grouped_mm = getattr(_aten, "_grouped_mm", None)
 _FACTORIES = {
-    _aten.arange, _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.scalar_tensor, _aten.rand, _aten.randint,
-    _aten.eye, _aten.linspace, _aten.randperm, _aten.tril_indices, _aten.triu_indices,
-}  # fmt: skip
+    _aten.arange,
+    _aten.zeros,
+    _aten.ones,
+    _aten.full,
+    _aten.empty,
+    _aten.scalar_tensor,
+    _aten.rand,
+    _aten.randint,
+    _aten.eye,
+    _aten.linspace,
+    _aten.randperm,
+    _aten.tril_indices,
+    _aten.triu_indices,
+}
 _CPU = torch.device("cpu")
 _PLAIN = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.transpose.int, _aten.expand.default,
-    _aten.detach.default, _aten.unsqueeze.default, _aten.slice.Tensor, _aten.mm.default, _aten.mul.Tensor,
-    _aten.add.Tensor, _aten.neg.default, _aten.rsqrt.default, _aten.silu.default, _aten.pow.Tensor_Scalar,
-}  # fmt: skip
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.expand.default,
+    _aten.detach.default,
+    _aten.unsqueeze.default,
+    _aten.slice.Tensor,
+    _aten.mm.default,
+    _aten.mul.Tensor,
+    _aten.add.Tensor,
+    _aten.neg.default,
+    _aten.rsqrt.default,
+    _aten.silu.default,
+    _aten.pow.Tensor_Scalar,
+}
 """Most of what runs: one result, whose shape torch's own shape functions give. Asking them without the way through
 ``FakeTensorMode``, which looks for many special cases first, saves a third of the time of a trace."""
 

@@ -24,11 +24,23 @@ from gemini.tracing.targets import Target
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _NO_WORK = {
-    torch.ops.prim.device.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default,
-    _aten.alias.default, _aten.detach.default, _aten.detach_.default, _aten._local_scalar_dense.default,
-    _aten.is_same_size.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
-    _aten.new_empty.default, _aten.new_empty_strided.default, _aten.equal.default, _aten.resize_.default,
-}  # fmt: skip
+    torch.ops.prim.device.default,
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.lift_fresh.default,
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.detach_.default,
+    _aten._local_scalar_dense.default,
+    _aten.is_same_size.default,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.equal.default,
+    _aten.resize_.default,
+}
 
 
 class Taken(NamedTuple):

@@ -51,7 +51,7 @@ class Recording:
                     handle.chunk.spec.trainable,
                     is_in_stages(handle.param),
                     handle.chunk.spec.coded,
-                )  # fmt: skip
+                )
                 for handle in engine.params.handles
             )
             name, precision = type(model).__name__, engine.config.precision

@@ -50,9 +50,15 @@ class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
     def __init__(
-        self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM,
+        self,
+        device: Device,
+        tile: int,
+        ledger: Ledger,
+        *,
+        device_tile: int = 0,
+        rule: RuleSpec = ADAM,
         watch: Watch | None = None,
-    ):  # fmt: skip
+    ):
         self.device = device
         self.tile = tile
         on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))

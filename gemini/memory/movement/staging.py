@@ -101,9 +101,16 @@ class Staging:
     """
 
     def __init__(
-        self, device: Device, tile: int, ledger: Ledger, reserved: int, *, device_tile: int = 0, on_device: int = 0,
+        self,
+        device: Device,
+        tile: int,
+        ledger: Ledger,
+        reserved: int,
+        *,
+        device_tile: int = 0,
+        on_device: int = 0,
         rule: RuleSpec = ADAM,
-    ):  # fmt: skip
+    ):
         self.tile, self._rule = tile, rule
         self.num_bytes = staging_bytes(tile, rule)
         """Of one set in host memory."""

@@ -47,9 +47,18 @@ class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
     __slots__ = (
-        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape",
-        "stride", "_gone",
-    )  # fmt: skip
+        "__weakref__",
+        "device",
+        "dtype",
+        "error",
+        "num_bytes",
+        "place",
+        "restoring",
+        "saving",
+        "shape",
+        "stride",
+        "_gone",
+    )
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place

@@ -558,10 +558,20 @@ METADATA: set[Any] = _getters() | {
         if hasattr(torch.Tensor, name)
     ),
     # They read a shape and no values; the random ones draw from the generator as for an ordinary param.
-    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
-    torch.promote_types, torch.result_type,
-}  # fmt: skip
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.is_same_size,
+    torch.is_inference,
+    torch.promote_types,
+    torch.result_type,
+}
 
 _Handler = Callable[[Callable[..., Any], Any, Any], Any]
 

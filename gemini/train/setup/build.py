@@ -62,9 +62,13 @@ class Built:
 
 
 def build(
-    structure: Structure, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
+    structure: Structure,
+    config: GeminiConfig,
+    device: Device,
+    owner: weakref.ref[Any],
+    ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
-) -> Built:  # fmt: skip
+) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
 
     ``cuts``: by the id of a param, which slice it is.
@@ -149,9 +153,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     }
     if ranks.size == 1:
         return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(
-        config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest
-    )  # fmt: skip
+    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
 def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:

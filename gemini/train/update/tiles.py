@@ -200,8 +200,10 @@ class Tile:
     def _arrays(self, several: list[UpdateSpan]) -> rules.Arrays:
         """The arrays of one call: the part of each view that its spans cover."""
         first, last = several[0].start, several[-1].stop
-        of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
-              for kind, view in self._views.items()}  # fmt: skip
+        of = {
+            kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
+            for kind, view in self._views.items()
+        }
         grad = of[GRAD] if GRAD in of else self._grad_of(several[0])
         return rules.Arrays(of[WEIGHTS], of.get(RESIDUAL), of, grad)
 
@@ -368,9 +370,13 @@ def check_finite(update: ChunkUpdate) -> None:
 
 
 def tiles_of(
-    mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None, undo: Undo | None = None,
-) -> Iterable[Tile]:  # fmt: skip
+    mover: Mover,
+    update: ChunkUpdate,
+    tile: int,
+    stop: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    undo: Undo | None = None,
+) -> Iterable[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
@@ -384,9 +390,13 @@ def tiles_of(
 
 
 def _cut_tiles(
-    mover: Mover, update: ChunkUpdate, size: int, stop: torch.Tensor | None, factor: torch.Tensor | None,
+    mover: Mover,
+    update: ChunkUpdate,
+    size: int,
+    stop: torch.Tensor | None,
+    factor: torch.Tensor | None,
     undo: Undo | None,
-) -> Iterator[Tile]:  # fmt: skip
+) -> Iterator[Tile]:
     for spans, first, last in cut(update, size):
         made = Tile(mover, update, spans, first, last)
         made.stop, made.factor, made.undo = stop, factor, undo
@@ -426,10 +436,13 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
         param, before = params[number], params[runs[-1][-1]] if runs else None
         # A gradient of its own is another array: such a param goes alone.
         if (
-            merges and before is not None and param.grad is None and before.grad is None
+            merges
+            and before is not None
+            and param.grad is None
+            and before.grad is None
             and param.handle.part.start == page_up(before.handle.part.stop, align)
             and param.scalars == before.scalars
-        ):  # fmt: skip
+        ):
             runs[-1].append(number)
         else:
             runs.append([number])
