@@ -11,8 +11,10 @@ from __future__ import annotations
 import ctypes
 import math
 from abc import ABC, abstractmethod
+from collections import namedtuple
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -44,7 +46,26 @@ def exact_sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt_().float()
 
 
+def number_of(value: Any, what: str) -> float:
+    """A real number, also as a tensor of one element; ``what`` names it.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return float(value)
+    elif not isinstance(value, (str, bytes, bool)):
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"{what} must be a number, or a tensor of one, got {shown}")
+
+
 _RANGES: dict[str, Callable[[Any], bool]] = {
+    "a finite number and not negative": lambda value: 0 <= value <= LARGEST,
     "0 or more": lambda value: 0 <= value <= LARGEST,
     "0 or less": lambda value: -LARGEST <= value <= 0,
     "positive": lambda value: 0 < value <= LARGEST,
@@ -60,7 +81,7 @@ class Hyper(NamedTuple):
     words: str = ""
     """What it is, for the documentation; nothing of one that programs do not give to an optimizer."""
     within: str | tuple[str, ...] = ""
-    """Which numbers make sense ("0 or more" where nothing is said, several "in [0, 1)"), or the words there are."""
+    """Which numbers make sense (where nothing is said what is not negative, of several "in [0, 1)"), or the words."""
 
     def check(self, value: Any, what: str) -> None:
         """Refuse a value that makes no sense; ``what`` names it.
@@ -77,21 +98,17 @@ class Hyper(NamedTuple):
         elif isinstance(self.default, tuple):
             self._check_numbers(value, what)
         else:
-            within = self.within or "0 or more"
+            within = self.within or "a finite number and not negative"
+            number_of(value, what)  # of which a whole one has to be an int, so that its range looks at the value
             if not _RANGES[within](value):
                 raise ValueError(f"{what} must be {within}, got {value!r}")
 
     def _check_numbers(self, value: Any, what: str) -> None:
-        within, count = str(self.within) or "in [0, 1)", f"{len(self.default)} numbers"
-        wanted = f"{count} {within if within.startswith('in') else f'of {within}'}"
-        if not isinstance(value, (tuple, list)) or len(value) != len(self.default):
-            raise ValueError(f"{what} must be {wanted}, got {value!r}")
-        try:
-            numbers = [float(one) for one in value]
-        except (TypeError, ValueError) as e:
-            raise TypeError(f"{what} must be {count}, got {value!r}") from e
-        if not all(map(_RANGES[within], numbers)):
-            raise ValueError(f"{what} must be {wanted}, got {value!r}")
+        within, count = str(self.within) or "in [0, 1)", {2: "two", 3: "three"}[len(self.default)]
+        are_there = isinstance(value, (tuple, list)) and len(value) == len(self.default)
+        if not are_there or not all(_RANGES[within](number_of(one, what)) for one in value):
+            within = within if within.startswith("in") else f"of {within}"
+            raise ValueError(f"{what} must be {count} numbers {within}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -133,15 +150,11 @@ class UpdateRule(ABC):
         for name, default in self.defaults.items():
             if name not in group:
                 raise ValueError(f"{what} has no {name!r}, which the rule {self.spec.name!r} needs")
-            if type(default) in (int, float):
-                try:
-                    finite = math.isfinite(group[name])
-                except TypeError as e:
-                    raise TypeError(f"{name} of {what} must be a number, got {group[name]!r}") from e
-                if not finite:
-                    raise ValueError(f"{name} of {what} must be finite, got {group[name]!r}")
+            value, called = group[name], f"{name} of {what}"
             if name in self.hypers:
-                self.hypers[name].check(group[name], f"{name} of {what}")
+                self.hypers[name].check(value, called)
+            elif type(default) in (int, float) and not math.isfinite(number_of(value, called)):
+                raise ValueError(f"{called} must be finite, got {value!r}")
 
     def grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Param groups of a model as this rule takes them: a rule may update some of the params in another way."""
@@ -202,8 +215,7 @@ class UpdateRule(ABC):
 @dataclass(frozen=True)
 class ElementwiseRule(UpdateRule):
     """A rule with a native kernel, which its scalars name and csrc/rules.h must have; where native code cannot take the
-    tensors it runs in its torch lines. Scalars are computed in double and rounded to fp32 once; their names and order
-    are those of csrc/rules.h, then ``kernel`` is the name there.
+    tensors it runs in its torch lines. Its scalars are those of :func:`kernel_scalars`.
     """
 
     has_kernel = True
@@ -214,6 +226,19 @@ class ElementwiseRule(UpdateRule):
         done = kernels.update(arrays, self.spec, segments, grad_scale, stop)
         if not done and (stop is None or int(stop) == 0):
             super().run(arrays, with_scale(segments, grad_scale))
+
+
+def kernel_scalars(kernel: str, **numbers: float) -> Any:
+    """Make the scalars of the update that is called ``kernel`` in csrc/rules.h: a named tuple of its numbers, by the
+    names and in the order of the struct there, and of ``kernel``. They are computed in double and rounded to fp32 here,
+    once.
+    """
+    return _scalars_named(tuple(numbers))(*map(to_fp32, numbers.values()), kernel)
+
+
+@cache
+def _scalars_named(names: tuple[str, ...]) -> Any:
+    return namedtuple("KernelScalars", (*names, "kernel"))
 
 
 class AdamScalars(NamedTuple):

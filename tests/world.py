@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from gemini.tiers import Tier
+
 WHERE = {
     # what was asked for and decided
     "config": "config",
@@ -57,7 +59,6 @@ WHERE = {
     "state": "state",
     "device": "store.device",
     "ledger": "store.ledger",
-    "spill": "store.spill",
     "durable": "store.durable",
     "manager": "store.manager",
     "transfers": "store.transfers",  # all that is in flight beside training
@@ -104,6 +105,11 @@ class World:
         if name not in WHERE:
             raise AttributeError(f"a test asks for {name}: say in tests.world.WHERE where that is")
         return attrgetter(WHERE[name])(self._engine)
+
+    @property
+    def spill(self) -> Any:
+        """The file on NVMe; None without a folder for it."""
+        return self._engine.store.files.get(Tier.NVME)
 
     def reference(self) -> weakref.ref[Any]:
         """Refer to what manages the model, without keeping it alive."""

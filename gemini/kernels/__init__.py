@@ -324,9 +324,7 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
     d, s = _check_two("copy_grad", ("dst", dst, accepted), src)
     if cuda := _cuda_for(dst):
-        places = cuda.places(dst)
-        cuda.copy_grad(dst, src, places)
-        return cuda.left_in(places)
+        return cuda.copy_grad(dst, src)
     if _isa is not None and dst.is_cpu:
         return _native.copy_grad(_isa, d, _dtypes[dst.dtype], s, _dtypes[src.dtype], dst.numel())
     return list(reference.copy_grad(dst, src))
@@ -336,9 +334,7 @@ def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
     a, s = _check_two("accumulate_grad", ("acc", acc, FLOAT32), src)
     if cuda := _cuda_for(acc):
-        places = cuda.places(acc)
-        cuda.accumulate_grad(acc, src, places)
-        return cuda.left_in(places)
+        return cuda.accumulate_grad(acc, src)
     if _isa is not None and acc.is_cpu:
         return _native.accumulate_grad(_isa, a, s, _dtypes[src.dtype], acc.numel())
     return list(reference.accumulate_grad(acc, src))
@@ -352,9 +348,7 @@ def sum_grad24(hi: Tensor, lo: Tensor, src: Tensor, *, adding: bool) -> Sums:
     """
     h, w, s = check("sum_grad24", (("hi", hi, BFLOAT16), ("lo", lo, INT8), ("src", src, GRAD)))
     if cuda := _cuda_for(hi):
-        places = cuda.places(hi)
-        cuda.sum_grad24(hi, lo, src, adding, places)
-        return cuda.left_in(places)
+        return cuda.sum_grad24(hi, lo, src, adding)
     if _isa is not None and hi.is_cpu:
         return _native.sum_grad24(_isa, h, w, s, _dtypes[src.dtype], hi.numel(), adding)  # type: ignore[no-any-return]
     return list(reference.sum_grad24(hi, lo, src, adding))
@@ -371,9 +365,7 @@ def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
     (s,) = check("sum_squares", (("src", src, GRAD),))
     check_one("sum_squares", "nonfinite", nonfinite, torch.int32, src)
     if cuda := _cuda_for(src):
-        places = cuda.places(src, nonfinite)
-        cuda.sum_squares(src, places)
-        return cuda.left_in(places)
+        return cuda.sum_squares(src, nonfinite)
     if _isa is not None and src.is_cpu:
         sums = _native.sum_squares(_isa, s, _dtypes[src.dtype], src.numel())
     else:

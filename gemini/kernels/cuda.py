@@ -74,11 +74,6 @@ class CudaKernels:
             shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
         return NormWorkspace(tensor.numel(), tensor.device, shared[1:] if nonfinite is None else nonfinite, shared[:1])
 
-    def left_in(self, places: NormWorkspace) -> Sums:
-        """The sums that the kernel enqueued last leaves in ``places``."""
-        tiles = places.tiles
-        return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
-
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""
         return (torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]).tolist()
@@ -118,24 +113,28 @@ class CudaKernels:
     def join_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
         self._module.cuda_join_master(*self._where(out), *map(_address, (hi, lo, out)), out.numel())
 
-    def copy_grad(self, dst: Tensor, src: Tensor, places: NormWorkspace) -> None:
+    def copy_grad(self, dst: Tensor, src: Tensor) -> Sums:
         arrays = _address(dst), self._dtypes[dst.dtype], _address(src), self._dtypes[src.dtype]
-        self._module.cuda_copy_grad(*self._where(dst), *arrays, dst.numel(), places.native(self._module))
+        return self._summing(self._module.cuda_copy_grad, dst, *arrays, dst.numel())
 
-    def accumulate_grad(self, acc: Tensor, src: Tensor, places: NormWorkspace) -> None:
-        addresses, native = map(_address, (acc, src)), places.native(self._module)
-        self._module.cuda_accumulate_grad(*self._where(acc), *addresses, self._dtypes[src.dtype], acc.numel(), native)
+    def accumulate_grad(self, acc: Tensor, src: Tensor) -> Sums:
+        arrays = _address(acc), _address(src), self._dtypes[src.dtype]
+        return self._summing(self._module.cuda_accumulate_grad, acc, *arrays, acc.numel())
 
-    def sum_grad24(self, hi: Tensor, lo: Tensor, src: Tensor, adding: bool, places: NormWorkspace) -> None:
-        self._module.cuda_sum_grad24(
-            *self._where(hi), *map(_address, (hi, lo, src)), self._dtypes[src.dtype], hi.numel(), adding,
-            places.native(self._module),
-        )  # fmt: skip
+    def sum_grad24(self, hi: Tensor, lo: Tensor, src: Tensor, adding: bool) -> Sums:
+        arrays = *map(_address, (hi, lo, src)), self._dtypes[src.dtype]
+        return self._summing(self._module.cuda_sum_grad24, hi, *arrays, hi.numel(), adding)
 
-    def sum_squares(self, src: Tensor, places: NormWorkspace) -> None:
-        self._module.cuda_sum_squares(
-            *self._where(src), _address(src), self._dtypes[src.dtype], src.numel(), places.native(self._module)
-        )
+    def sum_squares(self, src: Tensor, nonfinite: Tensor | None) -> Sums:
+        arrays = _address(src), self._dtypes[src.dtype]
+        return self._summing(self._module.cuda_sum_squares, src, *arrays, src.numel(), nonfinite=nonfinite)
+
+    def _summing(self, kernel: Any, tensor: Tensor, *arrays: Any, nonfinite: Tensor | None = None) -> Sums:
+        """Enqueue a kernel that leaves the sums of squares of ``tensor`` on the device."""
+        places = self.places(tensor, nonfinite)
+        kernel(*self._where(tensor), *arrays, places.native(self._module))
+        tiles = places.tiles
+        return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
 
     def _where(self, tensor: Tensor) -> tuple[int, int]:
         """The number of the device, and the handle of the stream there."""

@@ -1,7 +1,7 @@
 """Update rules that take one element after the other: SGD, Lion, Adan and both Sophias, beside Adam in gemini.rules.
 
 ``update`` of each defines its bits, in torch lines; the native kernels (csrc/rules.h, one text for CPU and CUDA) leave
-the same. Scalars are computed in double and rounded to fp32 once; their names and order are those of csrc/rules.h.
+the same.
 """
 
 from __future__ import annotations
@@ -9,33 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gemini.planning.rules import RULES
-from gemini.rules import ElementwiseRule, Hyper, Where, exact_sqrt, to_fp32
+from gemini.rules import ElementwiseRule, Hyper, Where, exact_sqrt, kernel_scalars
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
-
-
-class SGDScalars(NamedTuple):
-    wd: float
-    momentum: float
-    fresh: float
-    of_grad: float
-    of_buffer: float
-    neg_lr: float
-    grad_scale: float
-    kernel: str
-
-
-class PlainSGDScalars(NamedTuple):
-    wd: float
-    neg_lr: float
-    grad_scale: float
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -60,12 +42,18 @@ class SGDRule(ElementwiseRule):
         if group["nesterov"] and not (group["momentum"] > 0 and group["dampening"] == 0):
             raise ValueError(f"nesterov of {what} needs a momentum, and no dampening")
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SGDScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         momentum, nesterov = float(group["momentum"]), group["nesterov"]
-        fresh = 1.0 if step == 1 else 1.0 - float(group["dampening"])
-        along = (1.0, momentum) if nesterov else (0.0, 1.0)
-        exact = (float(group["weight_decay"]), momentum, fresh, *along, -float(group["lr"]), grad_scale)
-        return SGDScalars._make((*map(to_fp32, exact), "sgd"))
+        return kernel_scalars(
+            "sgd",
+            wd=float(group["weight_decay"]),
+            momentum=momentum,
+            fresh=1.0 if step == 1 else 1.0 - float(group["dampening"]),
+            of_grad=1.0 if nesterov else 0.0,
+            of_buffer=momentum if nesterov else 1.0,
+            neg_lr=-float(group["lr"]),
+            grad_scale=grad_scale,
+        )
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -94,9 +82,9 @@ class PlainSGDRule(ElementwiseRule):
                     "GeminiConfig(optimizer=gemini.optim.SGDRule()), and make the optimizer with momentum="
                 )
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> PlainSGDScalars:
-        exact = float(group["weight_decay"]), -float(group["lr"]), grad_scale
-        return PlainSGDScalars._make((*map(to_fp32, exact), "plain_sgd"))
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        wd, neg_lr = float(group["weight_decay"]), -float(group["lr"])
+        return kernel_scalars("plain_sgd", wd=wd, neg_lr=neg_lr, grad_scale=grad_scale)
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -106,17 +94,6 @@ class PlainSGDRule(ElementwiseRule):
 
 
 # ---- Lion ------------------------------------------------------------------------------------------------------------
-
-
-class LionScalars(NamedTuple):
-    beta1: float
-    c1: float
-    beta2: float
-    c2: float
-    decay: float
-    neg_lr: float
-    grad_scale: float
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -133,10 +110,18 @@ class LionRule(ElementwiseRule):
         "weight_decay": Hyper(0.0, "decoupled weight decay."),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> LionScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
-        exact = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, 1.0 - lr * float(group["weight_decay"]), -lr, grad_scale)
-        return LionScalars._make((*map(to_fp32, exact), "lion"))
+        return kernel_scalars(
+            "lion",
+            beta1=beta1,
+            c1=1.0 - beta1,
+            beta2=beta2,
+            c2=1.0 - beta2,
+            decay=1.0 - lr * float(group["weight_decay"]),
+            neg_lr=-lr,
+            grad_scale=grad_scale,
+        )
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -150,24 +135,6 @@ class LionRule(ElementwiseRule):
 
 
 # ---- Adan ------------------------------------------------------------------------------------------------------------
-
-
-class AdanScalars(NamedTuple):
-    beta1: float
-    c1: float
-    beta2: float
-    c2: float
-    beta3: float
-    c3: float
-    has_before: float
-    neg_step: float
-    neg_step_diff: float
-    inv_sqrt_bc3: float
-    eps: float
-    decay: float
-    shrink: float
-    grad_scale: float
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -188,20 +155,26 @@ class AdanRule(ElementwiseRule):
         "no_prox": Hyper(False, "use decoupled weight decay instead, as in AdamW."),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdanScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2, beta3), lr = map(float, group["betas"]), float(group["lr"])
-        decay, shrink = 1.0 - lr * float(group["weight_decay"]), 1.0 / (1.0 + lr * float(group["weight_decay"]))
-        exact = (
-            beta1, 1.0 - beta1, beta2, 1.0 - beta2, beta3, 1.0 - beta3,
-            0.0 if step == 1 else 1.0,
-            -lr / (1.0 - beta1**step),
-            -lr * beta2 / (1.0 - beta2**step),
-            1.0 / math.sqrt(1.0 - beta3**step),
-            float(group["eps"]),
-            *((decay, 1.0) if group["no_prox"] else (1.0, shrink)),
-            grad_scale,
-        )  # fmt: skip
-        return AdanScalars._make((*map(to_fp32, exact), "adan"))
+        decay, no_prox = lr * float(group["weight_decay"]), group["no_prox"]
+        return kernel_scalars(
+            "adan",
+            beta1=beta1,
+            c1=1.0 - beta1,
+            beta2=beta2,
+            c2=1.0 - beta2,
+            beta3=beta3,
+            c3=1.0 - beta3,
+            has_before=0.0 if step == 1 else 1.0,
+            neg_step=-lr / (1.0 - beta1**step),
+            neg_step_diff=-lr * beta2 / (1.0 - beta2**step),
+            inv_sqrt_bc3=1.0 / math.sqrt(1.0 - beta3**step),
+            eps=float(group["eps"]),
+            decay=1.0 - decay if no_prox else 1.0,
+            shrink=1.0 if no_prox else 1.0 / (1.0 + decay),
+            grad_scale=grad_scale,
+        )
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -221,25 +194,7 @@ class AdanRule(ElementwiseRule):
 # ---- Sophia ----------------------------------------------------------------------------------------------------------
 
 
-class SophiaScalars(NamedTuple):
-    beta1: float
-    c1: float
-    scale: float
-    tiny: float
-    decay: float
-    neg_lr: float
-    grad_scale: float
-    kernel: str
-
-
-class SophiaEstimateScalars(NamedTuple):
-    beta2: float
-    c2: float
-    grad_scale: float
-    kernel: str
-
-
-def _clipped_step(master: Tensor, r: Tensor, s: SophiaScalars | SophiaHScalars) -> None:
+def _clipped_step(master: Tensor, r: Tensor, s: Any) -> None:
     """No element moves by more than the learning rate; NaN stays."""
     r = torch.where(r > 1, 1.0, r)
     r = torch.where(r < -1, -1.0, r)
@@ -269,38 +224,31 @@ class SophiaGRule(ElementwiseRule):
         "estimates_hessian": Hyper(False),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaScalars | SophiaEstimateScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         if group["estimates_hessian"]:
-            estimate = beta2, 1.0 - beta2, grad_scale
-            return SophiaEstimateScalars._make((*map(to_fp32, estimate), "sophia_estimate"))
-        exact = (
-            beta1, 1.0 - beta1, float(group["rho"]) * float(group["bs"]), 1e-15,
-            1.0 - lr * float(group["weight_decay"]), -lr, grad_scale,
-        )  # fmt: skip
-        return SophiaScalars._make((*map(to_fp32, exact), "sophia"))
+            return kernel_scalars("sophia_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
+        return kernel_scalars(
+            "sophia",
+            beta1=beta1,
+            c1=1.0 - beta1,
+            scale=float(group["rho"]) * float(group["bs"]),
+            tiny=1e-15,
+            decay=1.0 - lr * float(group["weight_decay"]),
+            neg_lr=-lr,
+            grad_scale=grad_scale,
+        )
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
     ) -> None:
         s, m, h = scalars, states["exp_avg"], states["hessian"]
         g = grad.float() * s.grad_scale
-        if isinstance(s, SophiaEstimateScalars):
+        if s.kernel == "sophia_estimate":
             h.mul_(s.beta2).add_((g * s.c2) * g)
             return
         m.mul_(s.beta1).add_(g * s.c1)
         _clipped_step(master, m / (h * s.scale + s.tiny), s)
-
-
-class SophiaHScalars(NamedTuple):
-    beta1: float
-    c1: float
-    scale: float
-    least: float
-    decay: float
-    neg_lr: float
-    grad_scale: float
-    kernel: str
 
 
 @dataclass(frozen=True)
@@ -323,23 +271,27 @@ class SophiaHRule(ElementwiseRule):
         "estimates_hessian": Hyper(False),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> SophiaHScalars | SophiaEstimateScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2), lr = map(float, group["betas"]), float(group["lr"])
         if group["estimates_hessian"]:
-            estimate = beta2, 1.0 - beta2, grad_scale
-            return SophiaEstimateScalars._make((*map(to_fp32, estimate), "sophia_h_estimate"))
-        exact = (
-            beta1, 1.0 - beta1, float(group["rho"]), float(group["eps"]), 1.0 - lr * float(group["weight_decay"]), -lr,
-            grad_scale,
-        )  # fmt: skip
-        return SophiaHScalars._make((*map(to_fp32, exact), "sophia_h"))
+            return kernel_scalars("sophia_h_estimate", beta2=beta2, c2=1.0 - beta2, grad_scale=grad_scale)
+        return kernel_scalars(
+            "sophia_h",
+            beta1=beta1,
+            c1=1.0 - beta1,
+            scale=float(group["rho"]),
+            least=float(group["eps"]),
+            decay=1.0 - lr * float(group["weight_decay"]),
+            neg_lr=-lr,
+            grad_scale=grad_scale,
+        )
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
     ) -> None:
         s, m, h = scalars, states["exp_avg"], states["hessian"]
         g = grad.float() * s.grad_scale
-        if isinstance(s, SophiaEstimateScalars):
+        if s.kernel == "sophia_h_estimate":
             h.mul_(s.beta2).add_(g * s.c2)
             return
         m.mul_(s.beta1).add_(g * s.c1)

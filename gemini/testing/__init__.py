@@ -1,4 +1,4 @@
-"""What tests and benchmarks need and no user: a GPU for machines without one, a clock for it, policies to compare with.
+"""What tests and benchmarks need and no user: a GPU for machines without one, and a clock for it.
 
 Nothing below imports it. ``import gemini.testing`` makes ``device="standin"`` a device.
 """

@@ -35,7 +35,7 @@ from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
-from gemini.tracing.observer import ObservedStep, Observer
+from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
@@ -46,7 +46,7 @@ from gemini.train.modules.calls import iter_tensors
 from gemini.train.modules.mixed import TARGETS, KeepFp32, cast_floats, cast_where_they_meet, kept_in_fp32
 from gemini.train.modules.reading import compiled_part, mark_compiled
 from gemini.train.params.handle import handle_of
-from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
+from gemini.train.setup.structure import distinct_params
 from gemini.train.slices.slicing import imagine_slices
 
 MOST_REAL = 2**22
@@ -259,8 +259,12 @@ def trace(
                 inputs = cast_floats(inputs, COMPUTE_DTYPES[precision], but=TARGETS)
                 cast_where_they_meet(fake, kept, COMPUTE_DTYPES[precision])
             step = _run(fake, inputs, chosen, loss, mode, sent)
-            found = _as_trace(fake, step, precision, chosen, None if tiles is None else int(tiles), kept)
-            return replace(found, context_parallel=context_parallel, tensor_parallel=tensor_parallel)
+            return replace(
+                trace_of_step(fake, step, precision, kept, target=chosen.name, source=Source.AHEAD),
+                tile_tokens=None if tiles is None else int(tiles),
+                context_parallel=context_parallel,
+                tensor_parallel=tensor_parallel,
+            )
 
     if tile_tokens != "auto" or tensor_parallel > 1:
         return traced(None if tile_tokens == "auto" else tile_tokens)
@@ -271,25 +275,6 @@ def trace(
         warn(f'tile_tokens="auto" has no effect: {e}')
         return whole
     return whole if tiled.tile_tokens is None else replace(whole, tiled=tiled)
-
-
-def _as_trace(
-    fake: nn.Module, step: ObservedStep, precision: str, target: Target, tiles: int | None, kept: Collection[int]
-) -> MemoryTrace:
-    return MemoryTrace(
-        model=type(fake).__name__,
-        precision=precision,
-        batch=step.inputs,
-        tokens=step.tokens,
-        target=target.name,
-        source=Source.AHEAD,
-        params=traced_params(fake, kept),
-        moments=tuple(step.moments),
-        buffer_bytes=buffer_bytes(fake),
-        checkpointing=step.checkpointing,
-        tile_tokens=tiles,
-        read_together=read_together(fake),
-    )
 
 
 @contextmanager

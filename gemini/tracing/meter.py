@@ -73,7 +73,7 @@ class Meter(TorchDispatchMode):
         self._kinds: dict[Any, bool] = {}
         self._paused = 0
         self._resting = True
-        self._standing: dict[bool, int] = {}  # by whether backward has come to a product
+        self._standing: set[bool] = set()  # whether forward, and backward, have come to a product
         self.live = self.peak = 0
         self._restart()
 
@@ -203,9 +203,9 @@ class Meter(TorchDispatchMode):
                 self.attention += attention_of(func, args, kwargs, flops)
             in_backward = torch._C._current_graph_task_id() != -1
             if in_backward not in self._standing:
-                self._standing[in_backward] = self._target.standing_bytes(in_backward=in_backward)
-                self.live += self._standing[in_backward]
-        temporary = self._target.temporary_bytes(func, args, results)
+                self._standing.add(in_backward)
+                self.live += self._target.standing_bytes()
+        temporary = self._target.temporary_bytes(func, args)
         if temporary and self.live + temporary > self.peak:
             self.peak = self.live + temporary
 

@@ -15,9 +15,9 @@ import inspect
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,17 +25,17 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gemini.planning.products import Product
-from gemini.planning.trace import Moment, Phase
+from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
 from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
 from gemini.tracing.targets import Target
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
 from gemini.train.modules.calls import CallRecord, Calls, iter_tensors
 from gemini.train.modules.compiled import hook_around
-from gemini.train.modules.reading import Structure
+from gemini.train.modules.reading import Structure, structure_of
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
-from gemini.train.setup.structure import distinct_params
+from gemini.train.setup.structure import distinct_params, trace_of
 
 
 class Kept:
@@ -425,6 +425,26 @@ class Observer:
         )
         self._gradients = set()
         return len(moments) - 1
+
+
+def trace_of_step(
+    model: nn.Module, step: ObservedStep, precision: str, kept: Collection[int], *, target: str, source: Source
+) -> MemoryTrace:
+    """The trace of a step that was observed: the model as its modules declare it, with the moments that were seen.
+
+    Args:
+        kept: params that stay in fp32, by their ``id``.
+    """
+    declared = trace_of(structure_of(model), precision, kept, target=target)
+    return replace(
+        declared,
+        batch=step.inputs,
+        tokens=step.tokens,
+        source=source,
+        moments=tuple(step.moments),
+        checkpointing=step.checkpointing,
+        read_together=tuple(dict.fromkeys(moment.params for moment in declared.moments)),
+    )
 
 
 def _named_inputs(model: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, torch.Tensor]]:

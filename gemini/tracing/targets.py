@@ -53,7 +53,7 @@ class Target:
         """What the allocator takes for a storage."""
         return num_bytes
 
-    def temporary_bytes(self, func: Any, args: Any, results: list[torch.Tensor]) -> int:
+    def temporary_bytes(self, func: Any, args: Any) -> int:
         """What the kernel of one operation allocates and frees again before it returns.
 
         A product with 4-bit codes makes the weight in the dtype of its input first (bitsandbytes 0.50,
@@ -65,7 +65,7 @@ class Target:
             return numel * args[0].itemsize + 4 * -(-numel // args[4])
         return 0
 
-    def standing_bytes(self, *, in_backward: bool) -> int:
+    def standing_bytes(self) -> int:
         """What the first matrix product of a phase allocates for good."""
         return 0
 
@@ -83,15 +83,15 @@ class Cuda(Target):
     def allocated_bytes(self, num_bytes: int) -> int:
         return -(-num_bytes // CUDA_ROUND) * CUDA_ROUND
 
-    def temporary_bytes(self, func: Any, args: Any, results: list[torch.Tensor]) -> int:
+    def temporary_bytes(self, func: Any, args: Any) -> int:
         packet = getattr(func, "_overloadpacket", None)
         if packet is _aten._scaled_dot_product_flash_attention_backward:
             return _flash_backward_bytes(args[1], args[2])
         if packet is _aten._scaled_dot_product_efficient_attention_backward:
             return _efficient_backward_bytes(args[1], args[2])
-        return super().temporary_bytes(func, args, results)
+        return super().temporary_bytes(func, args)
 
-    def standing_bytes(self, *, in_backward: bool) -> int:
+    def standing_bytes(self) -> int:
         return CUBLAS_WORKSPACE
 
     @contextmanager

@@ -17,12 +17,12 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
-from gemini.tracing.observer import ObservedStep, Observer
+from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
 from gemini.train.modules.reading import compiled_part
-from gemini.train.setup.structure import buffer_bytes, distinct_params, read_together, traced_params
+from gemini.train.setup.structure import distinct_params
 
 
 class MemoryTracer:
@@ -157,19 +157,7 @@ class MemoryTracer:
         same = [timed.times for timed in self._timed if timed.keys == [key for key in step.keys if key is not None]]
         precision = self._precision()
         kept = kept_in_fp32(self._model, precision) if self._engine is None else self._engine.params.in_fp32
-        made = MemoryTrace(
-            model=type(self._model).__name__,
-            precision=precision,
-            batch=step.inputs,
-            tokens=step.tokens,
-            target=self._target.name,
-            source=Source.RECORDED,
-            params=traced_params(self._model, kept),
-            moments=tuple(step.moments),
-            buffer_bytes=buffer_bytes(self._model),
-            checkpointing=step.checkpointing,
-            read_together=read_together(self._model),
-        )
+        made = trace_of_step(self._model, step, precision, kept, target=self._target.name, source=Source.RECORDED)
         return with_seconds(made, seconds_of_moments(step, same))
 
     def _precision(self) -> str:

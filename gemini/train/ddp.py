@@ -39,6 +39,7 @@ from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_stock_loop, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
+from gemini.train.step import alone, run_alone
 
 
 class GeminiDDP(nn.Module):
@@ -111,13 +112,19 @@ class GeminiDDP(nn.Module):
         # Noted outside of the call: hooks of torch do not run after a KeyboardInterrupt.
         before, engine = torch.is_grad_enabled(), _engine(self)
         depth = engine.forward.calls.depth
+        occupancy = engine.state.occupancy
+        is_first = not occupancy.is_inside
         try:
+            occupancy.enter()
             return super().__call__(*args, **kwargs)
         except BaseException as e:
             torch._C._set_grad_enabled(before)
             engine.forward.unwind(depth)
             refuse_wrong_device(e, engine.store.device.torch_device, (args, kwargs))
             raise
+        finally:
+            if is_first:
+                occupancy.leave()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -248,13 +255,14 @@ class GeminiDDP(nn.Module):
         """
         engine = _engine(self)
         # Windows that an interrupted forward has pinned would take the room that is needed here.
-        engine.recovery.forget_interrupted()
+        run_alone(engine.state, engine.recovery.forget_interrupted)
         if params is None:
             handles = engine.params.handles
         else:
             handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
         return engine.gathering.gathered(handles, write=write)
 
+    @alone
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.
         ``KeyError`` for an unknown name.
@@ -265,6 +273,7 @@ class GeminiDDP(nn.Module):
         engine = _engine(self)
         return engine.by_names.read_whole(engine.by_names[name], dtype)
 
+    @alone
     def full_grad(self, name: str) -> torch.Tensor | None:
         """A copy of one param's gradient on the CPU, as backward computed it, or None. ``KeyError`` for an unknown
         name.
@@ -277,6 +286,7 @@ class GeminiDDP(nn.Module):
         grad = engine.backward.read_grad(handle)
         return None if grad is None else engine.by_names.joined(handle, grad)
 
+    @alone
     def memory_report(self) -> MemoryReport:
         """Bytes of each tier, and what moved and waited in the last step. ``print`` shows a table."""
         engine = _engine(self)
@@ -308,6 +318,7 @@ class GeminiDDP(nn.Module):
 
     # ---- saving and loading -------------------------------------------------------------------------------------
 
+    @alone
     def state_dict(  # type: ignore[override]
         self,
         *args: Any,
@@ -330,6 +341,7 @@ class GeminiDDP(nn.Module):
         engine.state.check_whole()
         return model_state(super(), destination, prefix, lambda handle: engine.by_names.read_whole(handle, dtype))
 
+    @alone
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole weights by their original names. fp32 values become the masters without rounding.
 
@@ -344,6 +356,7 @@ class GeminiDDP(nn.Module):
         engine.recovery.forget_interrupted()
         return load_model_state(self, engine.by_names, state_dict, strict)
 
+    @alone
     def save_pretrained(self, save_directory: Any, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         """Save a Hugging Face model folder (safetensors), as in transformers, one file after another from where weights
         are.

@@ -55,7 +55,7 @@ from gemini.train.sharding.company import Company
 from gemini.train.sharding.reduction import Reduction
 from gemini.train.sharding.shards import Shards
 from gemini.train.slices.together import OtherSlices, refuse_unsuited
-from gemini.train.step import StepState
+from gemini.train.step import StepState, alone
 from gemini.train.update.in_backward import InBackward
 from gemini.train.update.sinks import GradientSink, UsedAtOnce
 from gemini.train.update.updates import Updates
@@ -91,7 +91,7 @@ class Engine:
         self.decision = built.decision
         params = self.params = built.params
         params.of_stages = of_stages or {}
-        store = self.store = _make_store(built, device, rule, _lanes(config, ranks, device))
+        store = self.store = _make_store(built, config, device, rule, _lanes(config, ranks, device))
         state = self.state = StepState()
         # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
         lock, observers = threading.RLock(), Observers()
@@ -121,7 +121,7 @@ class Engine:
         self.shards = company
         all_agree = ranks.experts.size > 1
         by_names = self.by_names = ByName(
-            params.handles, store, observers=writes, company=company, slices=others, all_agree=all_agree
+            params.handles, store, state, observers=writes, company=company, slices=others, all_agree=all_agree
         )
 
         # The passes of a step.
@@ -136,7 +136,7 @@ class Engine:
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
         self.reads = StrayReads(self.forward, partial(begin_backward_of, own))
         self.rewriting = Rewriting(by_names, writes, lock)
-        self.gathering = Gathering(by_names, store, writes, opened=self.forward.opened)
+        self.gathering = Gathering(by_names, store, state, writes, opened=self.forward.opened)
 
         # The params come home, and into the hands of all that.
         self.adoption = Adoption(
@@ -151,6 +151,7 @@ class Engine:
         # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
 
+    @alone
     def drain(self) -> None:
         """Wait until nothing is in flight: the world is as if everything had been done in turn.
 
@@ -197,8 +198,8 @@ class Engine:
         self.shards.close()
         self.ranks.close()
         # Files last, when no plane looks into them.
-        if self.store.spill is not None:
-            self.store.spill.close()
+        for file in self.store.files.values():
+            file.close()
         if self.store.durable is not None:
             self.store.durable.close()
         self.store.device.close()
@@ -220,13 +221,21 @@ def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
     return lanes
 
 
-def _make_store(built: Built, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
+def _make_store(built: Built, config: GeminiConfig, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
     """Make what moves the bytes that :func:`build` has laid out."""
     ledger, chunks = built.ledger, built.chunks
     mover = Mover(device, built.tile, ledger, device_tile=built.device_tile, rule=rule.spec)
     transfers = Transfers(mover, lanes)
-    manager = Manager(chunks, ledger=ledger, device=device, mover=mover, foresight=built.foresight, transfers=transfers)
-    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.spill, built.working_set, built.durable)
+    manager = Manager(
+        chunks,
+        ledger=ledger,
+        device=device,
+        mover=mover,
+        policy=config.eviction_policy,
+        foresight=built.foresight,
+        transfers=transfers,
+    )
+    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.files, built.working_set, built.durable)
 
 
 def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:

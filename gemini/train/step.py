@@ -7,12 +7,23 @@ clipping asks for, which weights an update inside backward has changed already, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
 
 from gemini.errors import GeminiError, IllegalTransition
 from gemini.kernels import ClipFactor
+from gemini.waiting import GIVE_UP_LOOKS, PROGRESS
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Self = TypeVar("Self")
 
 
 class StepPhase(Enum):
@@ -52,6 +63,159 @@ PHASES: dict[tuple[StepPhase, PhaseChange], StepPhase] = {
 }
 
 
+class Occupancy:
+    """Which threads work in one model: several in forwards, or one *alone*, in a backward, a step, or what reads or
+    writes the model as a whole. A readers-writer lock, without a lock that an interrupt could leave held: each line
+    that counts is one call in C, and threads look whether they may go on.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, threading.Thread] = {}
+        """Threads in a forward of the whole model."""
+        self._alone: dict[str, tuple[threading.Thread, Callable[[], Any]]] = {}
+        """Who is alone, under its only key (``setdefault`` lets one of several have it): the thread, and what says
+        whether it is at work still."""
+
+    def enter(self) -> None:
+        """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
+        if self.is_here:
+            return
+        while True:
+            # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
+            self._inside[threading.get_ident()] = threading.current_thread()
+            if not self._alone:
+                return
+            self.leave()
+            self._wait(self._is_taken)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether this thread is in a forward."""
+        return threading.get_ident() in self._inside
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is at work in the model."""
+        return self.is_inside or self.is_own or torch._C._current_graph_task_id() != -1
+
+    def leave(self) -> None:
+        """End the forward of this thread."""
+        self._inside.pop(threading.get_ident(), None)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this thread is alone."""
+        holder = self._alone.get("is")
+        return holder is not None and holder[0].ident == threading.get_ident() and bool(holder[1]())
+
+    def begin_alone(self, works: Callable[[], Any], inside: int | None = None) -> None:
+        """Be alone, when the forwards of other threads have ended; nothing if this thread is.
+
+        Args:
+            works: says whether it is at work still, should nobody call :meth:`end_alone`.
+            inside: a thread in a forward that waits for this one meanwhile, if there is one.
+        """
+        if self.is_own:
+            return
+        holder = threading.current_thread(), works
+        while self._alone.setdefault("is", holder) is not holder:
+            self._wait(self._is_taken)
+        if self._inside:
+            self._wait(lambda: self._has_others(inside))
+
+    def end_alone(self, works: Callable[[], Any]) -> None:
+        """Let others in again, if ``works`` is what :meth:`begin_alone` was given. From any thread: autograd may end a
+        backward on another one.
+        """
+        holder = self._alone.get("is")
+        if holder is not None and holder[1] is works:
+            self._alone.pop("is", None)
+
+    def if_alone(self, function: Callable[[], None]) -> None:
+        """Run it alone, unless another thread is at work. Never waits: this thread may be inside a forward itself."""
+        if self.is_own:
+            function()
+            return
+        holder = threading.current_thread(), ALIVE
+        if self._is_taken() or self._alone.setdefault("is", holder) is not holder:
+            return
+        try:
+            if not self._has_others():
+                function()
+        finally:
+            self.end_alone(ALIVE)
+
+    def _is_taken(self) -> bool:
+        """Say whether another thread is alone. A mark that an error or an interrupt has left behind goes."""
+        holder = self._alone.get("is")
+        if holder is None:
+            return False
+        thread, works = holder
+        if works() and (works is not ALIVE or thread.is_alive()):
+            return True
+        self.end_alone(works)
+        return False
+
+    def _has_others(self, but: int | None = None) -> bool:
+        for ident, thread in list(self._inside.items()):
+            if not thread.is_alive():  # it has died inside
+                self._inside.pop(ident, None)
+        return bool(self._inside.keys() - {threading.get_ident(), but})
+
+    def _wait(self, is_busy: Callable[[], bool]) -> None:
+        seen, since = PROGRESS.count, time.monotonic()
+        while is_busy():
+            time.sleep(_LOOK_SECONDS)
+            if PROGRESS.count != seen:
+                seen, since = PROGRESS.count, time.monotonic()
+            elif time.monotonic() - since > GIVE_UP_LOOKS:
+                there = {*self._inside.values(), *(thread for thread, _ in self._alone.values())}
+                names = ", ".join(sorted(thread.name for thread in there - {threading.current_thread()}))
+                raise GeminiError(
+                    f"nothing has moved for {GIVE_UP_LOOKS} s while waiting for what another thread does with this "
+                    f"model ({names}): forwards of several "
+                    "threads run at once, but a backward, a step, a save or a load runs alone. Let no thread "
+                    "wait, inside of one, for another that needs the model"
+                )
+
+
+_LOOK_SECONDS = 0.0005
+"""How often a thread looks whether it may go on."""
+
+
+def ALIVE() -> bool:
+    """Of who ends it in any case, as long as its thread lives."""
+    return True
+
+
+def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``function(*args, **kwargs)``, while no other thread is in the model; at once inside of a forward of this thread,
+    for two that wait for each other's forward would wait for good.
+    """
+    occupancy = state.occupancy
+    if occupancy.is_inside:
+        return function(*args, **kwargs)
+    # Before `try`: whatever an interrupt cuts off from here on, what was begun is ended.
+    is_first = not occupancy.is_own
+    try:
+        occupancy.begin_alone(ALIVE)
+        return function(*args, **kwargs)
+    finally:
+        if is_first and occupancy.is_own:
+            occupancy.end_alone(ALIVE)
+
+
+def alone(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:
+    """Decorate a method, of a model or of a part of it with ``state``, that runs alone."""
+
+    @wraps(method)
+    def by_one_thread(self: Self, *args: P.args, **kwargs: P.kwargs) -> T:
+        owner: Any = self.__dict__.get("_gemini_engine", self)
+        return run_alone(owner.state, method, self, *args, **kwargs)
+
+    return by_one_thread
+
+
 class StepState:
     """The state of one model's step, which everybody asks.
 
@@ -60,6 +224,7 @@ class StepState:
     """
 
     def __init__(self) -> None:
+        self.occupancy = Occupancy()
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
         self.phase = StepPhase.REST

@@ -20,8 +20,8 @@ from gemini.planning.break_even import TOLERANCE, with_work
 from gemini.planning.hardware import load_hardware
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
-from gemini.testing.policies import check_plan
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
+from tests.planning.policies import check_plan
 
 SIZES = ("--gpu", "24MiB", "--cpu", "64MiB", "--nvme", "200MB")
 

@@ -220,7 +220,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     world = make_world([14, 4], 18, home=Tier.NVME, precision=precision)
     chunk, other = world.chunks
     if precision == "fp16":
-        masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.spill)
+        masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.files)
         chunk.planes[WEIGHTS] = masters
     tile = world.mover.tile
     content = torch.arange(chunk.weights.numel) // 1000 % 200

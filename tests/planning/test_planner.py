@@ -16,8 +16,8 @@ from gemini.planning.plan import Plan, window_room
 from gemini.planning.planner import Planner, budgets_of, plan, pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import activation_bytes
-from gemini.testing.policies import check_plan
 from gemini.tiers import Boundary, MemoryBudget, Tier
+from tests.planning.policies import check_plan
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
 SMALL = decoder_trace(hidden=64, layers=12, tokens=64)

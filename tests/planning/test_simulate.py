@@ -17,8 +17,8 @@ from gemini.planning.simulate import SHARING, timeline_of
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
-from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
+from tests.planning.policies import check_plan
 
 
 def test_serial_step_is_the_sum_of_its_parts_on_a_gpu() -> None:

@@ -8,8 +8,8 @@ from traces import decoder_trace
 
 from gemini.errors import PlanMismatch
 from gemini.planning.planner import plan as make_plan
+from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.timeline import Track
-from gemini.testing.policies import FirstInFirstOut, LeastRecentlyUsed
 from gemini.tiers import Tier
 
 # ---- ranks ------------------------------------------------------------------------------------------------------

@@ -31,8 +31,8 @@ from gemini.planning.working import (
     device_tile_numel,
     staging_bytes,
 )
-from gemini.testing.policies import check_plan
 from gemini.tiers import Boundary, Tier
+from tests.planning.policies import check_plan
 
 GPU, CPU, NVME = Tier.GPU, Tier.CPU, Tier.NVME
 N = 4096

@@ -14,11 +14,11 @@ from gemini.planning.costs import Speeds
 from gemini.planning.hardware import machine
 from gemini.planning.plan import Plan, borrowable
 from gemini.planning.working import activations_at
-from gemini.testing.policies import check_plan
 from gemini.testing.standin import StandinDevice
 from gemini.tiers import Tier
 from gemini.train.setup import problem as setup
 from tests import models
+from tests.planning.policies import check_plan
 from tests.train.helpers import batch, train
 from tests.world import world_of
 

@@ -233,10 +233,10 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "transposed": (changed("exp_avg", lambda v: v[:, :16].t()), "'exp_avg'.*shape"),
     "flat": (changed("exp_avg_sq", lambda v: v.reshape(-1)), "'exp_avg_sq'.*shape"),
     "residual of floats": (changed("residual", lambda v: v.float()), "'residual'.*float32"),
-    "of sgd": (changed("momentum_buffer", lambda _: torch.zeros(32, 32)), "'momentum_buffer'.*SGD"),
-    "of nadam": (changed("mu_product", lambda _: torch.tensor(0.9)), "'mu_product'.*NAdam"),
-    "of adagrad": (changed("sum", lambda _: torch.zeros(32, 32)), "'sum'.*Adagrad"),
-    "of amsgrad": (changed("max_exp_avg_sq", lambda _: torch.zeros(32, 32)), "'max_exp_avg_sq'.*amsgrad"),
+    "of sgd": (changed("momentum_buffer", lambda _: torch.zeros(32, 32)), "'momentum_buffer'.*does not have"),
+    "of nadam": (changed("mu_product", lambda _: torch.tensor(0.9)), "'mu_product'.*does not have"),
+    "of adagrad": (changed("sum", lambda _: torch.zeros(32, 32)), "'sum'.*does not have"),
+    "of amsgrad": (changed("max_exp_avg_sq", lambda _: torch.zeros(32, 32)), "'max_exp_avg_sq'.*does not have"),
     "no dict": (lambda states: states.update({2: [1, 2]}), "is a list"),
 }
 

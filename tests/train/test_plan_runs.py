@@ -17,9 +17,9 @@ from gemini.planning.planner import plan as make_plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.traffic import by_name
-from gemini.testing.policies import check_plan
 from gemini.tiers import Tier
 from tests import models
+from tests.planning.policies import check_plan
 from tests.train.helpers import manage
 from tests.world import world_of
 

@@ -342,9 +342,13 @@ def test_a_state_dict_goes_into_another_optimizer(which: str) -> None:
     assert train(second, optimizers[1], range(2, 3), None) == plain["losses"][2:]
     assert_same(second, plain)
     kind = rule.spec.planes[0].kind
-    del state["state"][0][kind]
+    kept = state["state"][0].pop(kind)
     with pytest.raises(ValueError, match=f"the rule '{rule.spec.name}' has"):
         optimizers[1].load_state_dict(state)
+    for wrong, words in ((kept.to("meta"), "not a dense tensor"), (kept.view(-1)[1:], "shape"), (kept.long(), "int64")):
+        state["state"][0][kind] = wrong
+        with pytest.raises(ValueError, match=f"'{kind}' of .*{words}"):
+            optimizers[1].load_state_dict(state)
 
 
 @pytest.mark.parametrize("which", RULES)

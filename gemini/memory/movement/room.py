@@ -22,7 +22,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
 from gemini.memory.movement.foresight import Foresight
-from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
+from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
 from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
 
 # ---- room that activations lend to windows ---------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Room:
         """Memory that waits for a window, and that of enough of these windows; nothing if all are too little."""
         missing = self._missing(want)
         # Enough of them or none: windows that go without making the room are fetched again for nothing.
-        victims = self._policy.choose(candidates, missing) if missing else ()
+        victims = victims_of(self._policy, candidates, missing) if missing else ()
         if victims is None:
             return False
         for index in victims:

@@ -212,8 +212,8 @@ class Flights:
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
-        self._device, self._mover, self._spill = store.device, store.mover, store.spill
-        self._room = FlightRoom(store, staged=tier is Tier.NVME)
+        self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
+        self._room = FlightRoom(store, staged=self._file is not None)
         self._tier, self._computing = tier, store.device.tier
         self._transfers = store.transfers
         self.saving, self.restoring = store.transfers.open[Lane.OFFLOAD], store.transfers.open[Lane.RESTORE]
@@ -267,16 +267,16 @@ class Flights:
     def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
         """Copy what the tensor holds, and begin to move the copy."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        file, buffer, place = self._file, flight.buffer, offloaded.place
         transfers, working = self._transfers, Working(mover.watch.moved)
 
         def write() -> None:
-            assert spill is not None and buffer is not None
+            assert file is not None and buffer is not None
             with transfers.working("gemini::offload_activation", working), mover.about("activation", _SAVE):
                 # The buffer is whole when the device has copied into it.
                 flight.copies.wait()
-                with mover.crossing(Tier.CPU, Tier.NVME, num_bytes):
-                    spill.write(buffer, place)
+                with mover.crossing(Tier.CPU, file.tier, num_bytes):
+                    file.write(buffer, place)
 
         flight.run = write
         if computing is Tier.CPU:
@@ -397,16 +397,16 @@ class Flights:
 
     def _read_back(self, flight: Flight, offloaded: Offloaded) -> None:
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        file, buffer, place = self._file, flight.buffer, offloaded.place
         transfers, working = self._transfers, Working(mover.watch.moved)
         into = None if flight.on_device is None else _bytes(flight.on_device)
         free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
 
         def read() -> None:
-            assert spill is not None and buffer is not None
+            assert file is not None and buffer is not None
             with transfers.working("gemini::fetch_activation", working), mover.about("activation", _RESTORE):
-                with mover.crossing(Tier.NVME, Tier.CPU, num_bytes):
-                    spill.read(buffer, place)
+                with mover.crossing(file.tier, Tier.CPU, num_bytes):
+                    file.read(buffer, place)
                 if into is not None:
                     with mover.crossing(Tier.CPU, computing, num_bytes):
                         arrived = device.copy(

@@ -1,4 +1,4 @@
-"""Checkpointed activations in host memory or in the spill file, from forward to their recomputation.
+"""Checkpointed activations in host memory or in the file of a tier, from forward to their recomputation.
 
 Gradient checkpointing keeps the inputs of each checkpointed block for backward. With
 ``GeminiConfig(offload_activations=...)`` they leave the computing tier as they are saved and come back, the same bits,
@@ -56,7 +56,9 @@ class ActivationStore:
         """Whether anything of this has an effect."""
         self._tier = tier
         self._calls = calls
-        self._ledger, self._device, self._mover, self._spill = store.ledger, store.device, store.mover, store.spill
+        self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
+        self._file = None if tier is None else store.files.get(tier)
+        """Where they wait, of a tier that keeps files; else they wait in host buffers."""
         # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in store.chunks}
         self._is_open = False
@@ -64,7 +66,7 @@ class ActivationStore:
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
         self._slots: dict[int, int] = {}
-        """Bytes of what is taken of the spill file, by offset."""
+        """Bytes of what is taken of the file, by offset."""
         self.flights = Flights(store, tier) if store.transfers.beside and tier is not None else None
         self.synchronous = False
         """Move at once: for who looks at what is alive at every moment."""
@@ -175,14 +177,14 @@ class ActivationStore:
                     self.flights.take_back(flight)
             self.gone.popleft()
             assert self._tier is not None
-            if self._tier is Tier.NVME:
+            if self._file is not None:
                 self._give_back(place, num_bytes)
             self._ledger.release(self._tier, num_bytes, HOLDER)
 
     def _give_back(self, offset: int, num_bytes: int) -> None:
-        assert self._spill is not None
+        assert self._file is not None
         if self._slots.pop(offset, None) is not None:
-            self._spill.give_back(offset, num_bytes)
+            self._file.give_back(offset, num_bytes)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Replace what autograd saves by what is kept of it; runs for everything that is saved. What stays is detached:
@@ -239,7 +241,7 @@ class ActivationStore:
         num_bytes = in_pages(tensor.nbytes)
         assert self._tier is not None
         try:
-            if self._tier is Tier.NVME:
+            if self._file is not None:
                 self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
             # The object that gives the bytes back is there when they are taken.
             with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER, WELCOME):
@@ -259,29 +261,27 @@ class ActivationStore:
         return offloaded
 
     def _allocate(self, num_bytes: int) -> Any:
-        """A place: a host buffer, or an offset in the spill file."""
-        if self._tier is Tier.CPU:
+        """A place: a host buffer, or an offset in the file."""
+        if self._file is None:
             return self._device.make_host_buffer(num_bytes, zeroed=False)
-        assert self._spill is not None
-        offset = self._spill.allocate(num_bytes)
+        offset = self._file.allocate(num_bytes)
         self._slots[offset] = num_bytes
         return offset
 
     def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
         """Move the bytes there, here and now."""
         computing, num_bytes, place = self._device.tier, offloaded.num_bytes, offloaded.place
-        if self._tier is Tier.CPU:
+        if self._file is None:
             with self._mover.crossing(computing, Tier.CPU, num_bytes):
                 self._device.copy(place[: source.numel()], source, "offload").wait()
             return
-        assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
             staged = self._mover.scratch(1, torch.uint8, stop - start)
             part = source[start : min(stop, source.numel())]
             with self._mover.crossing(computing, Tier.CPU, stop - start):
                 self._device.copy(staged[: part.numel()], part, "offload").wait()
-            with self._mover.crossing(Tier.CPU, Tier.NVME, stop - start):
-                self._spill.write(staged, place + start)
+            with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
+                self._file.write(staged, place + start)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         """Bring back what autograd asks for, in the strides that it was saved with."""
@@ -305,15 +305,14 @@ class ActivationStore:
     def _read(self, packed: Offloaded, into: torch.Tensor) -> None:
         """Bring the bytes back, here and now."""
         num_bytes, computing = packed.num_bytes, self._device.tier
-        if self._tier is Tier.CPU:
+        if self._file is None:
             with self._mover.crossing(Tier.CPU, computing, num_bytes):
                 self._device.copy(into, packed.place[: into.numel()], "restore").wait()
             return
-        assert self._spill is not None
         for start, stop in self._pieces(num_bytes):
             staged = self._mover.scratch(1, torch.uint8, stop - start)
-            with self._mover.crossing(Tier.NVME, Tier.CPU, stop - start):
-                self._spill.read(staged, packed.place + start)
+            with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
+                self._file.read(staged, packed.place + start)
             part = into[start : min(stop, into.numel())]
             with self._mover.crossing(Tier.CPU, computing, stop - start):
                 self._device.copy(part, staged[: part.numel()], "restore").wait()

@@ -44,6 +44,7 @@ from gemini.train.modules.injected import refuse_injected
 from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamSet
+from gemini.train.step import run_alone
 
 
 def save_checkpoint(
@@ -91,6 +92,13 @@ def save_checkpoint(
         TypeError: if the scheduler, ``model.state_dict()`` or ``extra`` contains something else than plain values and
             dense tensors, by name. Nothing was written.
     """
+    return run_alone(_engine(model).state, _save, directory, model, optimizer, scheduler, extra, wait=wait)
+
+
+def _save(
+    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *,
+    wait: bool,
+) -> PendingCheckpoint:  # fmt: skip
     engine = _engine(model)
     with Attempt() as attempt:
         final = place_of(directory)
@@ -173,7 +181,7 @@ def load_checkpoint(
             if the model does not take the buffers and extra state that were saved. Nothing was changed.
     """
     with ExitStack() as using:
-        return _load(directory, model, optimizer, scheduler, using)
+        return run_alone(_engine(model).state, _load, directory, model, optimizer, scheduler, using)
 
 
 def _load(

@@ -121,6 +121,14 @@ class Calls:
         stack = self.running.get(threading.get_ident()) or self._reading
         return stack[-1] if stack else None
 
+    def thread_of(self, record: CallRecord) -> int | None:
+        """Return the thread whose running forward a call is part of, if it is part of one."""
+        # Copies: other threads end their calls meanwhile.
+        for thread, stack in list(self.running.items()):
+            if any(call is record or call.is_around(record) for call in list(stack)):
+                return thread
+        return None
+
     def is_inside_another(self, module: nn.Module) -> bool:
         """Whether the innermost call of a forward in this thread is one of another module."""
         stack = self.running.get(threading.get_ident())

@@ -11,6 +11,7 @@ and autocast does not. Inputs of the whole are cast as FSDP2's policy casts them
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass, replace
@@ -250,18 +251,20 @@ def _autocast_casts(module: nn.Module, args: Any) -> bool:
 
 def _in_fp32(module: nn.Module, dtype: torch.dtype) -> list[Any]:
     """Let ``module`` compute in fp32 whatever it is given; norms and embeddings hand on what the rest computes in."""
-    was_cast = False  # the inputs of the last call, which in a recomputation may have no end
+    # By thread, since several may evaluate: whether the inputs of its last call were cast. In a recomputation one may
+    # have no end.
+    was_cast: dict[int, bool] = {}
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        nonlocal was_cast
         # Outputs are cast back only if inputs were cast: a caller that computes in fp32 itself goes on in fp32.
         given = cast_floats((args, kwargs), torch.float32)
-        was_cast = given[0] is not args or given[1] is not kwargs
-        return given if was_cast else None
+        casts = was_cast[threading.get_ident()] = given[0] is not args or given[1] is not kwargs
+        return given if casts else None
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        return cast_floats(output, dtype) if was_cast or is_embedding else None
+        casts = was_cast.get(threading.get_ident(), False)
+        return cast_floats(output, dtype) if casts or is_embedding else None
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True)]
     is_norm = "norm" in type(module).__name__.lower() and not any(True for _ in module.children())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,27 +51,18 @@ def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
     return values
 
 
-def told_to_all(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A method of an optimizer that calls :func:`agree_on_state`: what it raises before that is told to all ranks."""
-
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def told(self: Any, *args: Any, **kwargs: Any) -> Any:
-            stepping = _stepping_of(self)
-            if stepping is None:
-                return method(self, *args, **kwargs)
-            # If the method has met the other ranks, they have heard of it: a second meeting would wait for ever.
-            before = stepping.company.num_meetings
-            try:
-                return method(self, *args, **kwargs)
-            except Exception as e:
-                if stepping.company.num_meetings == before:
-                    stepping.company.agree(Point.LOAD_OPTIMIZER, doing, refusal=e)
-                raise
-
-        return told
-
-    return decorate
+@contextmanager
+def told_to_all(optimizer: Any, doing: str) -> Iterator[None]:
+    """What is raised in the block, before :func:`agree_on_state`, is told to all ranks."""
+    stepping = _stepping_of(optimizer)
+    before = 0 if stepping is None else stepping.company.num_meetings
+    try:
+        yield
+    except Exception as e:
+        # If the block has met the other ranks, they have heard of it: a second meeting would wait for ever.
+        if stepping is not None and stepping.company.num_meetings == before:
+            stepping.company.agree(Point.LOAD_OPTIMIZER, doing, refusal=e)
+        raise
 
 
 def _stepping_of(optimizer: Any) -> Stepping | None:

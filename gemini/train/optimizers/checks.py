@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.planning.planes import shapes_of
-from gemini.rules import UpdateRule, is_decoupled
+from gemini.rules import ADAM, LARGEST, UpdateRule, is_decoupled, number_of
 from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
@@ -39,41 +39,12 @@ _OF_OTHERS = (
 """What other optimizers of torch interpret, whatever its value."""
 _OF_TORCH = frozenset({"foreach", "maximize", "capturable", "differentiable"})
 """Keys that groups of torch's optimizers have; those of its Adam and AdamW have ``amsgrad`` too."""
-_INSTEAD = {
-    "adamw_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    "adam_w_mode": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    "decoupled_weight_decay": "write decoupled=True for AdamW, decoupled=False for Adam with L2",
-    **dict.fromkeys(("amsgrad", "differentiable", "bias_correction", "capturable"), "leave it out"),
-    **dict.fromkeys(("foreach", "fused"), "leave it out: chunks are updated by one kernel each"),
-    "maximize": "negate the loss",
-}
-"""Arguments of other Adams, and what is to be written."""
-_LARGEST = torch.finfo(torch.float32).max
-
-
-def refuse_options(given: Mapping[str, Any]) -> None:
-    """Refuse arguments that ``HybridAdam`` does not take.
-
-    Raises:
-        TypeError: naming the first of them, and what to write.
-    """
-    for name in given:
-        instead = _INSTEAD.get(name, "it takes params, lr, betas, eps, weight_decay, decoupled and step_in_backward")
-        raise TypeError(f"HybridAdam has no option {name}=: {instead}")
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
 
 RESIDUAL_OF = "residual_of"
 """A state: the CRC-32 of the bf16 weights that "residual" completes, so that it completes these and no others."""
-STATES = frozenset({"step", "exp_avg", "exp_avg_sq", "residual", RESIDUAL_OF, "master"})
-_STATES_OF = {
-    "momentum_buffer": "SGD, RMSprop or Muon", "square_avg": "RMSprop or Adadelta", "acc_delta": "Adadelta",
-    "grad_avg": "RMSprop", "sum": "Adagrad", "exp_inf": "Adamax", "mu_product": "NAdam", "prev": "Rprop",
-    "step_size": "Rprop", "ax": "ASGD", "eta": "ASGD", "mu": "ASGD", "row_var": "Adafactor", "col_var": "Adafactor",
-    "variance": "Adafactor", "max_exp_avg_sq": "Adam with amsgrad=True", "state1": "an 8-bit optimizer",
-    "state2": "an 8-bit optimizer", "d": "LBFGS", "t": "LBFGS",
-}  # fmt: skip
 
 
 def check_group(group: Group, what: str) -> None:
@@ -83,23 +54,10 @@ def check_group(group: Group, what: str) -> None:
         TypeError: for a value that is no number.
         ValueError: for one out of range or missing, and for a key of rule 2.
     """
-    for key in ("lr", "betas", "eps", "weight_decay"):
-        if key not in group:
-            raise ValueError(f"{what} has no {key!r}, which every update needs")
-    for key in ("lr", "eps", "weight_decay"):
-        value = _number(group[key], f"{key} of {what}")
-        if not 0 <= value <= _LARGEST:
-            raise ValueError(f"{key} of {what} must be a finite number and not negative, got {group[key]}")
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas!r}")
-    if not all(0 <= _number(beta, f"betas of {what}") < 1 for beta in betas):
-        raise ValueError(f"betas of {what} must be two numbers in [0, 1), got {betas}")
-    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
-        raise ValueError(f"betas of {what} must be two floats or two tensors, as torch has them, got {betas}")
     decoupled = is_decoupled(group)
-    if not isinstance(decoupled, bool):
-        raise TypeError(f"decoupled of {what} must be True (AdamW) or False (Adam), got {decoupled!r}")
+    ADAM.check_group({**group, "decoupled": decoupled}, what)
+    if len({isinstance(beta, torch.Tensor) for beta in group["betas"]}) > 1:
+        raise ValueError(f"betas of {what} must be two floats or two tensors, as torch has them, got {group['betas']}")
     # torch's name for the same; without weight decay both ways are one.
     meant = group.get("decoupled_weight_decay", decoupled)
     if meant is not None and bool(meant) is not decoupled and float(group["weight_decay"]) != 0:
@@ -124,47 +82,7 @@ def _is_same(value: Any, neutral: Any) -> bool:
         return False
 
 
-def _number(value: Any, what: str) -> float:
-    """A real number, also as a tensor of one element.
-
-    Raises:
-        TypeError: for anything else.
-    """
-    if isinstance(value, torch.Tensor):
-        if value.numel() == 1 and not value.is_complex():
-            return float(value)
-    elif not isinstance(value, (str, bytes, bool)):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-    raise TypeError(f"{what} must be a number, or a tensor of one, got {shown}")
-
-
 # ---- a state that is loaded ------------------------------------------------------------------------------------------
-
-
-def check_loaded(own: list[dict[str, Any]], state_dict: Any) -> None:
-    """Refuse a state dict that is not one of HybridAdam, ``torch.optim.AdamW`` or (with L2) ``torch.optim.Adam``.
-
-    A state that was saved by a torch without ``decoupled_weight_decay`` in its groups (before 2.7) does not say which
-    of the last two it is of; it is taken for what the optimizer is.
-
-    Args:
-        own: the optimizer's groups.
-        state_dict: what is to be loaded.
-
-    Raises:
-        ValueError, TypeError: naming the param and the key.
-    """
-    check_layout(own, state_dict)
-    saved, states = state_dict["param_groups"], state_dict["state"]
-    for number, (group, mine) in enumerate(zip(saved, own, strict=True)):
-        _check_loaded_group(group, mine, f"group {number} of the loaded state")
-    for key, param, name in _params_of(own, saved):
-        if key in states:
-            _check_states(states[key], param, name)
 
 
 def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
@@ -199,7 +117,7 @@ def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
 
 
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
-    """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts.
+    """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts; of Adam values too.
 
     Raises:
         ValueError, TypeError: naming the param and the key.
@@ -208,29 +126,40 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
         state = state_dict["state"].get(key)
         if not isinstance(state, Mapping | None):
             raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
-        if not state:
-            continue  # it has had no update
-        factors = shapes_of(rule.spec.factors, param.shape)
-        # All of the rule's, and beside them only what completes the weights.
-        wanted = {"step", *factors, *(spec.kind for spec in rule.spec.planes)}
-        if not wanted <= state.keys() <= wanted | {"residual", RESIDUAL_OF, "master"}:
-            raise ValueError(
-                f"the loaded state of {name!r} has {sorted(state)}, and the rule {rule.spec.name!r} has "
-                f"{sorted(wanted)}"
-            )
-        _check_step(state, name)
-        _check_residual_of(state, name)
-        for spec in rule.spec.planes:
-            shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
-            # A state dict has one number where the plane has it for every block.
-            shape = torch.Size() if spec.kind in rule.uniform else shape
-            value = state[spec.kind]
-            if not isinstance(value, torch.Tensor) or (str(value.dtype), value.shape) != (f"torch.{spec.dtype}", shape):
-                raise ValueError(f"{spec.kind!r} of {name!r} is not {spec.dtype} {tuple(shape)} in the loaded state")
-        for kind, wanted_shape in factors.items():
-            value = state[kind]
-            if not isinstance(value, torch.Tensor) or value.dtype is not torch.float32 or value.shape != wanted_shape:
-                raise ValueError(f"{kind!r} of {name!r} is not float32 {wanted_shape} in the loaded state")
+        if state:  # else it has had no update
+            _check_state(rule, state, param, name)
+            if rule == ADAM:
+                _check_moments(state, name)
+
+
+def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
+    factors = shapes_of(rule.spec.factors, param.shape)
+    wanted = ["step", *(spec.kind for spec in rule.spec.planes), *factors]
+    # What completes the weights may stand beside them.
+    strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
+    missing = [key for key in wanted if key not in state]
+    those = f"the rule {rule.spec.name!r} has {', '.join(map(repr, wanted))}"
+    if missing:
+        names = " and no ".join(map(repr, missing))
+        raise ValueError(f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}")
+    if strange:
+        raise ValueError(
+            f"the loaded state of {name!r} has {strange[0]!r}, which {rule.spec.name} does not have: {those}"
+        )
+    _step_of(state, name)
+    if RESIDUAL_OF in state:
+        checksum = number_of(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
+        if not (0 <= checksum < 2**32 and checksum == int(checksum)):
+            raise ValueError(f"{RESIDUAL_OF!r} of {name!r} is {checksum:g} in the loaded state: wanted a CRC-32")
+    tensors = {"residual": (param.shape, "int16"), "master": (param.shape, "float32")}
+    for spec in rule.spec.planes:
+        shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
+        # A state dict has one number where the plane has it for every block.
+        tensors[spec.kind] = torch.Size() if spec.kind in rule.uniform else shape, spec.dtype
+    tensors.update({kind: (torch.Size(shape), "float32") for kind, shape in factors.items()})
+    for kind, (shape, dtype) in tensors.items():
+        if kind in state:
+            _check_tensor(state[kind], shape, dtype, f"{kind!r} of {name!r}")
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
@@ -243,7 +172,15 @@ def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple))
 
 
-def _check_loaded_group(group: Group, mine: Group, what: str) -> None:
+def check_loaded_group(group: Group, mine: Group, what: str) -> None:
+    """Refuse a group that is not one of HybridAdam, ``torch.optim.AdamW`` or (with L2) ``torch.optim.Adam``.
+
+    A state that was saved by a torch without ``decoupled_weight_decay`` in its groups (before 2.7) does not say which
+    of the last two it is of; it is taken for what the optimizer is.
+
+    Raises:
+        ValueError, TypeError: naming what is wrong in it.
+    """
     # torch's Adam and AdamW always have "amsgrad", other optimizers never.
     if "decoupled" not in group and "amsgrad" not in group and group.keys() & _OF_TORCH:
         raise ValueError(
@@ -272,75 +209,45 @@ def check_decay(group: Group, mine: Group, what: str) -> None:
         )
 
 
-def _check_states(state: Any, param: nn.Parameter, name: str) -> None:
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
-    if not state:
-        return  # it has had no update
-    for key in state:
-        if key not in STATES:
-            whose = f": it is of {_STATES_OF[key]}" if key in _STATES_OF else ""
-            raise ValueError(
-                f"the loaded state of {name!r} has {key!r}, which Adam does not have{whose}. Wanted are 'step', "
-                "'exp_avg' and 'exp_avg_sq'"
-            )
-    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
-    if missing:
-        raise ValueError(
-            f"the loaded state of {name!r} has no {' and no '.join(map(repr, missing))}, only {sorted(state)}"
-        )
-    step = _check_step(state, name)
+def _check_moments(state: Mapping[str, Any], name: str) -> None:
+    """Refuse values that no update by Adam can have left."""
     for key in ("exp_avg", "exp_avg_sq", "master"):
-        if key in state:
-            lowest, highest = _range_of(state[key], param, name, key)
-            if key == "exp_avg_sq" and lowest < 0:
-                raise ValueError(
-                    f"'exp_avg_sq' of {name!r} is negative ({lowest:g}) in the loaded state: it is a square"
-                )
-            if key != "master" and step == 0 and (lowest, highest) != (0, 0):
-                raise ValueError(f"{key!r} of {name!r} is not 0 in the loaded state, and its 'step' is 0")
-    if "residual" in state:
-        _check_tensor(state["residual"], param, name, "residual")
-        if state["residual"].dtype is not torch.int16:
-            raise ValueError(f"'residual' of {name!r} is {state['residual'].dtype} in the loaded state, wanted int16")
-    _check_residual_of(state, name)
+        if key not in state:
+            continue
+        lowest, highest = _range_of(state[key], f"{key!r} of {name!r}")
+        if key == "exp_avg_sq" and lowest < 0:
+            raise ValueError(f"'exp_avg_sq' of {name!r} is negative ({lowest:g}) in the loaded state: it is a square")
+        if key != "master" and _step_of(state, name) == 0 and (lowest, highest) != (0, 0):
+            raise ValueError(f"{key!r} of {name!r} is not 0 in the loaded state, and its 'step' is 0")
 
 
-def _check_residual_of(state: Mapping[str, Any], name: str) -> None:
-    if RESIDUAL_OF in state:
-        value = _number(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
-        if not (0 <= value < 2**32 and value == int(value)):
-            raise ValueError(f"{RESIDUAL_OF!r} of {name!r} is {value:g} in the loaded state: wanted a CRC-32")
-
-
-def _check_step(state: Mapping[str, Any], name: str) -> float:
-    step = _number(state["step"], f"'step' of {name!r}")
+def _step_of(state: Mapping[str, Any], name: str) -> float:
+    step = number_of(state["step"], f"'step' of {name!r}")
     if not (0 <= step < 2**53 and step == int(step)):
         raise ValueError(f"'step' of {name!r} is {step:g} in the loaded state: wanted a whole number, not negative")
     return step
 
 
-def _range_of(value: Any, param: nn.Parameter, name: str, key: str) -> tuple[float, float]:
+def _range_of(value: torch.Tensor, what: str) -> tuple[float, float]:
     """The smallest and the largest element; 0 without any."""
-    _check_tensor(value, param, name, key)
-    if not value.is_floating_point():
-        raise ValueError(f"{key!r} of {name!r} is {value.dtype} in the loaded state, wanted a float dtype")
     if value.numel() == 0:
         return 0.0, 0.0
     # One pass for range and finiteness: NaN makes both ends NaN, and no comparison with it holds.
     lowest, highest = (float(end) for end in torch.aminmax(value.detach().float()))
-    if not (-_LARGEST <= lowest and highest <= _LARGEST):
-        raise ValueError(f"{key!r} of {name!r} holds inf or NaN in the loaded state (or is no fp32 number)")
+    if not (-LARGEST <= lowest and highest <= LARGEST):
+        raise ValueError(f"{what} holds inf or NaN in the loaded state (or is no fp32 number)")
     return lowest, highest
 
 
-def _check_tensor(value: Any, param: nn.Parameter, name: str, key: str) -> None:
+def _check_tensor(value: Any, shape: torch.Size, dtype: str, what: str) -> None:
+    """Refuse what is no dense tensor of that shape and dtype; fp32 is made of any float dtype."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
-        raise ValueError(f"{key!r} of {name!r} is not a dense tensor with values in the loaded state: {type(value)}")
-    if value.shape != param.shape:
-        raise ValueError(
-            f"{key!r} of {name!r} has shape {tuple(value.shape)} in the loaded state, wanted {tuple(param.shape)}"
-        )
+        raise ValueError(f"{what} is not a dense tensor with values in the loaded state: {type(value)}")
+    if value.shape != shape:
+        raise ValueError(f"{what} has shape {tuple(value.shape)} in the loaded state, wanted {tuple(shape)}")
+    if not value.is_floating_point() if dtype == "float32" else str(value.dtype) != f"torch.{dtype}":
+        wanted = "a float dtype" if dtype == "float32" else dtype
+        raise ValueError(f"{what} is {value.dtype} in the loaded state, wanted {wanted}")
 
 
 def loaded_group(saved: Group, mine: Group) -> dict[str, Any]:

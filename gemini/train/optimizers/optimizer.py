@@ -152,8 +152,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         checks.check_layout(self.param_groups, state_dict)
         for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            self.check_group({**mine, **group}, f"group {number} of the loaded state")
+            self._check_loaded_group(group, mine, f"group {number} of the loaded state")
         checks.check_states(self.rule, self.param_groups, state_dict)
+
+    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
+        self.check_group({**mine, **group}, what)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -342,23 +345,23 @@ class HybridOptimizer(torch.optim.Optimizer):
         for then in self._optimizer_load_state_dict_post_hooks.values():
             then(self)
 
-    @told_to_all("optimizer.load_state_dict")
     @without_grad
     def _load(self, state_dict: dict[str, Any], hooks: Iterable[Callable[..., Any]] = ()) -> None:
-        states_of.check_owned(self, self._handles())
-        for hook in hooks:
-            changed = hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        params = self._params()
-        # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
-        self._check_loaded(state_dict)
-        saved = state_dict["param_groups"]
-        keys = chain.from_iterable(group["params"] for group in saved)
-        states = [dict(state_dict["state"].get(key, {})) for key in keys]
-        handles = [handle_of(param) for param in params]
-        states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
-        # The last look before the first change: ranks with other states go on as they were.
-        agree_on_state(self, state_dict)
+        with told_to_all(self, "optimizer.load_state_dict"):
+            states_of.check_owned(self, self._handles())
+            for hook in hooks:
+                changed = hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+            params = self._params()
+            # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
+            self._check_loaded(state_dict)
+            saved = state_dict["param_groups"]
+            keys = chain.from_iterable(group["params"] for group in saved)
+            states = [dict(state_dict["state"].get(key, {})) for key in keys]
+            handles = [handle_of(param) for param in params]
+            states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
+            # The last look before the first change: ranks with other states go on as they were.
+            agree_on_state(self, state_dict)
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
             for param, handle, state in zip(params, handles, states, strict=True):
@@ -435,7 +438,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
         for param in self._params():
             handle = handle_of(param)
-            if handle is not None and param in self.state:
+            if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.
@@ -516,9 +519,7 @@ class HybridAdam(HybridOptimizer):
         decoupled: bool = rules.ADAM.defaults["decoupled"],
         step_in_backward: bool = False,
         speculate: bool | None = None,
-        **unknown: Any,
     ):
-        checks.refuse_options(unknown)
         super().__init__(
             params,
             rules.ADAM,
@@ -534,8 +535,8 @@ class HybridAdam(HybridOptimizer):
     def check_group(self, group: Group, what: str) -> None:
         checks.check_group(group, what)
 
-    def _check_loaded(self, state_dict: Any) -> None:
-        checks.check_loaded(self.param_groups, state_dict)
+    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
+        checks.check_loaded_group(group, mine, what)
 
 
 def _is_same(group: Group, checked: Group) -> bool:

@@ -26,6 +26,7 @@ from gemini.ranks.agree import Facts, value_facts
 from gemini.ranks.agreement import Point
 from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
+from gemini.train.step import StepState, alone
 
 
 class WholeValues(Protocol):
@@ -60,12 +61,13 @@ class ByName:
     """
 
     def __init__(
-        self, handles: list[ParamHandle], store: ChunkStore, *,
+        self, handles: list[ParamHandle], store: ChunkStore, state: StepState, *,
         observers: WriteObservers, company: WholeValues,
         slices: SliceValues | None = None, all_agree: bool = False,
     ):  # fmt: skip
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._company, self._slices = company, slices
+        self.state = state
         self.agree = company.agree
         self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
@@ -89,6 +91,7 @@ class ByName:
     def __iter__(self):  # type: ignore[no-untyped-def]
         return iter(self._handles)
 
+    @alone
     def read(self, handle: ParamHandle, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Copy the full weights to the CPU, in the dtype that modules read; ``torch.float32`` gives the exact master.
         Codes are bytes in any case.
@@ -146,11 +149,13 @@ class ByName:
         self.read_into(handle, kind, out)
         return out
 
+    @alone
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """Do that into a flat host tensor of the plane's dtype. All ranks read together, or serve one that does."""
         handle.chunk.settle()
         self._company.read_into(handle, kind, out)
 
+    @alone
     def write(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Make ``value`` (the param's shape; any float dtype, bytes of codes) the master, exactly. A gathered copy is
         dropped.
@@ -244,6 +249,7 @@ class ByName:
         waiting.met |= total == waiting.of
         return waiting.residual if total == waiting.of and whole else None
 
+    @alone
     def overwrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Write as a program does it, on every rank: ``param.copy_(value)``, which is how torch loads a state.
 
@@ -252,6 +258,7 @@ class ByName:
         """
         self._on_all(handle, value, self.write)
 
+    @alone
     def rewrite(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Take over what a program has made of :meth:`read`, on every rank: ``param.mul_(2)``. Elements that it changed
         become the master exactly, others keep theirs.
@@ -288,6 +295,7 @@ class ByName:
         finally:
             self._deferred = before
 
+    @alone
     def read_plane(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor | None:
         """Read a param in a plane, in its shape (flat, where a plane has one item for many elements); None if its chunk
         has no such plane.
@@ -297,6 +305,7 @@ class ByName:
         whole = self._whole(handle, kind)
         return whole.view(handle.own_shape) if handle.chunk.planes[kind].block == 1 else whole
 
+    @alone
     def write_plane(self, handle: ParamHandle, kind: PlaneKind, value: torch.Tensor) -> None:
         """Overwrite a param's part of a plane.
 

@@ -10,7 +10,7 @@ the weights first. Elements that such a write changed have no residual any more,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import take_in, undo_writes
 from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.step import ALIVE, StepState
 
 
 class Gathering:
@@ -35,11 +36,11 @@ class Gathering:
     """
 
     def __init__(
-        self, by_names: ByName, store: ChunkStore, observers: WriteObservers, *,
+        self, by_names: ByName, store: ChunkStore, state: StepState, observers: WriteObservers, *,
         opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
     ):  # fmt: skip
         self._by_names, self._manager, self._observers = by_names, store.manager, observers
-        self._opened = opened
+        self._opened, self._occupancy = opened, state.occupancy
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -51,12 +52,14 @@ class Gathering:
         chunks = list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())
         begun = list[Chunk]()
         before: dict[str, torch.Tensor] = {}
-        if write:
-            # Before the copies: an update in flight still changes weights that are in place.
-            for chunk in chunks:
-                chunk.settle()
-            before = _copies_of(handles)
+        is_first = write and not self._occupancy.is_own
         try:
+            if write:
+                self._occupancy.begin_alone(ALIVE)
+                # Before the copies: an update in flight still changes weights that are in place.
+                for chunk in chunks:
+                    chunk.settle()
+                before = _copies_of(handles)
             # A checkpoint that is being written has these chunks first: `before_write` waits for it.
             with self._opened(chunks):
                 if write:
@@ -66,8 +69,7 @@ class Gathering:
                 # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
-                    with torch.no_grad() if write else nullcontext():  # torch allows writes to weights only there
-                        yield
+                    yield from _no_grad() if write else (None,)  # torch allows writes to weights only there
                     if write:
                         # Before any master changes, on every rank.
                         self._check_same_on_all(handles)
@@ -93,6 +95,8 @@ class Gathering:
                     # Only those that were announced: observers count beginnings and ends.
                     for chunk in begun:
                         self._observers.after_write(chunk)
+            if is_first:
+                self._occupancy.end_alone(ALIVE)
 
     def _check_same_on_all(self, handles: list[ParamHandle]) -> None:
         """Refuse, before any master changes, what was not written alike on every rank.
@@ -143,6 +147,16 @@ class Rewriting:
                     self._by_names.take_over(handle, before.get(handle.name))
             for chunk in resident_chunks(handles):
                 self._observers.after_write(chunk)
+
+
+def _no_grad() -> Iterator[None]:
+    """Yield once, with autograd off meanwhile: as ``torch.no_grad()``, which an interrupt in itself may leave on."""
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        yield
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 def handles_of(params: Iterable[nn.Parameter]) -> tuple[ParamHandle, ...]:

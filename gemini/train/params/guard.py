@@ -156,6 +156,8 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Go through steps 2 to 6 of :class:`ManagedParameter`: their order is what decides."""
     params = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ManagedParameter)]
     handles: list[ParamHandle] = [param._gemini for param in params]  # type: ignore[attr-defined]
+    if not handles:  # another thread has begun a forward since torch came here: they are ordinary ones
+        return func(*args, **kwargs)
     for owner in map(owner_of, handles):
         # Whichever thread computes: another one that reads meanwhile has its weights gathered as well.
         if owner.state.computing:  # params of another model are met again in the call that follows

@@ -35,6 +35,10 @@ def refuse_deleted() -> NoReturn:
     raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
 
 
+def _nobody() -> None:
+    """Say that no backward runs."""
+
+
 class BackwardPass:
     """Takes what autograd tells, and keeps account of gradients until they are used.
 
@@ -53,8 +57,25 @@ class BackwardPass:
         self.probe: Probe | None = None
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
+        self._over: partial[None] | None = None
+        """What autograd will call at the end of the backward that is about to begin."""
+        self._works: Callable[[], Any] = _nobody
+        """Whether the backward that has begun last, alone, is running still: autograd keeps that for as long."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
+
+    def be_alone(self, record: CallRecord | None = None) -> None:
+        """Wait for forwards of other threads, before the lock is taken: they end under it.
+
+        Args:
+            record: of the call whose backward begins. A forward that it is part of waits for this backward.
+        """
+        if self._state.in_backward or self._state.occupancy.is_own:
+            return
+        around = None if record is None else self._calls.thread_of(record)
+        self._over = over = partial(self._is_over)
+        self._works = weakref.ref(over)
+        self._state.occupancy.begin_alone(self._works, around)
 
     def begin(self) -> None:
         """Enter the backward phase: a gradient is about to flow into the model. Called under the lock.
@@ -77,13 +98,15 @@ class BackwardPass:
             chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
         # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
         # off never calls it, and Recovery ends the phase.
-        torch.autograd.Variable._execution_engine.queue_callback(self._is_over)
+        over, self._over = self._over or partial(self._is_over), None
+        torch.autograd.Variable._execution_engine.queue_callback(over)
         if self._activations.offloads:
             self._activations.begin_backward()
 
     @own_work
     def begin_of(self, record: CallRecord) -> None:
         """Gather what the backward of one call reads, and let go of calls that are over."""
+        self.be_alone(record)
         with self._lock:
             self.begin()
             if self._moves:
@@ -125,8 +148,11 @@ class BackwardPass:
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
-        # Last, for it may raise (a write inside backward): the phase has ended by then.
-        self._exposure.rest_if_idle()
+        try:
+            # For it may raise (a write inside backward): the phase has ended by then.
+            self._exposure.rest_if_idle()
+        finally:
+            self._state.occupancy.end_alone(self._works)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -164,6 +190,7 @@ class BackwardPass:
     @own_work
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
+        self.be_alone()
         with self._lock:
             self.begin()
             if not self._state.takes_gradients:
@@ -184,6 +211,7 @@ class BackwardPass:
     @own_work
     def _leave(self, handle: ParamHandle) -> None:
         """Count a gradient that arrives and is not kept (a probe has taken it)."""
+        self.be_alone()
         with self._lock:
             self.begin()
             chunk = handle.chunk
@@ -339,11 +367,13 @@ class Recovery:
         """End what was under way, if anything is; nothing if a backward is running in this thread.
 
         It also runs where all is in order (a second forward before the backward of the first), so each part of it
-        leaves alone what nobody has interrupted.
+        leaves alone what nobody has interrupted; and all of it waits for another time while other threads are at work.
         """
+        if self._state.num_open and torch._C._current_graph_task_id() == -1:
+            self._state.occupancy.if_alone(self._forget)
+
+    def _forget(self) -> None:
         state = self._state
-        if not state.num_open or torch._C._current_graph_task_id() != -1:
-            return
         # A Ctrl-C that waits for updates inside backward would wait for a backward that is gone.
         WHOLE.let_go()
         self._forward.abandon()

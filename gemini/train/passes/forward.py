@@ -35,8 +35,8 @@ class ForwardPass:
         self._saved_weights, self._activations = parts.saved_weights, parts.activations
         self._updates, self._trained, self._company = parts.updates, trained, parts.company
         self._moves = parts.store.moves
-        self._transformed: list[Chunk] = []
-        """Chunks, each acquired once, that ``torch.func`` may still read."""
+        self._transformed: dict[int, list[Chunk]] = {}
+        """By thread: chunks, each acquired once, that its ``torch.func`` may still read."""
 
     # ---- calls of modules ---------------------------------------------------------------------------------------
 
@@ -169,17 +169,25 @@ class ForwardPass:
         with self._lock, without_transforms():
             if not self._transformed:
                 self._state.num_open += 1  # it ends without telling
+            kept = self._transformed.setdefault(threading.get_ident(), [])
             for chunk in chunks:
-                if chunk not in self._transformed:
+                if chunk not in kept:
                     self._manager.acquire(chunk)
-                    self._transformed.append(chunk)
+                    kept.append(chunk)
 
     def let_go_of_transformed(self) -> None:
-        """Release what was kept for transforms, which do not tell when they end, unless one runs in this thread."""
-        if self._transformed and innermost_transform() is None:
-            chunks, self._transformed = self._transformed, []
-            for chunk in chunks:
-                self._manager.release(chunk)
+        """Release what was kept for transforms, which do not tell when they end: this thread's, unless one runs in it,
+        and that of threads that ended.
+        """
+        if not self._transformed:
+            return
+        with self._lock:
+            going = self._transformed.keys() - {thread.ident for thread in threading.enumerate()}
+            if innermost_transform() is None:
+                going.add(threading.get_ident())
+            for thread in going:
+                for chunk in self._transformed.pop(thread, []):
+                    self._manager.release(chunk)
 
     # ---- reads by others ----------------------------------------------------------------------------------------
 

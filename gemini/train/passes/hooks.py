@@ -385,6 +385,8 @@ def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
     ref, own = weakref.ref(passes), weakref.ref(scaling)
 
     def begin() -> None:
-        passes_of(ref).backward.begin()
+        backward = passes_of(ref).backward
+        backward.be_alone()
+        backward.begin()
 
     return map_tensors(output, lambda t: ScaleGradient.apply(t, own, begin) if t.dim() == 0 and t.requires_grad else t)

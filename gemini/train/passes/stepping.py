@@ -30,6 +30,7 @@ from gemini.train.params.owner import owner_of
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.parts import Parts
 from gemini.train.sharding.step_sync import facts_of_step
+from gemini.train.step import alone
 from gemini.train.update.tiles import ParamUpdate
 
 
@@ -118,6 +119,7 @@ class Stepping:
                 + ("" if scaled else ', or use GeminiConfig(gradients="transient")')
             )
 
+    @alone
     def clip_grad_norm(
         self, max_norm: float, handles: list[ParamHandle] | None, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -183,6 +185,7 @@ class Stepping:
         self.state.clip_on_device(clip)
         return clip.norm.float().view(())
 
+    @alone
     def find_nonfinite(self, handles: list[ParamHandle]) -> bool:
         """Tell ``GradScaler.unscale_`` whether these gradients, scaled by a scaler, hold inf or NaN.
 
@@ -192,6 +195,7 @@ class Stepping:
         self.scaling.check_scaled()
         return not math.isfinite(self._gradients.norms.total_sum(handles))
 
+    @alone
     def settle(self) -> None:
         """Make ready for a look at gradients: no interrupted pass is left, and ranks have what all of them have."""
         self._recovery.forget_interrupted()
@@ -230,11 +234,13 @@ class Stepping:
             # The sums of the measured gradients would else count as gradients that wait.
             self._backward.discard()
 
+    @alone
     def discard(self, handles: list[ParamHandle] | None = None, *, to_zero: bool = False) -> None:
         """Forget these gradients, or all; zeros may take their place."""
         self._recovery.forget_interrupted()
         self._backward.discard(handles, leftover=Leftover.ZEROS if to_zero else Leftover.NOTHING)
 
+    @alone
     def skip(self, handles: list[ParamHandle]) -> None:
         """Forget these gradients, in place of a step with them."""
         self._recovery.forget_interrupted()
@@ -243,6 +249,7 @@ class Stepping:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
+    @alone
     def begin_step(self, optimizer: Stepper) -> None:
         """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
 
@@ -268,6 +275,7 @@ class Stepping:
             )  # fmt: skip
             self._slices.compare(facts)
 
+    @alone
     def step(
         self, handles: list[ParamHandle], groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable],
@@ -368,12 +376,14 @@ class Stepping:
             by_chunk.setdefault(handle.chunk.spec.index, []).append(ParamUpdate(handle, known[key]))
         return by_chunk
 
+    @alone
     def restored(self) -> None:
         """Drop what belongs to masters and states of before: they are those of a checkpoint now."""
         self.discard()
         self.state.mark_restored()
         self._store.manager.drop(self._store.chunks)
 
+    @alone
     def end_step(self) -> None:
         """End an optimizer step: what moved since the last one is what the report shows."""
         # Gradients that this step has not used (another optimizer's) keep their clipping; later ones are not clipped by

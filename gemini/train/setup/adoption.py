@@ -234,7 +234,7 @@ class TrainedParams:
         planes = {}
         for kind, spec in missing.items():
             with store.ledger.reserving(tier, spec.page_bytes(numel), kind):
-                planes[kind] = make_plane(spec, numel, tier, store.device, store.spill)
+                planes[kind] = make_plane(spec, numel, tier, store.device, store.files)
         for handle in self._params.by_chunk[chunk.spec.index]:
             num_bytes = factor_bytes(self._rule.factors, tuple(handle.param.shape))
             store.ledger.reserve(Tier.CPU, num_bytes, "factors")

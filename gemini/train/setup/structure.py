@@ -62,12 +62,6 @@ def working_set(model: nn.Module, layout: Layout, precision: str) -> int:
     return gathered_at_once(structural_trace(model, precision), layout, precision)
 
 
-def read_together(model: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """The sets of params that modules of ``model`` may read at once: those of its structural trace, each once."""
-    moments = structural_trace(model, "bf16").moments
-    return tuple(dict.fromkeys(moment.params for moment in moments))
-
-
 def structural_trace(
     model: nn.Module | Structure, precision: str, keep_fp32: KeepFp32 = "auto", *, target: str = "cpu"
 ) -> MemoryTrace:
