@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 import gemini
 from benchmarks._progress import run
+from gemini.memory.nvme import SpillFile
 from tests.train.helpers import (
     PLACEMENTS,
     adam,
@@ -153,6 +154,17 @@ def test_files_are_safetensors_and_json_without_pickle(where: str, tmp_path: Pat
     for path in (tmp_path / "ckpt").iterdir():
         assert not path.read_bytes().startswith((b"PK\x03\x04", b"\x80"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+def test_small_params_side_by_side_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reads = Run("disk", tmp_path), []
+    run.train(1)
+    begin = SpillFile.begin_read
+    monkeypatch.setattr(SpillFile, "begin_read", lambda *args, **how: reads.append(1) or begin(*args, **how))
+    run.save(tmp_path / "ckpt")
+    files = [safe_open(path, "pt") for path in (tmp_path / "ckpt").glob("params-*")]
+    num_tensors = sum(len(list(file.keys())) for file in files)
+    assert 0 < len(reads) < num_tensors, (len(reads), num_tensors)
 
 
 def test_params_that_were_frozen_when_it_was_saved_begin_anew(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.distributed import ProcessGroup
@@ -25,11 +25,13 @@ from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
 from gemini.ranks.agree import Handshake
 from gemini.tiers import Ledger, Tier
-from gemini.train.checkpoint.write import Buffer, CheckpointHome, Piece, write
+from gemini.train.checkpoint.write import CheckpointHome, Piece, write
 from gemini.train.observers import WriteObserver, WriteObservers
 from gemini.waiting import PROGRESS, Latch, await_latch
 
 _HOLDER = "checkpoint"
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Staging where nothing is staged."""
 
 
 class Saver(WriteObserver):
@@ -60,7 +62,11 @@ class Saver(WriteObserver):
         Raises:
             StorageError: if it cannot be written; an existing checkpoint is as it was.
         """
-        self._write(lambda num_bytes: mover.scratch(1, torch.uint8, num_bytes))
+        assert self._parts is not None
+        in_place = self._parts[0].in_place
+        # Staging that nothing passes through is not reserved.
+        staging = _NOTHING if in_place else mover.scratch(1, torch.uint8, mover.tile * 4)
+        self._write(staging, iter)
 
     def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
@@ -88,7 +94,7 @@ class Saver(WriteObserver):
         try:
             # Buffers and the states of plain params go on changing with the training.
             home.draft.tensors[:] = [tensor.clone() for tensor in home.draft.tensors]
-            staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+            staging = device.make_host_buffer(num_bytes) if num_bytes else _NOTHING
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
             # Before the thread starts and before anybody is told of it: a chunk that is not in here may change.
@@ -180,7 +186,7 @@ class Saver(WriteObserver):
     def _work(self, staging: torch.Tensor, ledger: Ledger, num_bytes: int) -> None:
         """Write it and give everything back. Runs on the saver's thread."""
         try:
-            self._write(lambda wanted: staging[:wanted])
+            self._write(staging, self._in_order)
         except BaseException as e:  # surfaces where somebody waits for it
             self._error = e
             # The interpreter ends: nobody comes any more to ask.
@@ -194,18 +200,15 @@ class Saver(WriteObserver):
                 self._free(index)
             self._over.set()
 
-    def _write(self, buffer: Buffer) -> None:
+    def _write(self, staging: torch.Tensor, order: Callable[[list[Piece]], Iterable[Piece]]) -> None:
         assert self._parts is not None
         (home, group, device), self._parts = self._parts, None
         ranks = Handshake(group, f"saving the checkpoint {self._final}")
         del group  # not held beyond the end of the program (ranks/process_groups.py)
-        write(home, ranks, device, buffer, self._in_order)
+        write(home, ranks, device, staging, order)
 
     def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
-        if self._thread is None:
-            yield from pieces
-            return
         waiting: dict[int, deque[Piece]] = {}
         for piece in pieces:
             waiting.setdefault(piece.chunk_index, deque()).append(piece)
