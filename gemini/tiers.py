@@ -304,7 +304,9 @@ class Ledger:
 
     def __init__(self, budgets: dict[Tier, int]):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
-        self._lock = threading.Lock()
+        # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back in
+        # the same thread. Between what `take` reads and what it writes nothing is allocated that the collector counts.
+        self._lock = threading.RLock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
         # All weakly: workers hold the ledger, and must not keep alive what is registered.
@@ -454,8 +456,7 @@ class Ledger:
             # One statement without a call. Cut in two by Ctrl-C, the sum of the holders would no longer be `used`, and
             # every later check of the books would fail.
             account.used, account.peak, account.held[holder] = used, peak, held
-            # Under the lock, so that whoever listens hears of changes in their order. It must not ask the ledger back:
-            # the lock is not reentrant.
+            # Under the lock, so that whoever listens hears of changes in their order.
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
         return True
