@@ -25,7 +25,9 @@ from safetensors import safe_open
 
 import gemini
 from benchmarks._progress import run
+from gemini.memory.movement.transfers import Lane
 from gemini.memory.nvme import SpillFile
+from gemini.tiers import Tier
 from tests.train.helpers import (
     PLACEMENTS,
     adam,
@@ -477,6 +479,26 @@ def test_a_second_save_and_a_load_wait_for_a_pending_one(tmp_path: Path, monkeyp
     run.load(tmp_path / "one")
     assert second.done() and sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
     world_of(run.model).check()
+
+
+def test_a_checkpoint_behind_the_training_is_in_flight_as_all_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("serial", tmp_path)
+    run.train(1)
+    world = world_of(run.model)
+    slow_disk(monkeypatch)
+    pending = behind(run, tmp_path / "ckpt")
+    (transfer,) = world.transfers.open[Lane.CHECKPOINT].values()
+    assert not pending.done() and transfer.held is not None
+    assert transfer.held.num_bytes == world.ledger.held(Tier.CPU, "checkpoint") > 0
+    run.train(1)
+    assert run.model.memory_report()["stalls"]["checkpoint"] > 0, "an update has waited for the disk"
+    pending.wait()
+    assert world.ledger.held(Tier.CPU, "checkpoint") == 0
+    run.save(tmp_path / "other")
+    assert not world.transfers.open[Lane.CHECKPOINT]
+    world.check()
 
 
 def test_what_is_captured_at_the_call_does_not_follow_the_training(
