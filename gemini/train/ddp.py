@@ -410,8 +410,9 @@ class GeminiDDP(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GeminiError(
-            "a managed model cannot be pickled (torch.save(model)): use model.save_pretrained(dir), "
-            "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+            "a managed model cannot be pickled (torch.save(model), and copy.copy(model)): use "
+            "model.save_pretrained(dir), torch.save(model.state_dict(), file) or "
+            "gemini.save_checkpoint(dir, model, optimizer)"
         )
 
     def share_memory(self) -> Any:
