@@ -123,4 +123,4 @@ def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
     for handle in handles:
         if handle.leftover:
             handle.refuse_incomplete_gradient()
-    return [handle for handle in handles if handle.norm_sums is not None]
+    return [handle for handle in handles if handle.has_grad]

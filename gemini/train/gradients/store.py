@@ -89,7 +89,7 @@ class GradientStore:
     @property
     def has_any(self) -> bool:
         """Whether there is a gradient of any param."""
-        return any(handle.norm_sums is not None for handle in self._handles)
+        return any(handle.has_grad for handle in self._handles)
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""

@@ -154,7 +154,7 @@ class Shards(Company):
         if completed is None:
             return
         # Windows that are filled on this rank may be empty on another: they are part of what the checksum says.
-        there = [chunk.spec.index for chunk in self._chunks if chunk.window is not None and chunk.gathered]
+        there = [chunk.spec.index for chunk in self._chunks if chunk.gathered and not chunk.resident]
         script = self._manager.foresight.script(there, completed)
         if script is None or not (script.gathers or script.reductions):
             return

@@ -178,7 +178,7 @@ class Updates:
 
     def _run_now(self, chunk: Chunk, parts: Iterable[Tile]) -> None:
         """Update a chunk now, tile by tile, and drop the gathered copy that this has overtaken, if there can be one."""
-        has_copy = chunk.window is not None
+        has_copy = not chunk.resident
         if has_copy or self._observers:
             # Before the first tile: no fetch reads the home any more when this returns.
             self._observers.before_write(chunk)
