@@ -123,7 +123,7 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
         return {
             "tiers": {name: report[name] for name in ("cpu", "nvme") if name in report},
             "bytes_per_param": report["bytes_per_param"], "stalls": dict(report.get("stalls", {})),
-            "direct": model._gemini_engine.store.spill.direct, **_memory.status(),
+            "direct": model._gemini_engine.store.files[gemini.Tier.NVME].direct, **_memory.status(),
         }  # fmt: skip
 
     return {"built": built, "step": step, "trained": trained}

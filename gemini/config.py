@@ -15,8 +15,9 @@ from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
+from gemini.planning.policy import POLICIES, EvictionPolicy
 from gemini.planning.trace import MemoryTrace
-from gemini.tiers import MemoryBudget
+from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,9 @@ class GeminiConfig:
         context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
             of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
             number of heads.
+        eviction: who goes when memory for weights is short. "auto": what makes the moves of a step cost least. A name
+            ("next_use", "least_recently_used", "first_in_first_out") or an object of your own with the method of
+            :class:`~gemini.planning.policy.EvictionPolicy`: the moves of a step are those that it makes on demand.
 
     Raises:
         ValueError, TypeError: for an invalid value. The message says what is accepted.
@@ -103,6 +107,7 @@ class GeminiConfig:
     tile_tokens: int | str | None = None
     context_attention: str = "auto"
     keep_fp32: Any = "auto"
+    eviction: str | EvictionPolicy = "auto"
 
     def __post_init__(self) -> None:
         if self.precision is not None:
@@ -113,7 +118,7 @@ class GeminiConfig:
             _one_of("reduce_dtype", self.reduce_dtype, PRECISIONS)
         _one_of("context_attention", self.context_attention, ("auto", "ulysses", "gathered"))
         if self.offload_activations is not None:
-            _one_of("offload_activations", self.offload_activations, ("cpu", "nvme", "auto"))
+            _one_of("offload_activations", self.offload_activations, (*OFFLOAD_TO, "auto"))
         if not isinstance(self.memory, MemoryBudget):
             raise TypeError(f"memory= is a gemini.MemoryBudget, got {type(self.memory).__name__}")
         if isinstance(self.placement, str):
@@ -128,6 +133,13 @@ class GeminiConfig:
                 raise TypeError(f"{name}= is a gemini.{kind.__name__}, got {type(value).__name__}")
         if not isinstance(self.max_chunk, int) or isinstance(self.max_chunk, bool) or self.max_chunk < 1:
             raise ValueError(f"max_chunk= is a positive number of elements, got {self.max_chunk!r}")
+        self._check_eviction()
+        for tier in FILED:
+            if self.offload_activations == tier.value and self.memory.path_of(tier) is None:
+                raise ValueError(
+                    f'offload_activations="{tier.value}" needs MemoryBudget({tier.value}_path=...), the directory of '
+                    "the file"
+                )
         for pair in contradictions(self, _APART):
             raise ValueError(_APART[pair].format())
         if self.update_threads is not None and (not isinstance(self.update_threads, int) or self.update_threads < 1):
@@ -140,6 +152,26 @@ class GeminiConfig:
             raise ValueError(f'tile_tokens= is "auto" or a number of tokens, 2 or more, got {tiles!r}')
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
+
+    def _check_eviction(self) -> None:
+        if isinstance(self.eviction, str):
+            _one_of("eviction", self.eviction, ("auto", *POLICIES))
+        elif isinstance(self.eviction, type) or not callable(getattr(self.eviction, "choose", None)):
+            raise TypeError(
+                "eviction= is the name of a policy or an object with choose(candidates, missing), got "
+                f"{self.eviction!r}"
+            )
+        if self.eviction != "auto" and isinstance(self.placement, Plan):
+            raise ValueError(
+                "eviction= has no effect with placement=plan, which says what is evicted when: leave it out"
+            )
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy | None:
+        """Who decides what is evicted; None where the moves are to cost least."""
+        if not isinstance(self.eviction, str):
+            return self.eviction
+        return None if self.eviction == "auto" else POLICIES[self.eviction]()
 
     @property
     def rule_spec(self) -> RuleSpec:
@@ -159,9 +191,6 @@ _APART = {
     ("gradients=transient", "precision=fp16"): (
         'gradients="transient" cannot be used with precision="fp16": whether a step is skipped is known only when '
         'every gradient is there. Use precision="bf16" or gradients="retain"'
-    ),
-    ("offload_activations=nvme", "!memory.nvme_path"): (
-        'offload_activations="nvme" needs MemoryBudget(nvme_path=...), the directory of the file'
     ),
 }
 """What does not go together in a config, and why."""

@@ -24,20 +24,24 @@ from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.waiting import on_worker
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """One direction between a tier and the one through which it is reached.
 
     Attributes:
         track: of a timeline, by its name.
         figure: the speed, as machines have it.
+        usual: that speed where no machine is given, in bytes/s.
     """
 
     track: str
     figure: str
+    usual: float
 
 
 class TierSpec(NamedTuple):
     """A description of a tier for plans, simulations and reports: whoever adds one says it here, and in no other table.
+    Its budget is a field of :class:`MemoryBudget` (``nvme``; where it keeps files their folder too, ``nvme_path``), its
+    fractions are fields of ``StaticPlacement``, each by the tier's name.
 
     Attributes:
         title: its name for people.
@@ -51,7 +55,7 @@ class TierSpec(NamedTuple):
     title: str
     through: Tier | None = None
     in_files: bool = False
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Direction, ...] = ()
     figures: tuple[str, ...] = ()
 
 
@@ -84,7 +88,8 @@ _SPECS = {
     Tier.GPU: TierSpec(
         "GPU memory",
         through=Tier.CPU,
-        ways=(Way("host to gpu", "h2d"), Way("gpu to host", "d2h")),
+        # A PCIe 4.0 x16 link at four fifths of its 31.5 GB/s.
+        ways=(Direction("host to gpu", "h2d", usual=25e9), Direction("gpu to host", "d2h", usual=25e9)),
         figures=("gpu_bytes", "gpu_flops_bf16", "gpu_flops_fp32", "gpu_bandwidth"),
     ),
     Tier.CPU: TierSpec("Host memory"),
@@ -92,14 +97,23 @@ _SPECS = {
         "NVMe",
         through=Tier.CPU,
         in_files=True,
-        ways=(Way("nvme write", "nvme_write"), Way("nvme read", "nvme_read")),
+        ways=(
+            Direction("nvme write", "nvme_write", usual=2e9),
+            Direction("nvme read", "nvme_read", usual=3e9),
+        ),  # a fast drive
         figures=("nvme_bytes", "nvme_read", "nvme_write"),
     ),
 }
 """Every tier has an entry: one without is an error as soon as this module is read (``_OUTER``)."""
 
 DRIVE = Tier.NVME
-"""The tier that a budget adds by naming a folder, and whose files may outlive the process."""
+"""The tier whose files may outlive the process."""
+
+FILED = tuple(tier for tier in Tier if tier.in_files)
+"""The tiers that a budget adds by naming a folder, fastest first."""
+
+OFFLOAD_TO = tuple(tier.value for tier in Tier if tier is not Tier.GPU)
+"""Where activations may wait for backward, by name."""
 
 
 class Boundary(NamedTuple):
@@ -114,7 +128,7 @@ class Boundary(NamedTuple):
         return _OUTER[self]
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Direction:
         """How it shows in timelines, and which figure is its speed."""
         return self.outer.spec.ways[0 if self.outer is self.target else 1]
 
@@ -164,27 +178,40 @@ class MemoryBudget:
     durable: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gpu", "cpu", "nvme"):
+        for tier in Tier:
             # Read here so that a wrong size is refused where it was written, and not when a model is wrapped.
-            size = getattr(self, name)
+            size = getattr(self, tier.value)
             if size is not None:
-                parse_bytes(size, what=f"MemoryBudget({name}=)")
-        if self.nvme_path is not None and not str(self.nvme_path):
-            raise ValueError("MemoryBudget(nvme_path='') names no directory; leave it out for no NVMe tier")
-        if str(self.nvme_path or "").startswith("~"):
-            # The dataclass is frozen, and everybody after this reads a path that exists as it stands.
-            object.__setattr__(self, "nvme_path", Path(str(self.nvme_path)).expanduser())
+                parse_bytes(size, what=f"MemoryBudget({tier.value}=)")
+        for tier in FILED:
+            path = self.path_of(tier)
+            if path is not None and not str(path):
+                raise ValueError(
+                    f"MemoryBudget({tier.value}_path='') names no directory; leave it out for no {tier.spec.title} tier"
+                )
+            if str(path or "").startswith("~"):
+                # The dataclass is frozen, and everybody after this reads a path that exists as it stands.
+                object.__setattr__(self, f"{tier.value}_path", Path(str(path)).expanduser())
         if not isinstance(self.durable, bool):
             raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
         if self.durable and self.nvme_path is None:
             raise ValueError("MemoryBudget(durable=True) needs nvme_path=, the directory for the store")
-        if self.nvme is not None and self.nvme_path is None and parse_bytes(self.nvme) > 0:
-            raise ValueError(f"MemoryBudget(nvme={self.nvme!r}) needs nvme_path=, the directory for the spill file")
+        for tier in FILED:
+            if self.path_of(tier) is None and (self.bytes_of(tier) or 0) > 0:
+                raise ValueError(
+                    f"MemoryBudget({tier.value}={getattr(self, tier.value)!r}) needs {tier.value}_path=, the directory "
+                    "for the spill file"
+                )
 
     def bytes_of(self, tier: Tier) -> int | None:
         """The declared bytes of ``tier``; None where they were left out."""
         size = getattr(self, tier.value)
         return None if size is None else parse_bytes(size)
+
+    def path_of(self, tier: Tier) -> str | Path | None:
+        """The directory for the file of ``tier``; None where there is no such tier."""
+        path: str | Path | None = getattr(self, f"{tier.value}_path")
+        return path
 
 
 class Turn(IntEnum):
@@ -280,7 +307,10 @@ class Ledger:
 
     def __init__(self, budgets: dict[Tier, int]):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
-        self._lock = threading.Lock()
+        # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back
+        # in the same thread. Between what `take` reads and what it writes nothing is allocated that the collector
+        # counts.
+        self._lock = threading.RLock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
         # All weakly: workers hold the ledger, and must not keep alive what is registered.
@@ -430,8 +460,7 @@ class Ledger:
             # One statement without a call. Cut in two by Ctrl-C, the sum of the holders would no longer be `used`, and
             # every later check of the books would fail.
             account.used, account.peak, account.held[holder] = used, peak, held
-            # Under the lock, so that whoever listens hears of changes in their order. It must not ask the ledger back:
-            # the lock is not reentrant.
+            # Under the lock, so that whoever listens hears of changes in their order.
             if self.on_change is not None:
                 self.on_change(tier, {holder: held})
         return True

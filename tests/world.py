@@ -14,6 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from gemini.tiers import Tier
+from gemini.train.activations.flights import Flights
+
 WHERE = {
     # what was asked for and decided
     "config": "config",
@@ -57,7 +60,6 @@ WHERE = {
     "state": "state",
     "device": "store.device",
     "ledger": "store.ledger",
-    "spill": "store.spill",
     "durable": "store.durable",
     "manager": "store.manager",
     "transfers": "store.transfers",  # all that is in flight beside training
@@ -76,10 +78,8 @@ WHERE = {
     "gradients": "backward.gradients",
     "updates": "updates",
     "guesses": "updates.guesses",
-    "first_use": "updates._first_use",  # by the index of a chunk, when the next step needs it
     "update_worker": "updates._worker",
     "activations": "activations",
-    "activation_workers": "activations.flights",
     "discard": "stepping.discard",
     "forget_updates": "updates.forget",
     "forget_interrupted": "recovery.forget_interrupted",
@@ -104,6 +104,22 @@ class World:
         if name not in WHERE:
             raise AttributeError(f"a test asks for {name}: say in tests.world.WHERE where that is")
         return attrgetter(WHERE[name])(self._engine)
+
+    @property
+    def activation_workers(self) -> Any:
+        """The activations in flight; None where their moves are made in turn."""
+        flights = self._engine.activations.flights
+        return flights if isinstance(flights, Flights) else None
+
+    @property
+    def first_use(self) -> dict[int, int]:
+        """By the index of a chunk, when the next step needs it."""
+        return {chunk.spec.index: chunk.first_use for chunk in self.chunks}
+
+    @property
+    def spill(self) -> Any:
+        """The file on NVMe; None without a folder for it."""
+        return self._engine.store.files.get(Tier.NVME)
 
     def reference(self) -> weakref.ref[Any]:
         """Refer to what manages the model, without keeping it alive."""

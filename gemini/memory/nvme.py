@@ -1,4 +1,4 @@
-"""The NVMe tier: one preallocated, nameless spill file per process, read and written in whole pages.
+"""Tiers that keep files: one preallocated, nameless spill file per tier and process, read and written in whole pages.
 
 ``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
 for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error
@@ -26,6 +26,7 @@ from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.tiers import DRIVE, Tier
 
 _ZEROS = 2**20
 """Bytes at once with which a slot that was used before is overwritten."""
@@ -46,14 +47,14 @@ class DirectoryProbe:
         return f"{self.directory}: {human_bytes(self.free_bytes)} free, {direct}, {nameless}"
 
 
-def probe(directory: str | Path) -> DirectoryProbe:
-    """Try a spill file of one page in ``directory``.
+def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
+    """Try a spill file of one page in ``directory``, the one that a budget names for ``tier``.
 
     Raises:
         StorageError: if the directory is missing, is not a directory, or cannot be written.
     """
     directory = Path(directory).expanduser()
-    fd, direct, nameless = _open(directory)
+    fd, direct, nameless = _open(directory, tier)
     os.close(fd)
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
 
@@ -117,13 +118,14 @@ class SpillFile:
     Args:
         directory: existing and writable.
         num_bytes: allocated on disk at once.
+        tier: what its slots are a part of.
 
     Raises:
         StorageError: if the directory cannot be used or the disk cannot hold ``num_bytes``.
     """
 
-    def __init__(self, directory: str | Path, num_bytes: int):
-        self.directory = Path(directory)
+    def __init__(self, directory: str | Path, num_bytes: int, tier: Tier = DRIVE):
+        self.directory, self.tier = Path(directory), tier
         self.num_bytes = num_bytes
         self._fd, self.direct = self._open_file()
         # A forked child has the same descriptor and must not end what the parent works with.
@@ -171,7 +173,7 @@ class SpillFile:
 
     def _open_file(self) -> tuple[int, bool]:
         """The descriptor, and whether it has O_DIRECT."""
-        return _open(self.directory)[:2]
+        return _open(self.directory, self.tier)[:2]
 
     def _extend(self, start: int, num_bytes: int) -> None:
         if not num_bytes:
@@ -183,7 +185,7 @@ class SpillFile:
             raise StorageError(
                 f"cannot allocate {human_bytes(num_bytes)} in {self.directory} "
                 f"({human_bytes(free_bytes(self.directory))}"
-                f" free): {e.strerror}. Give another nvme_path= or a smaller nvme= budget"
+                f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
             ) from e
 
     def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> FileTransfer:
@@ -258,10 +260,10 @@ class SpillFile:
             return FileTransfer(self, ticket, tensor, what, offset)
 
 
-def _open(directory: Path) -> tuple[int, bool, bool]:
+def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
     """A nameless file in ``directory``: (descriptor, has O_DIRECT, came by O_TMPFILE)."""
     if not directory.is_dir():
-        raise StorageError(f"nvme_path {directory} is not an existing directory; create it or give another one")
+        raise StorageError(f"{tier.value}_path {directory} is not an existing directory; create it or give another one")
     direct = getattr(os, "O_DIRECT", 0)
     reason = ""
     for nameless in (True, False):
@@ -271,9 +273,9 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
                 fd = _open_nameless(directory, flag) if nameless else _open_unlinked(directory, flag)
             except OSError as e:
                 if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    raise StorageError(f"nvme_path {directory} cannot be written: {e.strerror}") from e
+                    raise StorageError(f"{tier.value}_path {directory} cannot be written: {e.strerror}") from e
                 if e.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise StorageError(f"nvme_path {directory} is full: {e.strerror}") from e
+                    raise StorageError(f"{tier.value}_path {directory} is full: {e.strerror}") from e
                 reason = f": {e.strerror}"
                 continue
             if flag and not _direct_works(fd):
@@ -281,8 +283,8 @@ def _open(directory: Path) -> tuple[int, bool, bool]:
                 continue
             return fd, bool(flag), nameless
     raise StorageError(
-        f"nvme_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary files can "
-        "be made in"
+        f"{tier.value}_path {directory} cannot be written{reason}. Give a directory of a file system that ordinary "
+        "files can be made in"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +14,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
-from gemini.tiers import Ledger
+from gemini.tiers import Ledger, Tier
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class ChunkStore:
     mover: Mover
     transfers: Transfers
     manager: Manager
-    spill: SpillFile | None
+    files: Mapping[Tier, SpillFile]
+    """Of each tier that keeps files, the one with its planes and what else it holds."""
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     durable: StoreFolder | None = None

@@ -19,15 +19,17 @@ from gemini.planning.mesh import Group, sent_in_ring
 from gemini.planning.planes import ADAM, GRAD, PlaneKind, RuleSpec, touched_bytes
 from gemini.planning.products import Product, occupied
 from gemini.planning.trace import Moment
-from gemini.tiers import DRIVE, Boundary, Tier
+from gemini.tiers import FILED, Boundary, Tier
 
-GPU, H2D, D2H, DRAM, NVME, NVME_READ, NVME_WRITE, THREADS, WIRE, NETWORK = RESOURCES = (
-    "gpu", "h2d", "d2h", "dram", "nvme", "nvme_read", "nvme_write", "threads", "wire", "network",
-)  # fmt: skip
+GPU, DRAM, THREADS, WIRE, NETWORK = "gpu", "dram", "threads", "wire", "network"
+_DRIVES = [name for tier in FILED for name in (tier.value, *(way.figure for way in reversed(tier.spec.ways)))]
+RESOURCES = (GPU, *(way.figure for way in Tier.GPU.spec.ways), DRAM, *_DRIVES, THREADS, WIRE, NETWORK)
 """What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
-NVMe drives (reading, writing, and what they do of both at once), host threads; its wire to other ranks of the machine,
-and its port to those of others.
+NVMe drives (what they do of both at once, reading, writing), host threads; its wire to other ranks of the machine, and
+its port to those of others.
 """
+_SHARED = ("dram_", "cpu_flops_", *(f"{tier.value}_" for tier in FILED))
+"""How figures begin of what the ranks of a machine divide."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,18 @@ class Efficiency:
 
 _KIND_OF_FIGURE = {
     "gpu_bandwidth": "gpu_memory",
-    "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
-    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
+    "cpu_flops_bf16": "matrix",
+    "cpu_flops_fp32": "matrix",
+    "dram_bandwidth": "host_memory",
+    "h2d": "link",
+    "d2h": "link",
+    "nvme_read": "nvme",
+    "nvme_write": "nvme",
+    "nvme_mixed": "nvme",
     "nvme_write_sustained": "nvme",
-    "interconnect": "wire", "network": "wire",
-}  # fmt: skip
+    "interconnect": "wire",
+    "network": "wire",
+}
 
 
 class Cost(NamedTuple):
@@ -140,7 +149,7 @@ class Costs:
         found = self._known.get((key, needed_for))
         if found is None:
             value = self._hardware.get(key, needed_for=needed_for) * self._efficiency.of(self._hardware, key)
-            if key.startswith(("dram_", "nvme_", "cpu_flops_")):
+            if key.startswith(_SHARED):
                 value /= self._local
             found = self._known[key, needed_for] = value * (self._local if key in ("update_cpu", "land_cpu") else 1)
         return found
@@ -299,12 +308,9 @@ class Costs:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Bytes/s over each boundary, and seconds of one Adam update per param on either processor."""
+    """Bytes/s over each way by its figure, and seconds of one Adam update per param on either processor."""
 
-    h2d: float
-    d2h: float
-    nvme_read: float
-    nvme_write: float
+    moving: Mapping[str, float]
     update_cpu: float
     update_gpu: float
     measured_update_gpu: bool = False
@@ -312,8 +318,9 @@ class Speeds:
 
     @classmethod
     def typical(cls) -> Speeds:
-        """A PCIe 4.0 x16 link at four fifths of its 31.5 GB/s, a fast NVMe drive, eight channels of DDR4."""
-        return cls(h2d=25e9, d2h=25e9, nvme_read=3e9, nvme_write=2e9, update_cpu=0.25e-9, update_gpu=0.03e-9)
+        """The usual speeds of each way, and eight channels of DDR4."""
+        moving = {way.figure: way.usual for tier in Tier for way in tier.spec.ways}
+        return cls(moving, update_cpu=0.25e-9, update_gpu=0.03e-9)
 
     @classmethod
     def of(cls, hardware: Hardware, tiers: Mapping[Tier, int], *, sharing: int = 1) -> Speeds:
@@ -336,11 +343,13 @@ class Speeds:
                 return figure("update_gpu", Tier.GPU, usual.update_gpu)
             return ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.update_gpu)
 
+        moving = {
+            way.figure: figure(hardware.sustained(way.figure), tier, way.usual) / (sharing if tier.in_files else 1)
+            for tier in Tier
+            for way in tier.spec.ways
+        }
         return cls(
-            h2d=figure("h2d", Tier.GPU, usual.h2d),
-            d2h=figure("d2h", Tier.GPU, usual.d2h),
-            nvme_read=figure("nvme_read", DRIVE, usual.nvme_read) / sharing,
-            nvme_write=figure(hardware.sustained("nvme_write"), DRIVE, usual.nvme_write) / sharing,
+            moving,
             update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
             update_gpu=update_gpu(),
             measured_update_gpu=measured,
@@ -359,7 +368,7 @@ class Speeds:
 
     def per_byte(self, boundary: Boundary) -> float:
         """Seconds per byte over a boundary."""
-        return 1 / float(getattr(self, boundary.way.figure))
+        return 1 / self.moving[boundary.way.figure]
 
     def cost(self, traffic: Mapping[Boundary, int]) -> float:
         """Seconds of all of it, one after the other."""

@@ -53,7 +53,12 @@ FIGURES: dict[str, str] = {
     "interconnect": "bytes/s that one GPU sends to its neighbour in a ring",
     "network": "bytes/s that one GPU sends to other machines (without it: as its interconnect)",
 }
-"""Every figure there is, with its unit."""
+"""Every figure there is, with its unit; those of other tiers by their names."""
+
+for _tier in Tier:
+    FIGURES.setdefault(f"{_tier.value}_bytes", f"bytes of {_tier.spec.title}")
+    for _way in _tier.spec.ways:
+        FIGURES.setdefault(_way.figure, f"bytes/s of {_way.track}")
 
 _OLD = {"adam_cpu": "update_cpu", "adam_gpu": "update_gpu", "adam_cpu_one": "update_cpu_one"}
 """What figures are called in older files."""

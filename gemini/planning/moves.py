@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.planning.plan import Moves, there_before
-from gemini.planning.policy import Candidate, EvictionPolicy, NextUse
+from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
 from gemini.planning.trace import Access
 
 NEVER = 2**62
@@ -110,7 +110,7 @@ def _play(
                 for i in gathered
                 if i not in needed
             ]
-            victims = policy.choose(candidates, missing)
+            victims = victims_of(policy, candidates, missing)
             if victims is None:
                 raise _too_much(access, sum(sizes[i] for i in needed), room[moment])
             evict = victims

@@ -59,9 +59,10 @@ class StaticPlacement:
             if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
                 raise ValueError(f"StaticPlacement({name}=) is a fraction between 0 and 1, got {fraction!r}")
         for what in ("weights", "optimizer"):
-            gpu, nvme = getattr(self, f"{what}_on_gpu"), getattr(self, f"{what}_on_nvme")
-            if gpu + nvme > 1:
-                raise ValueError(f"StaticPlacement: {what}_on_gpu={gpu} and {what}_on_nvme={nvme} make more than 1")
+            shares = {tier: self.share(what, tier) for tier in Tier if self.share(what, tier)}
+            if sum(shares.values()) > 1:
+                listed = " and ".join(f"{what}_on_{tier.value}={share:g}" for tier, share in shares.items())
+                raise ValueError(f"StaticPlacement: {listed} make more than 1")
 
     def share(self, what: str, tier: Tier) -> float:
         """The fraction of "weights" or of "optimizer" that a tier is to have; host memory has what is left."""

@@ -17,7 +17,7 @@ from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.compact import spec_for
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
-from gemini.planning.homes import Fetches, cheapest_homes
+from gemini.planning.homes import FetchCounts, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
@@ -56,7 +56,7 @@ from gemini.planning.working import (
     with_staging,
     with_tiles,
 )
-from gemini.tiers import MemoryBudget, Tier
+from gemini.tiers import OFFLOAD_TO, MemoryBudget, Tier
 
 SCHEDULES = ("serial", "overlapped")
 
@@ -120,7 +120,7 @@ def plan(
         ("precision", precision or trace.precision, PRECISIONS),
         ("gradients", gradients, GRADIENTS),
         ("schedule", schedule, SCHEDULES),
-        ("offload_activations", offload_activations, (None, "auto", "cpu", "nvme")),
+        ("offload_activations", offload_activations, (None, "auto", *OFFLOAD_TO)),
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(repr, known))}")
@@ -292,12 +292,15 @@ class Planner:
         accumulate: int = 1,
         schedule: str = "serial",
         hardware: Hardware | None = None,
+        policy: EvictionPolicy | None = None,
     ):
+        """``policy``: who makes the moves, on demand; None for those that cost least."""
         self.trace = trace
         self.speeds = speeds
         self.accumulate = accumulate
         self.overlapped = schedule == "overlapped"
         self.hardware = hardware
+        self.policy = policy
 
     def best_of(
         self,
@@ -395,7 +398,7 @@ class Planner:
         poorest = moves_by_policy(steps, sizes=sizes, room=problem.working_set, policy=NextUse())
         counts = Counter(i for moves in poorest for i in moves.fetch)
         n = self.accumulate
-        fetches = [Fetches(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
+        fetches = [FetchCounts(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
         return cheapest_homes(
             problem,
             fetches,
@@ -415,13 +418,15 @@ class Planner:
         return self.trace.flops / self.hardware.get(figure, needed_for="the time of forward and backward")
 
     def with_moves(self, problem: Problem, placement: Placement, offload_activations: str | None) -> Plan:
-        """A placement with the moves that next use makes on demand."""
-        n = self.accumulate
-        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=NextUse(), accumulate=n)
+        """A placement with the moves that the policy makes on demand."""
+        n, policy = self.accumulate, self.policy or NextUse()
+        moves, again = moves_for(self.trace, problem, placement, self.speeds, policy=policy, accumulate=n)
         return Plan(self.trace, problem, placement, moves, offload_activations, n, again)
 
     def refined(self, plan: Plan) -> Plan:
-        """The same homes with the moves that cost least."""
+        """The same homes with the moves that cost least, unless a policy is to make them."""
+        if self.policy is not None:
+            return plan
         moves, again = moves_for(self.trace, plan.problem, plan.placement, self.speeds, accumulate=plan.accumulate)
         return replace(plan, moves=moves, again=again)
 
@@ -437,8 +442,8 @@ class Planner:
                 each = self.speeds.update(tier, plan.problem.rule.of(chunk.exact))
                 tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
         if plan.problem.offload_to is not None:
-            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.d2h
-            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.h2d
+            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["d2h"]
+            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["h2d"]
         if not self.overlapped:
             return sum(tracks.values())
         compute = self.accumulate * self._compute_seconds(plan.problem)

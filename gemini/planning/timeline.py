@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gemini.errors import human_bytes
 from gemini.planning.document import Document
-from gemini.tiers import BOUNDARIES, Tier
+from gemini.tiers import BOUNDARIES, FILED, Tier
 
 
 class Track(Enum):
@@ -20,12 +20,14 @@ class Track(Enum):
     communication.
     """
 
+    _ignore_ = "_tier _way"
     COMPUTE = "compute"
     UPDATE = "update"
     H2D = "host to gpu"
     D2H = "gpu to host"
-    NVME_READ = "nvme read"
-    NVME_WRITE = "nvme write"
+    for _tier in FILED:  # NVME_READ = "nvme read", and so on
+        for _way in reversed(_tier.spec.ways):
+            vars()[_way.track.upper().replace(" ", "_")] = _way.track
     GATHER = "all-gather"
     REDUCE = "reduce-scatter"
     EXCHANGE = "exchange"

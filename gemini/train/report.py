@@ -47,7 +47,7 @@ class MemoryReport(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        tiers = [name for name in ("gpu", "cpu", "nvme") if name in self]
+        tiers = [tier.value for tier in Tier if tier.value in self]
         lines = [f"{'tier':<6}{'used':>12}{'peak':>12}{'budget':>12}  held by"]
         for name in tiers:
             tier = self[name]
@@ -110,9 +110,13 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
 
 
 def make_report(
-    store: ChunkStore, layout: Layout, company: Company, guesses: GuessRecord, tile_tokens: int | None = None,
+    store: ChunkStore,
+    layout: Layout,
+    company: Company,
+    guesses: GuessRecord,
+    tile_tokens: int | None = None,
     kept: Iterable[str] = (),
-) -> MemoryReport:  # fmt: skip
+) -> MemoryReport:
     """Make the report of a model as it stands, nothing being in flight.
 
     Args:

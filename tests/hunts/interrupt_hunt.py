@@ -12,6 +12,8 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+
 from tests.train.helpers import PLACEMENTS
 from tests.train.interrupted import OPERATIONS, Trials, make_trials
 
@@ -49,6 +51,7 @@ def _hunt(where: str, name: str, options: argparse.Namespace) -> int:
             trials.at(moment)
         except BaseException as e:
             faults += 1
+            torch._C._set_grad_enabled(True)  # a fault may have left it off, and the next trial begins a training
             print(f"FAULT {where}, {name}, at {moment}: {type(e).__name__}: {e}", file=sys.stderr)
             traceback.print_exc(limit=-6)
             taken = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in trials.taken]

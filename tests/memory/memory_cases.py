@@ -120,7 +120,7 @@ class World:
         if self.device.keeps_windows:
             self.device.reserve_windows(self.budget)
             self.ledger.reserve(tier, self.budget, "pool")
-        self.spill = SpillFile(self.directory, total) if self.home is Tier.NVME else None
+        self.files = {Tier.NVME: SpillFile(self.directory, total)} if self.home is Tier.NVME else {}
         self.mover = Mover(self.device, tile, self.ledger)
         self.chunks = [self._chunk(spec) for spec in self.layout.chunks]
         self.manager = Manager(self.chunks, ledger=self.ledger, device=self.device, mover=self.mover)
@@ -132,7 +132,7 @@ class World:
     def _chunk(self, spec: Any) -> Chunk:
         dtype = COMPUTE_DTYPES[self.precision]
         weights = PlaneSpec(WEIGHTS, compute_dtype(self.precision))
-        plane = make_plane(weights, spec.numel, self.home, self.device, self.spill)
+        plane = make_plane(weights, spec.numel, self.home, self.device, self.files)
         if self.home is not Tier.CPU or self.device.tier is not Tier.CPU:
             self.ledger.reserve(self.home, plane.num_bytes, "weights")
         window = self.device.make_window(spec.numel * dtype.itemsize)

@@ -59,7 +59,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for tier in homes(device):
-        plane = make_plane(PlaneSpec(WEIGHTS, str(dtype).removeprefix("torch.")), NUMEL, tier, device, spill)
+        plane = make_plane(
+            PlaneSpec(WEIGHTS, str(dtype).removeprefix("torch.")), NUMEL, tier, device, {Tier.NVME: spill}
+        )
         assert plane.tier is tier and plane.num_bytes == NUMEL * dtype.itemsize
         truth = torch.zeros(NUMEL, dtype=dtype)
         back = host_bytes(NUMEL * dtype.itemsize).view(dtype)
@@ -79,7 +81,7 @@ def test_odd_ranges_round_trip_on_every_tier(device: Device, spill: SpillFile, d
 
 def test_views_are_where_one_can_work(device: Device, spill: SpillFile) -> None:
     for tier in homes(device):
-        plane = make_plane(MASTER, NUMEL, tier, device, spill)
+        plane = make_plane(MASTER, NUMEL, tier, device, {Tier.NVME: spill})
         host, there = plane.host_view(3, 7), plane.device_view(3, 7)
         assert (host is not None) == (tier is Tier.CPU)
         assert (there is not None) == (tier is device.tier)
@@ -166,7 +168,7 @@ def test_gathering_brings_every_element_and_counts_bytes(tmp_path: Path, home: T
         world = World([size], device, 2**22, home, tmp_path, precision, beside=2**22)
         chunk = world.chunks[0]
         if precision == "fp16":  # the home is the wider fp32 master
-            chunk.planes[WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, None)
+            chunk.planes[WEIGHTS] = make_plane(MASTER, chunk.spec.numel, Tier.CPU, device, {})
         numel = chunk.spec.numel
         content = host_bytes(numel * 4).view(torch.float32).copy_(torch.arange(numel).float().remainder(251))
         plane = chunk.weights

@@ -220,7 +220,7 @@ def test_staging_is_used_again_when_its_copy_is_over(make_world: Callable[..., W
     world = make_world([14, 4], 18, home=Tier.NVME, precision=precision)
     chunk, other = world.chunks
     if precision == "fp16":
-        masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.spill)
+        masters = make_plane(MASTER, chunk.spec.numel, Tier.NVME, world.device, world.files)
         chunk.planes[WEIGHTS] = masters
     tile = world.mover.tile
     content = torch.arange(chunk.weights.numel) // 1000 % 200
@@ -270,7 +270,7 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
 
     monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
     world.manager.room.populate(chunk.window, "windows", what="a test")
-    own = StagingSet(_Memory(world.device.make_host_buffer, staging_bytes(world.mover.tile)), world.mover.tile)
+    own = StagingSet(_Memory(world.device, staging_bytes(world.mover.tile)), world.mover.tile)
     with world.mover.working(Working(world.mover.watch.moved, staging=own)):
         fetched = world.mover.gather(chunk)
     assert most == 3 and len(reads) == 7

@@ -1,6 +1,4 @@
-"""Policies that no plan is made with, to compare those with that are; what a policy comes to, played as a plan; and
-whether a plan would run.
-"""
+"""A policy to compare others with; what a policy comes to, played as a plan; and whether a plan would run."""
 
 from __future__ import annotations
 
@@ -16,24 +14,6 @@ from gemini.planning.policy import Candidate, EvictionPolicy, take_in_order
 from gemini.planning.simulate import simulate
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, accesses
-
-
-class LeastRecentlyUsed:
-    """Chunks whose gradients are complete first, then those whose last use is longest ago.
-
-    Forward and backward visit chunks in opposite orders, so what was used last is what is needed next: there LRU makes
-    the choice that knowing the future would make.
-    """
-
-    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-        return take_in_order(candidates, missing, lambda c: (not c.done, c.last_use))
-
-
-class FirstInFirstOut:
-    """What was gathered first goes first, whatever has been used since."""
-
-    def choose(self, candidates: Sequence[Candidate], missing: int) -> tuple[int, ...] | None:
-        return take_in_order(candidates, missing, lambda c: c.arrived)
 
 
 class StaticFraction:

@@ -11,8 +11,8 @@ from paging import fetched_bytes, least_bytes, one_by_one, random_instance, sequ
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy, runs
-from gemini.planning.policy import EvictionPolicy, NextUse
-from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed, StaticFraction
+from gemini.planning.policy import EvictionPolicy, FirstInFirstOut, LeastRecentlyUsed, NextUse
+from tests.planning.policies import StaticFraction
 
 
 @pytest.mark.sweep(every=4)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini.planning.policy import Candidate
-from tests.planning.policies import LeastRecentlyUsed
+from gemini.planning.policy import Candidate, LeastRecentlyUsed
 
 choose = LeastRecentlyUsed().choose
 

@@ -8,9 +8,9 @@ from traces import decoder_trace
 
 from gemini.errors import PlanMismatch
 from gemini.planning.planner import plan as make_plan
+from gemini.planning.policy import FirstInFirstOut, LeastRecentlyUsed
 from gemini.planning.timeline import Track
 from gemini.tiers import Tier
-from tests.planning.policies import FirstInFirstOut, LeastRecentlyUsed
 
 # ---- ranks ------------------------------------------------------------------------------------------------------
 

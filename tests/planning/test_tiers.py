@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._progress import PATIENCE
 from gemini import schema
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.planning.hardware import FIGURES
@@ -231,6 +233,27 @@ class Holder:
 
     def explain(self, want: Want) -> BudgetExceeded:
         return BudgetExceeded(f"{want.what}: {self.turn.name} has all")
+
+
+def test_a_model_may_end_in_the_collector_while_its_books_change() -> None:
+    """A worker tells of a change, which allocates, and the garbage collector gives back what a model held."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.itself = self
+            ledger.reserve(Tier.CPU, 100, "windows")
+
+        def __del__(self) -> None:
+            ledger.release(Tier.CPU, 100, "windows")
+
+    ledger = Ledger({Tier.CPU: 1000})
+    Model()
+    ledger.on_change = lambda tier, holders: gc.collect() and None
+    worker = threading.Thread(target=ledger.take, args=(Tier.CPU, 10, "staging"), daemon=True)
+    worker.start()
+    worker.join(PATIENCE)
+    assert not worker.is_alive() and ledger.holders(Tier.CPU) == {"staging": 10}
+    ledger.check_invariants()
 
 
 def test_who_gives_way_is_asked_in_the_written_order_until_it_fits() -> None:

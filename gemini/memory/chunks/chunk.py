@@ -20,8 +20,9 @@ from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
+from gemini.planning.moves import NEVER
 from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
-from gemini.tiers import Tier
+from gemini.tiers import DRIVE, Tier
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -136,11 +137,10 @@ class MemoryPlane(Plane):
 
 
 class FilePlane(Plane):
-    """A plane in the spill file. Ranges given to it end on a page as well (params are padded to whole pages)."""
-
-    tier = Tier.NVME
+    """A plane in the file of a tier. Ranges given to it end on a page as well (params are padded to whole pages)."""
 
     def __init__(self, spill: SpillFile, numel: int, dtype: torch.dtype):
+        self.tier = spill.tier
         self._spill, self.numel, self.dtype = spill, numel, dtype
         self._offset = spill.allocate(self.num_bytes)
 
@@ -169,6 +169,7 @@ class DurablePlane(FilePlane):
     """A plane in a file with a name, where it has two slots: what was committed last is not overwritten."""
 
     def __init__(self, pair: SlotPair, numel: int, dtype: torch.dtype):
+        self.tier = DRIVE
         self.pair, self.numel, self.dtype = pair, numel, dtype
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
@@ -188,15 +189,25 @@ class DurablePlane(FilePlane):
 
 
 def make_plane(
-    spec: PlaneSpec, numel: int, tier: Tier, device: Device, spill: SpillFile | None, pair: SlotPair | None = None
+    spec: PlaneSpec,
+    numel: int,
+    tier: Tier,
+    device: Device,
+    files: Mapping[Tier, SpillFile],
+    pair: SlotPair | None = None,
 ) -> Plane:
-    """A zeroed plane in its home; whoever calls has reserved it. ``pair``: its slots, where it is durable."""
+    """A zeroed plane in its home; whoever calls has reserved it.
+
+    Args:
+        files: of each tier that keeps files.
+        pair: its slots, where it is durable.
+    """
     dtype = getattr(torch, spec.dtype)
-    if tier.in_files and pair is not None:
+    if tier is DRIVE and pair is not None:
         return DurablePlane(pair, numel, dtype)
     if tier.in_files:
-        assert spill is not None and spec.block == 1, spec
-        return FilePlane(spill, numel, dtype)
+        assert spec.block == 1, spec
+        return FilePlane(files[tier], numel, dtype)
     # In whole pages, as they were reserved; the plane is what it needs of them.
     make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
     memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
@@ -240,6 +251,8 @@ class Chunk:
     """An update of it may yet be undone: nothing fetches it ahead, and whoever reads it has it undone."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
+    first_use: int = NEVER
+    """The moment of a step at which it is read first, as far as that is known beforehand."""
     streamed: bool = False
     """Its update runs on the device, through which planes from host memory pass."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)

@@ -47,9 +47,18 @@ class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
     __slots__ = (
-        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape",
-        "stride", "_gone",
-    )  # fmt: skip
+        "__weakref__",
+        "device",
+        "dtype",
+        "error",
+        "num_bytes",
+        "place",
+        "restoring",
+        "saving",
+        "shape",
+        "stride",
+        "_gone",
+    )
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -204,7 +213,53 @@ class FlightRoom:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
 
-class Flights:
+class NoFlights:
+    """The flights of a model whose moves are made in turn: there are none."""
+
+    def begin_forward(self) -> None:
+        """Begin the outermost forward."""
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+
+    def end_backward(self) -> None:
+        """End it."""
+
+    def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
+        """Begin to move what ``tensor`` holds now. False if nothing was begun."""
+        return False
+
+    def note(self, offloaded: Offloaded) -> None:
+        """Note that it was saved, perhaps once more: backward asks for it as often."""
+
+    def take(self, offloaded: Offloaded) -> torch.Tensor | None:
+        """Return the values, contiguous, if they are here; None: they must be moved now."""
+        return None
+
+    def take_back(self, flight: Flight) -> None:
+        """Give up a flight that nobody wants."""
+
+    def read_ahead(self) -> None:
+        """Begin to read what backward asks for next."""
+
+    def check(self) -> None:
+        """Raise what went wrong behind."""
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def start_over(self) -> None:
+        """Hold nothing, after an interrupt."""
+
+    def check_invariants(self) -> None:
+        """Check what must be so between any two calls."""
+
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers of activations."""
+        return 0
+
+
+class Flights(NoFlights):
     """The activations in flight of one model that overlaps and offloads them.
 
     Args:
@@ -212,8 +267,8 @@ class Flights:
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
-        self._device, self._mover, self._spill = store.device, store.mover, store.spill
-        self._room = FlightRoom(store, staged=tier is Tier.NVME)
+        self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
+        self._room = FlightRoom(store, staged=self._file is not None)
         self._tier, self._computing = tier, store.device.tier
         self._transfers = store.transfers
         self.saving, self.restoring = store.transfers.open[Lane.OFFLOAD], store.transfers.open[Lane.RESTORE]
@@ -267,16 +322,16 @@ class Flights:
     def _begin_save(self, flight: Flight, offloaded: Offloaded, tensor: torch.Tensor) -> None:
         """Copy what the tensor holds, and begin to move the copy."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        file, buffer, place = self._file, flight.buffer, offloaded.place
         transfers, working = self._transfers, Working(mover.watch.moved)
 
         def write() -> None:
-            assert spill is not None and buffer is not None
+            assert file is not None and buffer is not None
             with transfers.working("gemini::offload_activation", working), mover.about("activation", _SAVE):
                 # The buffer is whole when the device has copied into it.
                 flight.copies.wait()
-                with mover.crossing(Tier.CPU, Tier.NVME, num_bytes):
-                    spill.write(buffer, place)
+                with mover.crossing(Tier.CPU, file.tier, num_bytes):
+                    file.write(buffer, place)
 
         flight.run = write
         if computing is Tier.CPU:
@@ -348,7 +403,8 @@ class Flights:
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
         self._at = len(self._order) - 1
-        self.read_ahead()
+        with self._mover.about("activation", _RESTORE):
+            self.read_ahead()
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
@@ -397,16 +453,16 @@ class Flights:
 
     def _read_back(self, flight: Flight, offloaded: Offloaded) -> None:
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
-        spill, buffer, place = self._spill, flight.buffer, offloaded.place
+        file, buffer, place = self._file, flight.buffer, offloaded.place
         transfers, working = self._transfers, Working(mover.watch.moved)
         into = None if flight.on_device is None else _bytes(flight.on_device)
         free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
 
         def read() -> None:
-            assert spill is not None and buffer is not None
+            assert file is not None and buffer is not None
             with transfers.working("gemini::fetch_activation", working), mover.about("activation", _RESTORE):
-                with mover.crossing(Tier.NVME, Tier.CPU, num_bytes):
-                    spill.read(buffer, place)
+                with mover.crossing(file.tier, Tier.CPU, num_bytes):
+                    file.read(buffer, place)
                 if into is not None:
                     with mover.crossing(Tier.CPU, computing, num_bytes):
                         arrived = device.copy(

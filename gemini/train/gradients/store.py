@@ -77,7 +77,7 @@ class GradientStore:
         """
         self.norms, self._handles, self._working_set = norms, handles, working_set
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._manager, self._spill, self._transfers = store.manager, store.spill, store.transfers
+        self._manager, self._files, self._transfers = store.manager, store.files, store.transfers
         self._staging_behind = store.transfers.staging.get(Lane.LANDING)
         """Where gradients that leave the device land behind backward; without it each is waited for."""
         self.landing = store.transfers.open[Lane.LANDING]
@@ -307,7 +307,7 @@ class GradientStore:
             for chunk in narrow:
                 tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
                 try:
-                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._spill))
+                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
                 except BaseException:
                     self._ledger.release(tier, num_bytes, GRAD)
                     raise
@@ -490,6 +490,6 @@ def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
         peers = [rank for rank in shared.ranks if rank != stages.rank]
         stages.start(
             Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"
-        ).wait()  # fmt: skip
+        ).wait()
         for other in others:
             gradients.add_part(handle, other)

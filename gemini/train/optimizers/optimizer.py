@@ -70,9 +70,14 @@ class HybridOptimizer(torch.optim.Optimizer):
     """The groups as they were when they were looked at last, without their params."""
 
     def __init__(
-        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool | None = None,
+        self,
+        params: Any,
+        rule: UpdateRule,
+        *,
+        step_in_backward: bool = False,
+        speculate: bool | None = None,
         **hypers: Any,
-    ):  # fmt: skip
+    ):
         if not isinstance(rule, UpdateRule):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]
@@ -438,7 +443,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
         for param in self._params():
             handle = handle_of(param)
-            if handle is not None and param in self.state:
+            if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.

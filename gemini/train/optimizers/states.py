@@ -41,6 +41,7 @@ class States(defaultdict):  # type: ignore[type-arg]
     What takes the state of a managed param out of it (``clear``, ``pop``, ``del``, or ``{}`` in its place) lets that
     param start anew, as in torch.
 
+    ``len`` and iteration count states of plain params alone: what goes over all states would put others in their place.
     Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state. It also asks each param for
     the names of its states before it loads values for them.
     """
@@ -58,6 +59,10 @@ class States(defaultdict):  # type: ignore[type-arg]
     def __missing__(self, param: Any) -> Any:
         handle = self._managed(param)
         return super().__missing__(param) if handle is None else _Planes(handle)
+
+    def __contains__(self, param: Any) -> bool:
+        # As `get`: torch makes a state in a param's first step. What lists states gives those that are in here alone.
+        return super().__contains__(param) or self.get(param) is not None
 
     def get(self, param: Any, default: Any = None) -> Any:
         handle = self._managed(param)
@@ -98,7 +103,7 @@ class States(defaultdict):  # type: ignore[type-arg]
         """
         handle, optimizer = handle_of(param), self._optimizer()
         # In here although it is managed: states of steps before the wrap, until the model has taken them over.
-        if handle is None or param in self:
+        if handle is None or super().__contains__(param):
             return None
         if optimizer is not None:
             check_owned(optimizer, [handle])

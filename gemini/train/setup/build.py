@@ -31,10 +31,11 @@ from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
 from gemini.planning.planes import WEIGHTS, precision_of
 from gemini.planning.planner import moves_for
+from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
-from gemini.tiers import DRIVE, Ledger, Tier
+from gemini.tiers import DRIVE, FILED, Ledger, Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
 from gemini.train.params.handle import ParamHandle, ParamSet, make_factors
@@ -48,7 +49,7 @@ class Built:
 
     decision: Decision
     ledger: Ledger
-    spill: SpillFile | None
+    files: Mapping[Tier, SpillFile]
     durable: StoreFolder | None
     chunks: list[Chunk]
     params: ParamSet
@@ -58,14 +59,16 @@ class Built:
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
-    first_use: dict[int, int]
-    """By chunk, the moment of a step at which it is read first, as far as that is known beforehand."""
 
 
 def build(
-    structure: Structure, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
+    structure: Structure,
+    config: GeminiConfig,
+    device: Device,
+    owner: weakref.ref[Any],
+    ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
-) -> Built:  # fmt: skip
+) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
 
     ``cuts``: by the id of a param, which slice it is.
@@ -100,11 +103,14 @@ def build(
         ledger.reserve(device.tier, of_windows, "pool")
     device.reserve_buffers(_buffers(problem, placement))
     # What is in the durable store needs no room in the spill file.
-    on_disk = needed.get(DRIVE, 0)
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
-    spill = SpillFile(config.memory.nvme_path, on_disk - in_store) if config.memory.nvme_path is not None else None
-    chunks = [_make_chunk(spec, problem, placement, device, spill, durable) for spec in layout.chunks]
+    files = {
+        tier: SpillFile(path, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        for tier in FILED
+        if (path := config.memory.path_of(tier)) is not None
+    }
+    chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in layout.chunks]
     handles = [
         ParamHandle(
             n.names[0],
@@ -128,13 +134,11 @@ def build(
     for index, own in params.by_chunk.items():
         _make_views(chunks[index], own)
     in_steps = problem.working_set + problem.in_flight
-    first_use: dict[int, int] = {}
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
-            # In the order of moments: the first one stays.
-            first_use.setdefault(index, access.moment)
-    foresight = _foresight(decision, owner)
-    return Built(decision, ledger, spill, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
+            chunks[index].first_use = min(chunks[index].first_use, access.moment)
+    foresight = _foresight(decision, owner, config.eviction_policy)
+    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
@@ -149,14 +153,12 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     }
     if ranks.size == 1:
         return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(
-        config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest
-    )  # fmt: skip
+    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
-def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
+def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:
     """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
-    some room to activations on their way if they can.
+    some room to activations on their way if they can. ``policy``: who makes these; None for what costs least.
     """
     trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
     homes = placement.homes
@@ -174,7 +176,7 @@ def _foresight(decision: Decision, owner: weakref.ref[Any]) -> Foresight:
         for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps)[0]
+                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps, policy=policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
         return (Moves(),) * len(steps)
 
@@ -240,13 +242,17 @@ def _buffers(problem: Problem, placement: Placement) -> list[int]:
 
 
 def _make_chunk(
-    spec: ChunkSpec, problem: Problem, placement: Placement, device: Device, spill: SpillFile | None,
+    spec: ChunkSpec,
+    problem: Problem,
+    placement: Placement,
+    device: Device,
+    files: Mapping[Tier, SpillFile],
     durable: StoreFolder | None,
-) -> Chunk:  # fmt: skip
+) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
     pairs = {} if durable is None else durable.slots.pairs
     planes = {
-        kind: make_plane(form, numel, homes[kind], device, spill, pairs.get(slot_name(kind, spec.index)))
+        kind: make_plane(form, numel, homes[kind], device, files, pairs.get(slot_name(kind, spec.index)))
         for kind, form in problem.plane_specs(spec.index).items()
     }
     weights = planes[WEIGHTS]

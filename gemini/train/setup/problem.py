@@ -30,7 +30,7 @@ from gemini.planning.working import MARGIN, with_staging, with_tiles
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
-from gemini.tiers import DRIVE, Tier
+from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, structure_of
 from gemini.train.params.codes import WHAT_WORKS, check_coded, scales_in
@@ -110,9 +110,13 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
 
 
 def prepare(
-    structure: Structure, config: GeminiConfig, ranks: Ranks, *, filled: bool = True,
+    structure: Structure,
+    config: GeminiConfig,
+    ranks: Ranks,
+    *,
+    filled: bool = True,
     cuts: Collection[int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """See that all ranks have the same model and settings, and give them the weights and buffers of rank 0; before
     anything is built.
 
@@ -148,8 +152,9 @@ def prepare(
         for param, names in named
         for name in names
     }
-    # The path may differ between machines: only whether there is one is compared.
-    memory = {name: size for name, size in vars(config.memory).items() if name != "nvme_path"}
+    # The paths may differ between machines: only whether there is one is compared.
+    paths = {f"{tier.value}_path": config.memory.path_of(tier) is not None for tier in FILED}
+    memory = {name: size for name, size in vars(config.memory).items() if name not in paths}
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
         {
@@ -158,7 +163,7 @@ def prepare(
             "version of Python": ".".join(map(str, sys.version_info[:2])),
             "config": settings,
             "memory budget": {name: repr(size) for name, size in memory.items()},
-            "nvme_path": config.memory.nvme_path is not None,
+            **paths,
             # Each rank has its own number of the device.
             "device": str(config.device).partition(":")[0],
         },
@@ -197,6 +202,8 @@ def _as_text(value: Any) -> str:
     """A setting in words that differ where it does; plans and traces are large."""
     if isinstance(value, (MemoryTrace, Plan, Hardware)):
         return hashlib.sha256(value.to_json().encode()).hexdigest()[:16]
+    if hasattr(value, "choose"):  # an eviction policy of the user's own, whose repr has an address
+        return f"{type(value).__module__}.{type(value).__qualname__} {getattr(value, '__dict__', '')}"
     return repr(value)
 
 
@@ -206,7 +213,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
     Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
 
     Raises:
-        StorageError: if ``nvme_path`` cannot hold a spill file.
+        StorageError: if a directory cannot hold a spill file.
     """
     memory = config.memory
     budgets: dict[Tier, int] = {}
@@ -218,16 +225,16 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
         warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}")
     cpu = memory.bytes_of(Tier.CPU)
     budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
-    if memory.nvme_path is not None:
-        found = probe(memory.nvme_path)
-        nvme = memory.bytes_of(DRIVE)
-        if memory.durable:  # the slots of an earlier run are used again
+    for tier in FILED:
+        path, given = memory.path_of(tier), memory.bytes_of(tier)
+        if path is None:
+            continue
+        found = probe(path, tier)
+        if tier is DRIVE and memory.durable:  # the slots of an earlier run are used again
             found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
-        budgets[DRIVE] = int(found.free_bytes * MARGIN) if nvme is None else nvme
-    # A GPU is this process's alone; memory and disk are shared by all ranks of the machine.
-    for tier in (Tier.CPU, DRIVE):
-        if tier in budgets:
-            budgets[tier] //= ranks.local_size
+        budgets[tier] = int(found.free_bytes * MARGIN) if given is None else given
+    # A GPU is this process's alone; memory and disks are shared by all ranks of the machine.
+    budgets = {tier: n if tier is Tier.GPU else n // ranks.local_size for tier, n in budgets.items()}
     # All ranks plan alike, with what the poorest has: their layouts must be the same.
     return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
 
@@ -306,7 +313,7 @@ def decide(
     offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
 
     def choose(trace: MemoryTrace, overlap: bool) -> Decision:
-        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware)
+        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy)
         problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
         if isinstance(given, Plan) and device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
@@ -408,7 +415,7 @@ def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device
 def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
     if problem.compute is Tier.CPU and (wanted.weights_on_gpu or wanted.optimizer_on_gpu or wanted.updates_on_gpu):
         warn("StaticPlacement: fractions on gpu have no effect without a GPU")
-        return StaticPlacement(weights_on_nvme=wanted.weights_on_nvme, optimizer_on_nvme=wanted.optimizer_on_nvme)
+        return replace(wanted, weights_on_gpu=0.0, optimizer_on_gpu=0.0, updates_on_gpu=0.0)
     return wanted
 
 
