@@ -374,9 +374,17 @@ class GeminiDDP(nn.Module):
         # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
-            self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            company=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
-        ).run()  # fmt: skip
+            self,
+            super(),
+            save_directory,
+            args,
+            kwargs,
+            by_names=engine.by_names,
+            params=engine.params,
+            company=engine.shards,
+            compute=COMPUTE_DTYPES[engine.config.precision],
+            dtype=dtype,
+        ).run()
 
     # ---- refused ------------------------------------------------------------------------------------------------
 
@@ -402,8 +410,9 @@ class GeminiDDP(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise GeminiError(
-            "a managed model cannot be pickled (torch.save(model)): use model.save_pretrained(dir), "
-            "torch.save(model.state_dict(), file) or gemini.save_checkpoint(dir, model, optimizer)"
+            "a managed model cannot be pickled (torch.save(model), and copy.copy(model)): use "
+            "model.save_pretrained(dir), torch.save(model.state_dict(), file) or "
+            "gemini.save_checkpoint(dir, model, optimizer)"
         )
 
     def share_memory(self) -> Any:

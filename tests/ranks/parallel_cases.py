@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
-from tests.scaling import make_step, scaler_of
+from tests.scaling import backward, make_step, scaler_of
 from tests.train.helpers import same_bits
 from tests.world import world_of
 
@@ -134,3 +135,28 @@ def step_refused(optimizer: Any, model: Any, before: dict[str, torch.Tensor]) ->
     optimizer.zero_grad()
     after = model.state_dict()
     return said, all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def nan_on_one(
+    sizes: dict[str, int], make: Callable[[], Any], loss_of: Callable[[Any, int, int], torch.Tensor], precision: str,
+    name: str,
+) -> tuple[str, bool, float]:  # fmt: skip
+    """What a step says in which rank 1 alone has NaN in the gradient of a param, whether weights are as before, and the
+    loss scale after it.
+    """
+    mesh = mesh_of(sizes)
+    model: Any = gemini.GeminiDDP(make(), config_for("ram", "", precision=precision), mesh=mesh)
+    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
+    before = model.state_dict()
+    loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
+    if dist.get_rank() == 1:
+        world_of(model).by_names[name].param.register_hook(lambda grad: grad * float("nan"))
+    backward(model, loss)
+    refused = step_refused(optimizer, model, before)
+    return *refused, scaler_of(model).get_scale()
+
+
+def assert_all_found_nan(found: list[tuple[str, bool, float]], precision: str) -> None:
+    for said, is_as_before, scale in found:
+        assert is_as_before and scale == found[0][2]
+        assert (not said and scale == 2.0**15) if precision == "fp16" else "holds inf or NaN" in said

@@ -18,15 +18,15 @@ from tests.ranks.parallel_cases import (
     EPS,
     LR,
     Found,
+    assert_all_found_nan,
     assert_same_runs,
     config_for,
     llama,
     mesh_of,
+    nan_on_one,
     planes_of,
-    step_refused,
 )
 from tests.ranks.pool import Failure, Pools
-from tests.scaling import backward, scaler_of
 from tests.train import helpers
 from tests.world import world_of
 
@@ -153,28 +153,12 @@ def test_bits_depend_on_no_placement(precision: str, gradients: str, pool_of: Po
 # ---- what one rank finds is found on all -----------------------------------------------------------------------------
 
 
-def nan_on_one(precision: str, cut: bool) -> tuple[str, bool, float]:
-    """What the step says, whether weights are as before, and the loss scale after it."""
-    mesh = mesh_of({"dp": 2, "ep": 2})
-    model: Any = gemini.GeminiDDP(moe(Case()), config_for("ram", "", precision=precision), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
-    name = "model.layers.1.mlp.experts.down_proj" if cut else "model.norm.weight"
-    before = model.state_dict()
-    loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
-    if dist.get_rank() == 1:
-        world_of(model).by_names[name].param.register_hook(lambda grad: grad * float("nan"))
-    backward(model, loss)
-    refused = step_refused(optimizer, model, before)
-    return *refused, scaler_of(model).get_scale()
-
-
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_nan_on_one_rank_is_found_on_all(precision: str, cut: bool, pool_of: Pools) -> None:
-    found = pool_of(4).run(nan_on_one, precision, cut)
-    for said, is_as_before, scale in found:
-        assert is_as_before and scale == found[0][2]
-        assert (not said and scale == 2.0**15) if precision == "fp16" else "holds inf or NaN" in said
+    name = "model.layers.1.mlp.experts.down_proj" if cut else "model.norm.weight"
+    found = pool_of(4).run(nan_on_one, {"dp": 2, "ep": 2}, partial(moe, Case()), loss_of, precision, name)
+    assert_all_found_nan(found, precision)
 
 
 def disagreeing(gradients: str) -> None:

@@ -20,14 +20,15 @@ from tests import scaling
 from tests.ranks.parallel_cases import (
     LR,
     Found,
+    assert_all_found_nan,
     assert_same_runs,
     config_for,
     hybrid_adam,
     llama,
     mesh_of,
+    nan_on_one,
     plain_adamw,
     planes_of,
-    step_refused,
     train,
 )
 from tests.ranks.pool import Failure, Pools, failures
@@ -61,9 +62,13 @@ def trained(
     return found._replace(whole=whole)
 
 
-def backward(model: Any, rank: int, step: int) -> float:
+def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
     ids = ids_of(step, rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    return model(input_ids=ids, labels=ids).loss  # type: ignore[no-any-return]
+
+
+def backward(model: Any, rank: int, step: int) -> float:
+    loss = loss_of(model, step, rank)
     scaling.backward(model, loss)
     return float(loss.detach())
 
@@ -73,8 +78,7 @@ def plainly(num_batches: int, make: Callable[[], Any] = llama, steps: int = STEP
     model: Any = make().train()
 
     def compute(step: int) -> float:
-        batches = (ids_of(step, rank) for rank in range(num_batches))
-        loss = torch.stack([model(input_ids=ids, labels=ids).loss for ids in batches]).mean()
+        loss = torch.stack([loss_of(model, step, rank) for rank in range(num_batches)]).mean()
         loss.backward()
         return float(loss.detach())
 
@@ -124,8 +128,7 @@ def test_bits_depend_on_no_placement(precision: str, pool_of: Pools, tmp_path: P
 
 def first_norm(kind: str, folder: str) -> float:
     model: Any = gemini.GeminiDDP(small(kind), config_for("disk", folder), mesh=mesh_of({"tp": 2}))
-    ids = ids_of(0, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss_of(model, 0, 0).backward()
     return float(model.clip_grad_norm_(0.5))
 
 
@@ -133,8 +136,8 @@ def first_norm(kind: str, folder: str) -> float:
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_the_norm_of_every_family(kind: str, pool_of: Pools, tmp_path: Path) -> None:
     """Norms, experts, packed and biased layers; what ``test_slices.py`` compares, managed."""
-    model, ids = small(kind), ids_of(0, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
+    model = small(kind)
+    loss_of(model, 0, 0).backward()
     plain = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
     assert pool_of(2).run(first_norm, kind, str(tmp_path)) == pytest.approx([plain, plain], rel=1e-6)
 
@@ -142,31 +145,13 @@ def test_the_norm_of_every_family(kind: str, pool_of: Pools, tmp_path: Path) -> 
 # ---- what one rank finds is found on all -----------------------------------------------------------------------------
 
 
-def nan_on_one(sizes: dict[str, int], precision: str, cut: bool) -> tuple[str, bool, float]:
-    """What the step says, whether weights are as before, and the loss scale after it."""
-    mesh = mesh_of(sizes)
-    model: Any = gemini.GeminiDDP(llama(), config_for("ram", "", precision=precision), mesh=mesh)
-    optimizer = gemini.HybridAdam(model.parameters(), lr=LR)
-    name = "model.layers.1.mlp.up_proj.weight" if cut else "model.norm.weight"
-    handle = world_of(model).by_names[name]
-    ids = ids_of(0, gemini.data_rank(mesh).rank)
-    before = model.state_dict()
-    loss = model(input_ids=ids, labels=ids).loss
-    if dist.get_rank() == 1:
-        handle.param.register_hook(lambda grad: grad * float("nan"))
-    scaling.backward(model, loss)
-    refused = step_refused(optimizer, model, before)
-    return *refused, scaling.scaler_of(model).get_scale()
-
-
 @pytest.mark.parametrize("cut", [True, False])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2, "tp": 2}], ids=["tp2", "dp2_tp2"])
 def test_nan_on_one_rank_is_found_on_all(sizes: dict[str, int], precision: str, cut: bool, pool_of: Pools) -> None:
-    found = pool_of(math.prod(sizes.values())).run(nan_on_one, sizes, precision, cut)
-    for said, is_as_before, scale in found:
-        assert is_as_before and scale == found[0][2]
-        assert (not said and scale == 2.0**15) if precision == "fp16" else "holds inf or NaN" in said
+    name = "model.layers.1.mlp.up_proj.weight" if cut else "model.norm.weight"
+    found = pool_of(math.prod(sizes.values())).run(nan_on_one, sizes, llama, loss_of, precision, name)
+    assert_all_found_nan(found, precision)
 
 
 def disagreeing(how: str) -> None:
@@ -174,8 +159,7 @@ def disagreeing(how: str) -> None:
     model: Any = gemini.GeminiDDP(llama(), config_for("ram", ""), mesh=mesh)
     second = mesh.get_local_rank("tp") == 1
     optimizer = gemini.HybridAdam(model.parameters(), lr=2 * LR if how == "lr" and second else LR)
-    ids = ids_of(0, dist.get_rank() if how == "batch" else gemini.data_rank(mesh).rank)
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss_of(model, 0, dist.get_rank() if how == "batch" else gemini.data_rank(mesh).rank).backward()
     if how == "gradient" and second:
         world_of(model).discard([world_of(model).by_names["model.norm.weight"]])
     optimizer.step()
@@ -211,8 +195,7 @@ def made(how: str, folder: str, where: str) -> dict[str, torch.Tensor]:
     cuts = {h.name: h.cut.own_shape for h in world_of(model).handles if h.cut is not None}
     assert cuts["model.layers.0.self_attn.q_proj.weight"] == (32, 64) and cuts["model.embed_tokens.weight"] == (64, 64)
     model.train()
-    ids = ids_of(0, gemini.data_rank(mesh).rank)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
     state = model.state_dict(dtype=torch.float32)
     loss.backward()
     norm = model.clip_grad_norm_(1.0)
@@ -237,7 +220,7 @@ def test_models_are_made_in_slices(how: str, where: str, pool_of: Pools, tmp_pat
     plain.save_pretrained(tmp_path / "model")
     wanted = plain.state_dict()
     for rank in range(2):
-        (plain(input_ids=ids_of(0, rank), labels=ids_of(0, rank)).loss / 2).backward()
+        (loss_of(plain, 0, rank) / 2).backward()
     norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
     for found in pool_of(4).run(made, how, str(tmp_path), where):
         assert float(found.pop("the norm")) == pytest.approx(norm, rel=1e-6)
@@ -269,8 +252,7 @@ def saved(sizes: dict[str, int], folder: str, precision: str, states: str, where
         return {}
     model, optimizer = managed(sizes, folder, precision, states, where)
     for step in range(2):
-        ids = ids_of(step, 0)
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_of(model, step, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
     gemini.save_checkpoint(
@@ -292,8 +274,7 @@ def went_on(sizes: dict[str, int], folder: str, precision: str, states: str, whe
     extra = gemini.load_checkpoint(f"{folder}/step-2", model, optimizer)
     assert torch.equal(extra["ids"], ids_of(0, 0))
     found = planes_of(model)
-    ids = ids_of(2, 0)
-    model(input_ids=ids, labels=ids).loss.backward()
+    loss_of(model, 2, 0).backward()
     optimizer.step()
     return found
 

@@ -25,6 +25,9 @@ from safetensors import safe_open
 
 import gemini
 from benchmarks._progress import run
+from gemini.memory.movement.transfers import Lane
+from gemini.memory.nvme import SpillFile
+from gemini.tiers import Tier
 from tests.scaling import scaler_of
 from tests.train.helpers import (
     PLACEMENTS,
@@ -154,6 +157,17 @@ def test_files_are_safetensors_and_json_without_pickle(where: str, tmp_path: Pat
     for path in (tmp_path / "ckpt").iterdir():
         assert not path.read_bytes().startswith((b"PK\x03\x04", b"\x80"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt"]
+
+
+def test_small_params_side_by_side_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reads = Run("disk", tmp_path), []
+    run.train(1)
+    begin = SpillFile.begin_read
+    monkeypatch.setattr(SpillFile, "begin_read", lambda *args, **how: reads.append(1) or begin(*args, **how))
+    run.save(tmp_path / "ckpt")
+    files = [safe_open(path, "pt") for path in (tmp_path / "ckpt").glob("params-*")]
+    num_tensors = sum(len(list(file.keys())) for file in files)
+    assert 0 < len(reads) < num_tensors, (len(reads), num_tensors)
 
 
 def test_params_that_were_frozen_when_it_was_saved_begin_anew(tmp_path: Path) -> None:
@@ -466,6 +480,26 @@ def test_a_second_save_and_a_load_wait_for_a_pending_one(tmp_path: Path, monkeyp
     run.load(tmp_path / "one")
     assert second.done() and sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
     world_of(run.model).check()
+
+
+def test_a_checkpoint_behind_the_training_is_in_flight_as_all_that_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run("serial", tmp_path)
+    run.train(1)
+    world = world_of(run.model)
+    slow_disk(monkeypatch)
+    pending = behind(run, tmp_path / "ckpt")
+    (transfer,) = world.transfers.open[Lane.CHECKPOINT].values()
+    assert not pending.done() and transfer.held is not None
+    assert transfer.held.num_bytes == world.ledger.held(Tier.CPU, "checkpoint") > 0
+    run.train(1)
+    assert run.model.memory_report()["stalls"]["checkpoint"] > 0, "an update has waited for the disk"
+    pending.wait()
+    assert world.ledger.held(Tier.CPU, "checkpoint") == 0
+    run.save(tmp_path / "other")
+    assert not world.transfers.open[Lane.CHECKPOINT]
+    world.check()
 
 
 def test_what_is_captured_at_the_call_does_not_follow_the_training(

@@ -280,6 +280,10 @@ def _runs(pages: bytes | bytearray, first: int, last: int) -> Iterator[tuple[int
     """Ranges of pages that say the same. Long ones cost no loop."""
     while first < last:
         slot = pages[first]
+        # What is read or written at once was so before, as a rule, and is one range.
+        if pages.count(slot, first, last) == last - first:
+            yield first, last, slot
+            return
         ends = [pages.find(bytes([other]), first, last) for other in (0, 1, ZEROS) if other != slot]
         end = min((end for end in ends if end >= 0), default=last)
         yield first, end, slot

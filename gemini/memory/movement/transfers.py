@@ -18,7 +18,7 @@ queuing is one thing to Ctrl-C (:data:`gemini.interrupts.WHOLE`): nothing is in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
-from gemini.memory.movement.worker import Job, JobThread, Worker
+from gemini.memory.movement.worker import Errand, Job, JobThread, Worker
 from gemini.tiers import Ledger, Tier
 
 
@@ -40,6 +40,7 @@ class Lane(Enum):
     LANDING = "landing"  # gradients: from where autograd left them, home
     OFFLOAD = "offload"  # activations: from where they were saved, to where they wait
     RESTORE = "restore"  # and back, ahead of their use
+    CHECKPOINT = "checkpoint"  # all that a checkpoint has, behind as many steps as that takes: one transfer
 
     __hash__ = object.__hash__
 
@@ -90,6 +91,10 @@ class Transfer(Job):
     def is_over(self) -> bool:
         """Say whether it is done, and its copies are. Never blocks."""
         return self.is_complete() and self.copies.is_complete()
+
+    def is_done_in(self, timeout: float) -> bool:
+        """Block until its job is done, for ``timeout`` seconds at most: whether it is."""
+        return self._done.wait(timeout)
 
     def outcome(self) -> Exception | None:
         """Block until it is over: what went wrong."""
@@ -142,13 +147,20 @@ class Transfers:
         """The lane's thread, which begins with its first job."""
         thread = self._threads.get(lane)
         if thread is None:
-            thread = self._threads[lane] = Worker(lane.value)
+            # A program that ends waits for its checkpoint, and for nothing else that moves.
+            thread = self._threads[lane] = (Errand if lane is Lane.CHECKPOINT else Worker)(lane.value)
         return thread
 
     def begin(
-        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None,
+        self,
+        lane: Lane,
+        run: Callable[[], None],
+        deadline: float = 0.0,
+        *,
+        key: Hashable = None,
+        of: Any = None,
         held: Held | None = None,
-    ) -> Transfer:  # fmt: skip
+    ) -> Transfer:
         """Make a transfer and :meth:`submit` it.
 
         Args:
@@ -213,9 +225,13 @@ class Transfers:
         """
         # Only a wait that blocks is a stall of the step.
         if not transfer.is_over():
-            with self._mover.about(cause, name, index):
+            with self.about(cause, name, index):
                 return transfer.outcome()
         return transfer.outcome()
+
+    def about(self, cause: str, name: str, index: int = -1) -> AbstractContextManager[None]:
+        """Count the time of a wait inside as a stall of the step, if it is the training thread that waits."""
+        return self._mover.about(cause, name, index)
 
     def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
         """Give up a transfer that nobody wants: cancel it, or wait until it is over, however that went."""
@@ -259,7 +275,8 @@ class Transfers:
         for lane, transfers in self.open.items():
             for key, transfer in transfers.items():
                 assert transfer.key == key and transfer.lane is lane, (lane, key)
-                assert transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
+                # A checkpoint goes on behind steps, and no drain of the model waits for it.
+                assert lane is Lane.CHECKPOINT or transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
 
 
 def _nothing_on_the_host() -> None:

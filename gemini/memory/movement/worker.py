@@ -96,6 +96,9 @@ class JobThread:
     A job is waiting, or a thread has it, or it is over: the training thread changes that inside ``WHOLE``.
     """
 
+    is_daemon = True
+    """Whether the program may end while jobs wait. The one under way is given a minute then."""
+
     def __init__(self, name: str):
         self.name = f"gemini-{name}"
         self._lock = threading.RLock()  # the garbage collector may close the worker of a model inside another call
@@ -123,7 +126,7 @@ class JobThread:
             if self._thread is None:
                 # Before the thread begins: the end of the interpreter must find every one that runs.
                 _live.add(self)
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=self.is_daemon)
                 self._thread.start()
             for job in jobs:
                 heapq.heappush(self._waiting, (job.urgency, self._number, job))
@@ -175,12 +178,13 @@ class JobThread:
             # The thread may be asleep with an empty queue.
             self._bell.put(None)
         self.cancel_all(GeminiError(f"{self.name} was closed: its model was deleted"))
+        thread = self._thread  # taken once: a thread that ends by itself takes it away
         # A thread cannot wait for its own end.
         if self.is_own_thread:
             self._end_here()
-        elif self._thread is not None:
+        elif thread is not None:
             # Not for ever: a drive that does not answer must not keep a program from ending.
-            self._thread.join(_END_SECONDS)
+            thread.join(_END_SECONDS)
 
     def _end_here(self) -> None:
         """Closed by a job under way, or by the garbage collector inside one: what follows must not wait for it."""
@@ -252,6 +256,21 @@ class Worker(JobThread):
             self._running = None
             # What it holds is not kept by a worker that waits.
             del job
+
+
+class Errand(Worker):
+    """A worker whose jobs the end of the program waits for, however long they are. Its thread ends when none is left,
+    and another one begins with the next.
+    """
+
+    is_daemon = False
+
+    def _sleep(self) -> bool:
+        # Under the lock: what is queued from here on finds no thread, and begins one.
+        with self._lock:
+            if not self._waiting:
+                self._thread = None
+            return bool(self._waiting)
 
 
 @partial(register, "atexit.register")

@@ -44,7 +44,7 @@ from gemini.train.checkpoint.tensor_file import (
     parse_spec,
     read_all,
 )
-from gemini.train.checkpoint.write import Buffer, CheckpointHome, Draft, Piece, PlanePart
+from gemini.train.checkpoint.write import CheckpointHome, Draft, Piece, PlanePart
 from gemini.train.observers import ChangedChunks
 
 _AT_ONCE = 2**20
@@ -78,7 +78,7 @@ class StoreHome(CheckpointHome):
         self._taken = changed.take() | self.pending.keys()
         """Chunks that the store has as they are when this is committed."""
         self.pieces = [
-            Piece(slot_name(kind, chunk.spec.index), chunk.spec.index, plane, start, stop)
+            Piece(chunk.spec.index, kind, plane, start, stop, [])
             for chunk in chunks
             if chunk.spec.index in self._taken
             for kind, plane in chunk.planes.items()
@@ -100,11 +100,12 @@ class StoreHome(CheckpointHome):
         # Higher than any rank has seen, so that what a commit that broke off has left is never taken for one of this.
         return 1 + max(highest for _, highest in given)
 
-    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+    def put(self, piece: Piece, device: Device, staging: torch.Tensor) -> None:
         # In bytes of the slots, whose pages are those of the plane.
         at = piece.start // piece.plane.block * piece.plane.dtype.itemsize
-        # Waited for, since the next piece comes into the same buffer.
-        self._store.slots.pairs[piece.of].begin_write(piece.staged(device, buffer), at).wait()
+        pair = self._store.slots.pairs[slot_name(piece.kind, piece.chunk_index)]
+        # Waited for, since the next piece comes into the same staging.
+        pair.begin_write(piece.staged(device, staging)[1], at).wait()
 
     def flush(self) -> None:
         self._layout = self._store.write_layout(layout_of(self._sources, self._store))

@@ -11,8 +11,10 @@ for the disk only where it overtakes the writing.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch.distributed import ProcessGroup
@@ -21,15 +23,18 @@ from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
+from gemini.memory.store import ChunkStore
 from gemini.ranks.agree import Handshake
-from gemini.tiers import Ledger, Tier
-from gemini.train.checkpoint.write import Buffer, CheckpointHome, Piece, write
+from gemini.tiers import Tier
+from gemini.train.checkpoint.write import CheckpointHome, Piece, write
 from gemini.train.observers import WriteObserver, WriteObservers
 from gemini.waiting import PROGRESS, Latch, await_latch
 
 _HOLDER = "checkpoint"
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
+"""Staging where nothing is staged."""
 
 
 class Saver(WriteObserver):
@@ -48,11 +53,13 @@ class Saver(WriteObserver):
         """Chunks that may change only when all is written."""
         self._pending: dict[int, Event] = {}
         """Updates that were in flight, by chunk: what is written is what they make."""
-        self._over = Latch()
         self._urgent: int | None = None
         self._abandoned = False
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._transfer: Transfer | None = None
+        """The writing behind the training; None where it is written at once."""
+        # Weak: it has the model's staging, and a handle of the checkpoint may outlive the model.
+        self._transfers: Callable[[], Transfers | None] = _nowhere
+        self._was_told = False
 
     def run(self, mover: Mover) -> None:
         """Write it now.
@@ -60,58 +67,63 @@ class Saver(WriteObserver):
         Raises:
             StorageError: if it cannot be written; an existing checkpoint is as it was.
         """
-        self._write(lambda num_bytes: mover.scratch(1, torch.uint8, num_bytes))
+        assert self._parts is not None
+        in_place = self._parts[0].in_place
+        # Staging that nothing passes through is not reserved.
+        staging = _NOTHING if in_place else mover.scratch(1, torch.uint8, mover.tile * 4)
+        self._write(staging, iter)
 
-    def start(self, mover: Mover, manager: Manager, observers: WriteObservers, *, working_set: int) -> None:
+    def start(self, store: ChunkStore, observers: WriteObservers) -> None:
         """Write it behind what the caller does next; or now, with a warning, if there is no memory for that."""
         assert self._parts is not None
         (home, _, device), refused = self._parts, ""
-        num_bytes = 0 if home.in_place else mover.tile * 4
-        with WHOLE:  # from the first reserved byte until the thread gives it back
+        num_bytes = 0 if home.in_place else store.mover.tile * 4
+        with WHOLE:  # from the first reserved byte until the transfer holds it
             try:
-                _reserve(
-                    num_bytes, manager, on_host=device.tier is Tier.CPU, staging=mover.staging.num_bytes,
-                    working_set=working_set,
-                )  # fmt: skip
+                _reserve(num_bytes, store, on_host=device.tier is Tier.CPU)
             except BudgetExceeded as e:
                 refused = str(e)
             else:
-                self._begin(home, device, manager.room.ledger, observers, num_bytes)
+                self._begin(home, device, store, observers, num_bytes)
         if refused:
             warn(f"the checkpoint is written while the training waits: {refused}")
-            self.run(mover)
+            self.run(store.mover)
 
     def _begin(
-        self, home: CheckpointHome, device: Device, ledger: Ledger, observers: WriteObservers, num_bytes: int
+        self, home: CheckpointHome, device: Device, store: ChunkStore, observers: WriteObservers, num_bytes: int
     ) -> None:
-        """Write it on a thread, which gives the ``num_bytes`` back that were reserved."""
+        """Write it on the lane of checkpoints, with the ``num_bytes`` that were reserved."""
+        transfer = Transfer(Lane.CHECKPOINT)
+        transfer.what = f"the checkpoint {self._final}"
+        transfer.held = Held(store.ledger, Tier.CPU, num_bytes, _HOLDER)
         try:
             # Buffers and the states of plain params go on changing with the training.
             home.draft.tensors[:] = [tensor.clone() for tensor in home.draft.tensors]
-            staging = device.make_host_buffer(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+            staging = device.make_host_buffer(num_bytes) if num_bytes else _NOTHING
             if device.torch_device.type == "cuda":
                 torch.cuda.synchronize(device.torch_device)  # the thread has a stream of its own
-            # Before the thread starts and before anybody is told of it: a chunk that is not in here may change.
+            # Before it is begun and before anybody is told of it: a chunk that is not in here may change.
             self._unsaved = {index: Latch() for index in {piece.chunk_index for piece in home.pieces} | home.held}
             self._held, self._pending = home.held, home.pending
-            # Not a daemon: the interpreter waits for the checkpoint before it ends.
-            arguments = (staging, ledger, num_bytes)
-            self._thread = threading.Thread(target=self._work, args=arguments, name="gemini-checkpoint", daemon=False)
-            # Before the thread starts, so that no change of a chunk is missed.
+            transfer.run = partial(self._write_behind, staging)
+            # Before it is begun, so that no change of a chunk is missed.
             observers.append(self)
-            self._thread.start()
+            self._transfer, self._transfers = transfer, weakref.ref(store.transfers)
+            store.transfers.submit(transfer)
         except BaseException:
-            self._unsaved.clear()
-            if self in observers:  # the thread could not be started: nobody must wait for its end
-                observers.remove(self)
-            ledger.release(Tier.CPU, num_bytes, _HOLDER)
+            if transfer.worker is None:  # it was not begun: nobody must wait for its end
+                self._transfer = None
+                self._free_all()
+                if self in observers:
+                    observers.remove(self)
+                transfer.finish()  # which gives back what it holds
             raise
 
     def before_updates(self) -> None:
         """Wait until the updates of the step before are over: only then may one of the next wait for its chunk. Called
         by the training thread alone.
         """
-        if self._alive:
+        if not self.done:
             for update in self._pending.values():
                 update.wait_until_over()
 
@@ -123,12 +135,13 @@ class Saver(WriteObserver):
         own = self._pending.get(index)
         if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
             return
-        saved = self._unsaved.get(index)
-        if saved is not None and self._alive and threading.current_thread() is not self._thread:
+        saved, transfers = self._unsaved.get(index), self._transfers()
+        if saved is not None and transfers is not None and not self.done and not self._is_own_thread:
             # Read by the thread when it takes its next piece. A later wish overwrites an earlier one, which then has
             # its turn.
             self._urgent = index
-            await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")
+            with transfers.about("checkpoint", f"wait for the checkpoint of {chunk.name}", index):
+                await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")
 
     def after_write(self, chunk: Chunk) -> None:
         """Do nothing: what is written is the state of before."""
@@ -138,74 +151,84 @@ class Saver(WriteObserver):
 
     @property
     def done(self) -> bool:
-        return not self._alive
+        """Whether it is not being written, or not any more."""
+        return self._transfer is None or self._transfer.is_complete()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until the thread has ended, well or not.
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._transfer is not None and self._transfer.worker is not None and self._transfer.worker.is_own_thread
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is written. What went wrong is raised once.
 
         Raises:
-            TimeoutError: if it has not after ``timeout`` seconds.
+            TimeoutError: if it is not after ``timeout`` seconds.
             GeminiError: without ``timeout``, if nothing goes on.
         """
-        if self._thread is not None and self._thread is not threading.current_thread():
-            if timeout is None:
-                await_latch(self._over, lambda: f"the checkpoint {self._final}")
-            elif not self._over.wait(timeout):
-                raise TimeoutError(f"the checkpoint {self._final} is still being written after {timeout:g} s")
-            # The latch is set in the thread's last lines; this waits for the rest of them.
-            self._thread.join()
+        self.join(timeout)
+        if self._transfer is not None and not self._was_told:
+            self._was_told = True
+            error = self._transfer.outcome()
+            if error is not None:
+                raise error
 
-    def raise_if_unseen(self) -> None:
-        """Raise, once, what ended the thread."""
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+    def join(self, timeout: float | None = None) -> None:
+        """:meth:`wait`, however the writing ends."""
+        if self.done or self._is_own_thread:
+            return
+        assert self._transfer is not None
+        if timeout is None:
+            self._transfer.wait_until_over()
+        elif not self._transfer.is_done_in(timeout):
+            raise TimeoutError(f"the checkpoint {self._final} is still being written after {timeout:g} s")
+
+    def end(self, observers: WriteObservers) -> None:
+        """Wait for it, and note that it is over: nobody is told of changes for it any more. Called by the training
+        thread.
+
+        Raises:
+            GeminiError: what nobody has asked for yet, once.
+        """
+        self.join()
+        observers.remove(self)
+        transfers = self._transfers()
+        if transfers is not None and self._transfer is not None:
+            transfers.end(self._transfer)
+        self.wait()
 
     def close(self) -> None:
         """The model ends: the checkpoint is finished first. (If the garbage collector ends the model in the very
         thread that writes, the checkpoint is given up.)
         """
-        if self._thread is threading.current_thread():
+        if self._is_own_thread:
             self._abandoned = True
             return
-        self.join()
-        error, self._error = self._error, None
-        if error is not None:
-            warn(f"a checkpoint that nobody waited for failed: {error}")
-
-    @property
-    def _alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _work(self, staging: torch.Tensor, ledger: Ledger, num_bytes: int) -> None:
-        """Write it and give everything back. Runs on the saver's thread."""
         try:
-            self._write(lambda wanted: staging[:wanted])
+            self.wait()
+        except Exception as e:
+            warn(f"a checkpoint that nobody waited for failed: {e}")
+
+    def _write_behind(self, staging: torch.Tensor) -> None:
+        """Write it, on the lane's thread. However that ends, nobody is left waiting for a chunk."""
+        try:
+            self._write(staging, self._in_order)
         except BaseException as e:  # surfaces where somebody waits for it
-            self._error = e
             # The interpreter ends: nobody comes any more to ask.
             if not threading.main_thread().is_alive():
                 warn(f"a checkpoint that nobody waited for failed: {e}")
+            raise
         finally:
-            # However it ended: nobody is left waiting for a chunk. The latch of the end comes last, when all is given
-            # back.
-            ledger.release(Tier.CPU, num_bytes, _HOLDER)
-            for index in list(self._unsaved):
-                self._free(index)
-            self._over.set()
+            self._free_all()
 
-    def _write(self, buffer: Buffer) -> None:
+    def _write(self, staging: torch.Tensor, order: Callable[[list[Piece]], Iterable[Piece]]) -> None:
         assert self._parts is not None
         (home, group, device), self._parts = self._parts, None
         ranks = Handshake(group, f"saving the checkpoint {self._final}")
         del group  # not held beyond the end of the program (ranks/process_groups.py)
-        write(home, ranks, device, buffer, self._in_order)
+        write(home, ranks, device, staging, order)
 
     def _in_order(self, pieces: list[Piece]) -> Iterator[Piece]:
         """The pieces chunk by chunk, one that is asked for first. A chunk is saved when its last piece is written."""
-        if self._thread is None:
-            yield from pieces
-            return
         waiting: dict[int, deque[Piece]] = {}
         for piece in pieces:
             waiting.setdefault(piece.chunk_index, deque()).append(piece)
@@ -227,6 +250,14 @@ class Saver(WriteObserver):
     def _free(self, index: int) -> None:
         """Let a chunk change, and who waits for that go on."""
         self._unsaved.pop(index).set()
+
+    def _free_all(self) -> None:
+        for index in list(self._unsaved):
+            self._free(index)
+
+
+def _nowhere() -> None:
+    """Stand for the transfers of a checkpoint that is written at once."""
 
 
 class PendingCheckpoint:
@@ -251,8 +282,7 @@ class PendingCheckpoint:
             TimeoutError: if it is not complete after ``timeout`` seconds. Writing continues.
             GeminiError: without ``timeout``, if nothing moves for minutes.
         """
-        self._saver.join(timeout)
-        self._saver.raise_if_unseen()
+        self._saver.wait(timeout)
 
 
 def pending_in(observers: WriteObservers) -> list[Saver]:
@@ -260,24 +290,23 @@ def pending_in(observers: WriteObservers) -> list[Saver]:
     return [observer for observer in observers if isinstance(observer, Saver)]
 
 
-def _reserve(num_bytes: int, manager: Manager, *, on_host: bool, staging: int, working_set: int) -> None:
+def _reserve(num_bytes: int, store: ChunkStore, *, on_host: bool) -> None:
     """Take staging from what no step will need.
 
     Args:
         on_host: the host is what computes.
-        staging: bytes that a step stages in.
 
     Raises:
         BudgetExceeded: if there is not so much.
     """
-    ledger = manager.room.ledger
+    ledger = store.ledger
     if num_bytes == 0:
         return
     # Staging that no step has needed yet will be reserved by one.
-    room = ledger.free(Tier.CPU) - max(staging - ledger.held(Tier.CPU, "staging"), 0)
+    room = ledger.free(Tier.CPU) - max(store.mover.staging.num_bytes - ledger.held(Tier.CPU, "staging"), 0)
     if on_host:  # windows come and go: what counts is what a step may take in all
         passing = sum(ledger.held(Tier.CPU, holder) for holder in ("windows", "pool", "gradients in flight"))
-        room += passing - working_set
+        room += passing - store.working_set
     if room < num_bytes:
         raise BudgetExceeded(
             f"writing behind the training needs {human_bytes(num_bytes)} of cpu, and steps leave "

@@ -109,10 +109,7 @@ def _save(
         if wait or not commits:
             engine.drain()
         for pending in pending_in(engine.write_observers):
-            pending.join()
-            engine.write_observers.remove(pending)
-            # An error of the checkpoint before that nobody has asked for.
-            pending.raise_if_unseen()
+            pending.end(engine.write_observers)
         if not commits:
             checkpoint_format.check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
@@ -152,9 +149,7 @@ def _save(
     if wait:
         saver.run(engine.store.mover)
     else:
-        saver.start(
-            engine.store.mover, engine.store.manager, engine.write_observers, working_set=engine.store.working_set
-        )
+        saver.start(engine.store, engine.write_observers)
     return PendingCheckpoint(saver)
 
 

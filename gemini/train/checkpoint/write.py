@@ -9,7 +9,7 @@ store of the model (:mod:`gemini.train.checkpoint.durable`), by one loop (:func:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,7 @@ from gemini.errors import StorageError
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.movement.mover import tiles
-from gemini.planning.planes import WEIGHTS, PlaneKind
+from gemini.planning.planes import GRADS, PlaneKind
 from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, check_target, key_in_file, whole_shape, write_manifest
 from gemini.train.checkpoint.plain_data import encode
@@ -30,9 +29,6 @@ from gemini.train.params.handle import ParamHandle
 
 FILE_BYTES = 2 * 2**30
 """About how large a file becomes: many streams on a parallel file system, few entries in a folder."""
-
-Buffer = Callable[[int], torch.Tensor]
-"""So many bytes of host memory, page-aligned, for what cannot be read in place; overwritten when asked again."""
 
 
 class PlanePart(NamedTuple):
@@ -44,81 +40,105 @@ class PlanePart(NamedTuple):
     plane: Plane
     spec: TensorSpec
     """What it is in a file: a whole param has its own name and shape, a slice says which, a part its elements."""
-
-    @property
-    def numel(self) -> int:
-        """Items of this rank's part: elements, or of a plane with one item for a block of them, blocks."""
-        return self.plane.items(self.handle.part.numel)
-
-    @property
-    def offset(self) -> int:
-        """The place in the whole param's items at which they begin."""
-        return self.handle.part.offset // self.plane.block
+    numel: int
+    """Items of this rank's part: elements, or of a plane with one item for a block of them, blocks."""
+    offset: int
+    """The place in the whole param's items at which they begin."""
+    first: int
+    """The place in the plane's items at which they begin."""
 
     def place(self, start: int) -> int:
         """The element of the plane at which item ``start`` of the part stands."""
-        return self.handle.part.start + start * self.plane.block
+        return (self.first + start) * self.plane.block
 
 
 def sources_of(handles: list[ParamHandle]) -> list[PlanePart]:
-    """List every source of this rank, chunk after chunk."""
-    found = [_source(kind, handle) for handle in handles for kind in (WEIGHTS, *handle.chunk.states)]
-    # Chunk after chunk: behind the training each is free to change as soon as its last piece is written.
-    return sorted(found, key=lambda source: source.handle.chunk.spec.index)
+    """List every source of this rank: chunk after chunk, in each plane after plane, as they stand there."""
+    found = [source for handle in handles for source in _sources(handle)]
+    # Chunk after chunk: behind the training each is free to change as soon as its last piece is written. Plane after
+    # plane: what stands side by side is read at once.
+    return sorted(found, key=lambda source: (source.handle.chunk.spec.index, source.kind, source.first))
 
 
-def _source(kind: PlaneKind, handle: ParamHandle) -> PlanePart:
-    key, plane, cut = f"{kind}/{handle.whole_name}", handle.chunk.planes[kind], handle.cut
-    in_file = key if cut is None else key_in_file(key, cut.rank, cut.size)
-    spec = TensorSpec(in_file, plane.dtype, whole_shape(handle.param.shape, plane.items(handle.slot.numel)))
-    source = PlanePart(key, kind, handle, plane, spec)
-    if handle.part.numel == handle.slot.numel:
-        return source
-    start, numel = source.offset, source.numel
-    return source._replace(spec=TensorSpec(f"{in_file}[{start}:{start + numel}]", plane.dtype, (numel,)))
+def _sources(handle: ParamHandle) -> Iterator[PlanePart]:
+    """List what a param has of every plane that is saved."""
+    # Asked once for all planes: every question to a param passes its guard.
+    name, shape, cut = handle.whole_name, handle.param.shape, handle.cut
+    part, numel = handle.part, handle.part.numel
+    for kind, plane in handle.chunk.planes.items():
+        if kind in GRADS:
+            continue
+        key, items, start = f"{kind}/{name}", plane.items(numel), part.offset // plane.block
+        in_file = key if cut is None else key_in_file(key, cut.rank, cut.size)
+        if numel == handle.slot.numel:
+            spec = TensorSpec(in_file, plane.dtype, whole_shape(shape, items))
+        else:
+            spec = TensorSpec(f"{in_file}[{start}:{start + items}]", plane.dtype, (items,))
+        yield PlanePart(key, kind, handle, plane, spec, items, start, part.start // plane.block)
+
+
+class Cut(NamedTuple):
+    """Items ``[start, stop)`` of a source, which a piece has among others."""
+
+    source: PlanePart
+    start: int
+    stop: int
 
 
 class Piece(NamedTuple):
     """Elements ``[start, stop)`` of a plane (``start`` on a page): what is read and put into a home at a time."""
 
-    of: str
-    """What they are called there: a source, or slots."""
     chunk_index: int
+    kind: PlaneKind
     plane: Plane
     start: int
     stop: int
+    cuts: list[Cut]
+    """What of sources it has; none where a home keeps planes."""
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of their items."""
-        plane = self.plane
-        return (plane.items(self.stop) - self.start // plane.block) * plane.dtype.itemsize
-
-    def read(self, device: Device, buffer: Buffer) -> torch.Tensor:
-        """Their items as a host tensor, in place where the host can read them, else in the buffer."""
+    def read(self, device: Device, staging: torch.Tensor) -> torch.Tensor:
+        """Their items as a host tensor, in place where the host can read them, else in ``staging``."""
         in_place = self.plane.host_view(self.start, self.stop)
-        if in_place is not None:
-            return in_place
-        return self.staged(device, buffer)[: self.num_bytes].view(self.plane.dtype)
+        return self.staged(device, staging)[0] if in_place is None else in_place
 
-    def staged(self, device: Device, buffer: Buffer) -> torch.Tensor:
-        """Their items in the buffer, as bytes, with zeros up to the end of a page."""
-        plane, size, num_bytes = self.plane, self.plane.dtype.itemsize, self.num_bytes
+    def staged(self, device: Device, staging: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Their items in ``staging``, and the bytes of the pages that have them, with zeros behind the items."""
+        plane, size = self.plane, self.plane.dtype.itemsize
         first = self.start // plane.block * size
-        # Files are read in whole pages. Behind the items stand those of another param, or nothing.
-        end = min(plane.num_bytes, -(-(first + num_bytes) // PAGE) * PAGE)
-        staged = buffer(end - first)
-        items = staged[:num_bytes].view(plane.dtype)
+        num_bytes = plane.items(self.stop) * size - first
+        # Files are read in whole pages, which every plane fills. Behind the items stand those of another param, or
+        # nothing.
+        pages = staging[: -(-num_bytes // PAGE) * PAGE]
+        items = pages[:num_bytes].view(plane.dtype)
         here, there = plane.host_view(self.start, self.stop), plane.device_view(self.start, self.stop)
         if here is not None:
             items.copy_(here)
         elif there is not None:  # on a stream of its own: the saver is not the only one who copies
             device.copy(items, there, "checkpoint").wait()
         else:
-            plane.load(self.start, self.start + (end - first) // size, staged.view(plane.dtype))
+            plane.load(self.start, self.start + len(pages) // size, pages.view(plane.dtype))
         # Else the drive would get what the buffer held before.
-        staged[num_bytes:].zero_()
-        return staged
+        pages[num_bytes:].zero_()
+        return items, pages
+
+
+def pieces_of(sources: Iterable[PlanePart], most: int) -> list[Piece]:
+    """Cut sources, in the order of :func:`sources_of`, into pieces of at most so many items. Small ones that stand
+    side by side are in one piece, which costs one read.
+    """
+    pieces: list[Piece] = []
+    for source in sources:
+        plane, block = source.plane, source.plane.block
+        for start in range(0, source.numel, most):
+            cut = Cut(source, start, min(start + most, source.numel))
+            begin, end = (source.first + cut.start) * block, (source.first + cut.stop) * block
+            last = pieces[-1] if pieces else None
+            if last is not None and last.plane is plane and end - last.start <= most * block:
+                last.cuts.append(cut)
+                pieces[-1] = last._replace(stop=end)
+            else:
+                pieces.append(Piece(source.handle.chunk.spec.index, source.kind, plane, begin, end, [cut]))
+    return pieces
 
 
 class Draft(NamedTuple):
@@ -158,8 +178,10 @@ class CheckpointHome(ABC):
         """Agree on what is about to be written; the first rank hears the RNG states of all."""
 
     @abstractmethod
-    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
-        """Read a piece and write it; its chunk may change afterwards, if it is not held."""
+    def put(self, piece: Piece, device: Device, staging: torch.Tensor) -> None:
+        """Read a piece and write it; its chunk may change afterwards, if it is not held. ``staging``: memory for what
+        cannot be read in place.
+        """
 
     @abstractmethod
     def flush(self) -> None:
@@ -178,12 +200,13 @@ def write(
     home: CheckpointHome,
     ranks: Handshake,
     device: Device,
-    buffer: Buffer,
+    staging: torch.Tensor,
     order: Callable[[list[Piece]], Iterable[Piece]] = iter,
 ) -> None:
     """Write a checkpoint, on all ranks or on none.
 
     Args:
+        staging: host bytes, page-aligned, with room for the largest piece; empty if the home is ``in_place``.
         order: in which pieces are put; the next is asked for when one is written.
 
     Raises:
@@ -195,7 +218,7 @@ def write(
             if piece.chunk_index in home.pending:
                 # The checkpoint has what the update makes, not what it began with.
                 home.pending[piece.chunk_index].wait()
-            home.put(piece, device, buffer)
+            home.put(piece, device, staging)
         # Also those of chunks without a piece: they write to the drive themselves, and are flushed with the rest.
         for update in home.pending.values():
             update.wait()
@@ -224,11 +247,7 @@ class FolderHome(CheckpointHome):
     def __init__(self, place: Path, draft: Draft, sources: list[PlanePart], piece: int):
         self.place, self.draft = place, draft
         self._sources = {source.key: source for source in sources if source.numel}
-        self.pieces = [
-            Piece(source.key, source.handle.chunk.spec.index, source.plane, source.place(start), source.place(stop))
-            for source in self._sources.values()
-            for start, stop in tiles(0, source.numel, piece)
-        ]
+        self.pieces = pieces_of(self._sources.values(), piece)
         # Asked of an empty range, a plane says whether the host can read it where it is.
         self.in_place = all(source.plane.host_view(0, 0) is not None for source in self._sources.values())
         self.held, self.pending = set(), {}
@@ -249,14 +268,15 @@ class FolderHome(CheckpointHome):
         self.draft.take_rng(rng)
         return self._made.name
 
-    def put(self, piece: Piece, device: Device, buffer: Buffer) -> None:
+    def put(self, piece: Piece, device: Device, staging: torch.Tensor) -> None:
         # With the first piece: a replica that puts nothing makes no files.
         if not self._files:
             self._open()
-        source = self._sources[piece.of]
-        # In items of the tensor in the file.
-        start = (piece.start - source.place(0)) // piece.plane.block
-        self._sums[piece.of].append(self._files[piece.of].write(source.spec.name, start, piece.read(device, buffer)))
+        items, first = piece.read(device, staging), piece.start // piece.plane.block
+        for source, start, stop in piece.cuts:
+            at = source.first + start - first
+            written = self._files[source.key].write(source.spec.name, start, items[at : at + stop - start])
+            self._sums[source.key].append(written)
 
     def _open(self) -> None:
         """Make the files, of about ``FILE_BYTES`` each."""

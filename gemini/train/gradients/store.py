@@ -89,7 +89,7 @@ class GradientStore:
     @property
     def has_any(self) -> bool:
         """Whether there is a gradient of any param."""
-        return any(handle.norm_sums is not None for handle in self._handles)
+        return any(handle.has_grad for handle in self._handles)
 
     def do_in_turn(self, in_turn: bool) -> None:
         """From now on land at once, or no longer."""
@@ -490,6 +490,6 @@ def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
         peers = [rank for rank in shared.ranks if rank != stages.rank]
         stages.start(
             Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"
-        ).wait()  # fmt: skip
+        ).wait()
         for other in others:
             gradients.add_part(handle, other)

@@ -181,7 +181,7 @@ class StepSync:
     def _take_norms(self, rows: torch.Tensor) -> None:
         """Take over what all ranks say of it: ranks x params."""
         for handle, parts in zip(self._params.handles, rows.T.tolist(), strict=True):
-            if handle.norm_sums is not None:
+            if handle.has_grad:
                 handle.norm_sums = parts
         self.is_done = True
 
