@@ -24,7 +24,7 @@ from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.waiting import on_worker
 
 
-class Way(NamedTuple):
+class Direction(NamedTuple):
     """One direction between a tier and the one through which it is reached.
 
     Attributes:
@@ -55,7 +55,7 @@ class TierSpec(NamedTuple):
     title: str
     through: Tier | None = None
     in_files: bool = False
-    ways: tuple[Way, ...] = ()
+    ways: tuple[Direction, ...] = ()
     figures: tuple[str, ...] = ()
 
 
@@ -89,7 +89,7 @@ _SPECS = {
         "GPU memory",
         through=Tier.CPU,
         # A PCIe 4.0 x16 link at four fifths of its 31.5 GB/s.
-        ways=(Way("host to gpu", "h2d", usual=25e9), Way("gpu to host", "d2h", usual=25e9)),
+        ways=(Direction("host to gpu", "h2d", usual=25e9), Direction("gpu to host", "d2h", usual=25e9)),
         figures=("gpu_bytes", "gpu_flops_bf16", "gpu_flops_fp32", "gpu_bandwidth"),
     ),
     Tier.CPU: TierSpec("Host memory"),
@@ -97,7 +97,10 @@ _SPECS = {
         "NVMe",
         through=Tier.CPU,
         in_files=True,
-        ways=(Way("nvme write", "nvme_write", usual=2e9), Way("nvme read", "nvme_read", usual=3e9)),  # a fast drive
+        ways=(
+            Direction("nvme write", "nvme_write", usual=2e9),
+            Direction("nvme read", "nvme_read", usual=3e9),
+        ),  # a fast drive
         figures=("nvme_bytes", "nvme_read", "nvme_write"),
     ),
 }
@@ -125,7 +128,7 @@ class Boundary(NamedTuple):
         return _OUTER[self]
 
     @property
-    def way(self) -> Way:
+    def way(self) -> Direction:
         """How it shows in timelines, and which figure is its speed."""
         return self.outer.spec.ways[0 if self.outer is self.target else 1]
 
@@ -304,8 +307,9 @@ class Ledger:
 
     def __init__(self, budgets: dict[Tier, int]):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
-        # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back in
-        # the same thread. Between what `take` reads and what it writes nothing is allocated that the collector counts.
+        # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back
+        # in the same thread. Between what `take` reads and what it writes nothing is allocated that the collector
+        # counts.
         self._lock = threading.RLock()
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""

@@ -34,13 +34,13 @@ process that was stopped, or a machine that was suspended, has not looked.)
 """
 
 
-class _OfThread(threading.local):
+class _WorkerMark(threading.local):
     """A mark of the calling thread: whether it is a worker's."""
 
     works = False
 
 
-_of_thread = _OfThread()
+_of_thread = _WorkerMark()
 
 
 def begin_work() -> None:

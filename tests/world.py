@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from gemini.tiers import Tier
+from gemini.train.activations.flights import Flights
 
 WHERE = {
     # what was asked for and decided
@@ -77,10 +78,8 @@ WHERE = {
     "gradients": "backward.gradients",
     "updates": "updates",
     "guesses": "updates.guesses",
-    "first_use": "updates._first_use",  # by the index of a chunk, when the next step needs it
     "update_worker": "updates._worker",
     "activations": "activations",
-    "activation_workers": "activations.flights",
     "discard": "stepping.discard",
     "forget_updates": "updates.forget",
     "forget_interrupted": "recovery.forget_interrupted",
@@ -105,6 +104,17 @@ class World:
         if name not in WHERE:
             raise AttributeError(f"a test asks for {name}: say in tests.world.WHERE where that is")
         return attrgetter(WHERE[name])(self._engine)
+
+    @property
+    def activation_workers(self) -> Any:
+        """The activations in flight; None where their moves are made in turn."""
+        flights = self._engine.activations.flights
+        return flights if isinstance(flights, Flights) else None
+
+    @property
+    def first_use(self) -> dict[int, int]:
+        """By the index of a chunk, when the next step needs it."""
+        return {chunk.spec.index: chunk.first_use for chunk in self.chunks}
 
     @property
     def spill(self) -> Any:

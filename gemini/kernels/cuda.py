@@ -83,9 +83,14 @@ class CudaKernels:
         return torch.zeros(1, dtype=torch.int32, device=device)
 
     def update(
-        self, arrays: Arrays, at: Addresses, is_compact: bool, segments: Sequence[Segment],
-        grad_scale: Tensor | None, stop: Tensor | None,
-    ) -> None:  # fmt: skip
+        self,
+        arrays: Arrays,
+        at: Addresses,
+        is_compact: bool,
+        segments: Sequence[Segment],
+        grad_scale: Tensor | None,
+        stop: Tensor | None,
+    ) -> None:
         """One update of all segments in one launch (of 44 each, and one for each rule in turn).
 
         ``grad_scale``: fp32, one element on the device, instead of the one of the scalars; ``stop``: int32, one element
@@ -103,9 +108,16 @@ class CudaKernels:
         update = self._module.cuda_update_compact if is_compact else self._module.cuda_update
         planes = (at.states, at.scales) if is_compact else (at.states,)
         update(
-            *self._where(arrays.weights), at.weights, at.residual, *planes, at.grad,
-            self._dtypes[arrays.grad.dtype], native, _address(grad_scale), _address(stop),
-        )  # fmt: skip
+            *self._where(arrays.weights),
+            at.weights,
+            at.residual,
+            *planes,
+            at.grad,
+            self._dtypes[arrays.grad.dtype],
+            native,
+            _address(grad_scale),
+            _address(stop),
+        )
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         self._module.cuda_split_master(*self._where(master), *map(_address, (master, hi, lo)), master.numel())
@@ -134,7 +146,7 @@ class CudaKernels:
         places = self.places(tensor, nonfinite)
         kernel(*self._where(tensor), *arrays, places.native(self._module))
         tiles = places.tiles
-        return [DeviceSums(tiles, self.stream(tiles.device), self.fetch)] if tiles.numel() else []
+        return [DeviceSums(tiles, self.stream(tiles.device), self)] if tiles.numel() else []
 
     def _where(self, tensor: Tensor) -> tuple[int, int]:
         """The number of the device, and the handle of the stream there."""

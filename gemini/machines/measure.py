@@ -178,15 +178,18 @@ def _compact_adam(sizes: Sizes, num_threads: int) -> Figure:
         host_bytes(numel * dtype.itemsize).view(dtype).fill_(value)
         for dtype, value in ((torch.bfloat16, 1.0), (torch.int8, 0), (torch.bfloat16, 1e-3))
     )
-    states = {spec.kind: host_bytes(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
-              for spec in rule.spec.planes}  # fmt: skip
+    states = {
+        spec.kind: host_bytes(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
+        for spec in rule.spec.planes
+    }
     scalars = rule.scalars(rule.defaults, 1, 1.0)
 
     def update() -> None:
         for start, stop in tiles(0, numel, TILE):
             part = slice(start, stop)
-            own = {spec.kind: states[spec.kind][start // spec.block : -(-stop // spec.block)]
-                   for spec in rule.spec.planes}  # fmt: skip
+            own = {
+                spec.kind: states[spec.kind][start // spec.block : -(-stop // spec.block)] for spec in rule.spec.planes
+            }
             arrays = Arrays(weights[part], residual[part], own, grad[part])
             rule.run(arrays, [Segment(0, stop - start, scalars, Where("weight", start))])
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gemini.memory.devices.device import Event
+from gemini.memory.devices.device import Device, Event
 from gemini.planning.timeline import TRACKS, Sample, Span, Timeline, Track
 from gemini.planning.traffic import path
 from gemini.tiers import Boundary, Tier
@@ -119,9 +119,15 @@ class Activity:
     __slots__ = ("around", "cause", "chunk", "track", "moment", "name", "num_bytes", "recorder", "thread")
 
     def __init__(
-        self, recorder: Recorder, track: Track | None, name: str, cause: str, chunk: int, num_bytes: int,
+        self,
+        recorder: Recorder,
+        track: Track | None,
+        name: str,
+        cause: str,
+        chunk: int,
+        num_bytes: int,
         around: AbstractContextManager[None] = NOTHING,
-    ):  # fmt: skip
+    ):
         self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
         self.chunk, self.num_bytes, self.moment, self.around = chunk, num_bytes, -1, around
         self.thread: _Thread | None = None
@@ -152,14 +158,14 @@ class Recorder:
     """Collects the spans and samples of one step after another. Activities may begin and end on any thread.
 
     Args:
-        synchronize: makes the device finish what it was given, so that a clock read afterwards tells the truth; called
-            on the training thread only.
-        clock: seconds, for tests. Also ``recorder.clock()``: the clock of :meth:`add`.
+        device: finishes what it was given before the clock is read, which then tells the truth; on the training thread
+            only.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter):
-        self.clock = clock
-        self._synchronize = synchronize
+    def __init__(self, device: Device | None = None):
+        self.clock = time.perf_counter
+        """Seconds: the clock of :meth:`add`."""
+        self._device = device
         # Reentrant: a finalizer that runs in the middle of anything here may give back bytes, and the ledger tells.
         self._lock = threading.RLock()
         self._trainer = threading.get_ident()
@@ -204,9 +210,14 @@ class Recorder:
         return Activity(self, track, name, cause, chunk, num_bytes)
 
     def about(
-        self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None,
+        self,
+        cause: str,
+        name: str,
+        chunk: int = -1,
+        *,
+        track: Track | None = None,
         around: AbstractContextManager[None] = NOTHING,
-    ) -> AbstractContextManager[None]:  # fmt: skip
+    ) -> AbstractContextManager[None]:
         """Record that what happens inside is done for ``name``; on the training thread computing waits for it, by
         ``cause``.
 
@@ -293,8 +304,8 @@ class Recorder:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _finish_device(self) -> None:
-        if self._synchronize is not None:
-            self._synchronize()
+        if self._device is not None:
+            self._device.synchronize()
 
     @property
     def _collecting(self) -> RecordedStep | None:
@@ -476,7 +487,7 @@ class _Waiting:
         if get_ident() == watch._trainer or graph_task() != -1:
             # Only the outermost activity has a time: what is inside of it would count twice.
             if not watch._depth:
-                watch._since = watch._clock()
+                watch._since = watch.clock()
             watch._depth += 1
 
     def __exit__(self, *exc: object) -> None:
@@ -486,24 +497,20 @@ class _Waiting:
             watch._depth -= 1
             if not watch._depth:
                 found, cause = watch._stalls, self._cause
-                found[cause] = found.get(cause, 0.0) + watch._clock() - watch._since
+                found[cause] = found.get(cause, 0.0) + watch.clock() - watch._since
 
 
 class Watch:
-    """One per engine. The training thread is the one that made it, then whichever ends steps.
+    """One per engine. The training thread is the one that made it, then whichever ends steps."""
 
-    Args:
-        clock: seconds, for tests.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self) -> None:
         self.recorder: Recorder | None = None
         self.moved = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.moved_last_step = Moved()
         self.stalls: dict[str, float] = {}
         """Seconds that the training thread waited in the step that ended last, by cause, the longest first."""
-        self._clock = clock
+        self.clock = time.perf_counter
         self._trainer = get_ident()
         self._depth = 0
         self._since = 0.0

@@ -519,10 +519,12 @@ def with_vectors(anatomy: Anatomy, steps: list[Snapshot]) -> Anatomy:
 def _counts(values: Iterable[Any]) -> bool:
     """Whether a state is 1, 2, 3, ... after so many steps."""
     return all(
-        isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
-        and (not isinstance(value, Tensor) or value.dim() == 0) and float(value) == number
+        isinstance(value, (Tensor, int, float))
+        and not isinstance(value, bool)
+        and (not isinstance(value, Tensor) or value.dim() == 0)
+        and float(value) == number
         for number, value in enumerate(values, 1)
-    )  # fmt: skip
+    )
 
 
 def _group_counts(steps: list[Snapshot], given: Mapping[str, Any]) -> tuple[tuple[str, type], ...]:

@@ -85,10 +85,17 @@ class Pipeline:
     """
 
     def __init__(
-        self, model: nn.Module | Skeleton, config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
-        micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
-        example: Mapping[str, Any] | None = None, no_sync: bool = False,
-    ):  # fmt: skip
+        self,
+        model: nn.Module | Skeleton,
+        config: GeminiConfig | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        stages: int | None = None,
+        example: Mapping[str, Any] | None = None,
+        no_sync: bool = False,
+    ):
         fill: Fill | None = None
         if isinstance(model, Skeleton):
             fill = model.fill
@@ -152,11 +159,20 @@ class Pipeline:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], config: GeminiConfig | None = None, *, mesh: DeviceMesh | None = None,
-        micro_batches: int, schedule: str = "1f1b", stages: int | None = None,
-        example: Mapping[str, Any] | None = None, no_sync: bool = False, model_class: Any = None,
-        attn_implementation: Any = None, **kwargs: Any,
-    ) -> Pipeline:  # fmt: skip
+        cls,
+        path: str | os.PathLike[str],
+        config: GeminiConfig | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        micro_batches: int,
+        schedule: str = "1f1b",
+        stages: int | None = None,
+        example: Mapping[str, Any] | None = None,
+        no_sync: bool = False,
+        model_class: Any = None,
+        attn_implementation: Any = None,
+        **kwargs: Any,
+    ) -> Pipeline:
         """Load a transformers model into a pipeline. Weights are streamed from the files one param at a time: each rank
         reads those of its own stages into their home tiers.
 
@@ -171,9 +187,11 @@ class Pipeline:
         """
         config = (GeminiConfig() if config is None else config).resolved()
         skeleton, info = skeleton_from_pretrained(
-            path, model_class=model_class, attention=Attention(attn_implementation, config.precision, config.device),
+            path,
+            model_class=model_class,
+            attention=Attention(attn_implementation, config.precision, config.device),
             **kwargs,
-        )  # fmt: skip
+        )
         lacking = sorted({*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])})
         if lacking and mesh is not None and size_of(mesh, "pp") > 1:
             raise ValueError(
@@ -182,9 +200,15 @@ class Pipeline:
                 "model with transformers on every rank, with the same seed, and pass it to gemini.Pipeline"
             )
         return cls(
-            skeleton, config, mesh=mesh, micro_batches=micro_batches, schedule=schedule, stages=stages, example=example,
+            skeleton,
+            config,
+            mesh=mesh,
+            micro_batches=micro_batches,
+            schedule=schedule,
+            stages=stages,
+            example=example,
             no_sync=no_sync,
-        )  # fmt: skip
+        )
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The params of this rank's stages, for an optimizer."""
@@ -325,17 +349,23 @@ class Pipeline:
 
         made = [
             ManagedStage(
-                stage, number, len(self._ranges), device, around_backward=self._in_backward,
+                stage,
+                number,
+                len(self._ranges),
+                device,
+                around_backward=self._in_backward,
                 input_args=() if stage.stage.is_first else hidden(),
                 output_args=torch.empty((), device=device, requires_grad=True) if stage.stage.is_last else hidden(),
                 group=group,
             )
             for number, stage in zip(self._numbers, self._numbered, strict=True)
-        ]  # fmt: skip
+        ]
         kinds: dict[str, Any] = {
-            "1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe,
-            "interleaved": pipelining.ScheduleInterleaved1F1B, "bfs": pipelining.ScheduleLoopedBFS,
-        }  # fmt: skip
+            "1f1b": pipelining.Schedule1F1B,
+            "gpipe": pipelining.ScheduleGPipe,
+            "interleaved": pipelining.ScheduleInterleaved1F1B,
+            "bfs": pipelining.ScheduleLoopedBFS,
+        }
         single = self._schedule in ("1f1b", "gpipe")
         runner = kinds[self._schedule](
             made[0] if single else made, self._micro_batches, loss_fn=self._share_of_loss, scale_grads=False

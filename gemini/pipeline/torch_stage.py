@@ -15,7 +15,7 @@ class ManagedStage(PipelineStage):
 
     def __init__(
         self, module: nn.Module, *args: Any, around_backward: Callable[[], AbstractContextManager[None]], **kwargs: Any
-    ):  # fmt: skip
+    ):
         super().__init__(module, *args, **kwargs)
         self._around_backward = around_backward
 

@@ -81,11 +81,18 @@ class Efficiency:
 
 _KIND_OF_FIGURE = {
     "gpu_bandwidth": "gpu_memory",
-    "cpu_flops_bf16": "matrix", "cpu_flops_fp32": "matrix", "dram_bandwidth": "host_memory",
-    "h2d": "link", "d2h": "link", "nvme_read": "nvme", "nvme_write": "nvme", "nvme_mixed": "nvme",
+    "cpu_flops_bf16": "matrix",
+    "cpu_flops_fp32": "matrix",
+    "dram_bandwidth": "host_memory",
+    "h2d": "link",
+    "d2h": "link",
+    "nvme_read": "nvme",
+    "nvme_write": "nvme",
+    "nvme_mixed": "nvme",
     "nvme_write_sustained": "nvme",
-    "interconnect": "wire", "network": "wire",
-}  # fmt: skip
+    "interconnect": "wire",
+    "network": "wire",
+}
 
 
 class Cost(NamedTuple):

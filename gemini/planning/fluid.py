@@ -19,7 +19,7 @@ _EPSILON = 1e-9
 
 
 @dataclass(frozen=True)
-class Run:
+class TaskTimes:
     """When each task ran, by number: seconds; and the task whose end let it start (-1: nothing held it up)."""
 
     start: list[float]
@@ -88,7 +88,7 @@ class Fluid:
         self._gives.append(gives)
         return number
 
-    def run(self) -> Run:
+    def run(self) -> TaskTimes:
         """Play until every task is over."""
         count = len(self)
         start, stop, released_by = [-1.0] * count, [-1.0] * count, [-1] * count
@@ -156,7 +156,7 @@ class Fluid:
                         heapq.heappush(waiting[self._queue[other]], (self._urgency[other], other))
                         changed.add(self._queue[other])
             active, left = still, rest
-        return Run(start, stop, released_by)
+        return TaskTimes(start, stop, released_by)
 
     def _speeds(self, active: list[int]) -> tuple[float, ...]:
         """Of each active task: 1 where nothing is short."""

@@ -22,7 +22,7 @@ FINE = 120
 """Chunks up to which the planes of a state are placed apart; beyond, one chunk's states are one item."""
 
 
-class Fetches(NamedTuple):
+class FetchCounts(NamedTuple):
     """How often a chunk's weights are gathered in a step if nothing stays, and how often at least."""
 
     at_most: int
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 def cheapest_homes(
     problem: Problem,
-    fetches: Sequence[Fetches],
+    fetches: Sequence[FetchCounts],
     speeds: Speeds,
     *,
     accumulate: int = 1,
@@ -79,8 +79,15 @@ def cheapest_homes(
     return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
 
 
-def _seconds(problem: Problem, homes: Mapping[PlaneKind, Tier], index: int, times: int, speeds: Speeds,
-             accumulate: int, streamed: bool = False) -> dict[str, float]:  # fmt: skip
+def _seconds(
+    problem: Problem,
+    homes: Mapping[PlaneKind, Tier],
+    index: int,
+    times: int,
+    speeds: Speeds,
+    accumulate: int,
+    streamed: bool = False,
+) -> dict[str, float]:
     """What a chunk costs in a step, by track, with its weights gathered ``times``."""
     moved: Traffic = update_traffic(problem, homes, index, streamed=streamed)
     for traffic, repeats in (
@@ -107,15 +114,21 @@ def _track(boundary: Boundary) -> str:
 
 
 def _choices(
-    problem: Problem, index: int, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
+    problem: Problem, index: int, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
 ) -> list[Choice]:
     sizes, most = problem.plane_bytes(index), fetches[index].at_most
     cpu = dict.fromkeys(sizes, Tier.CPU)
     before = _seconds(problem, cpu, index, most, speeds, accumulate)
     found: list[Choice] = []
 
-    def add(homes: Mapping[PlaneKind, Tier], excludes: Sequence[PlaneKind], times: int, *, stays: bool = False,
-            streamed: bool = False) -> None:  # fmt: skip
+    def add(
+        homes: Mapping[PlaneKind, Tier],
+        excludes: Sequence[PlaneKind],
+        times: int,
+        *,
+        stays: bool = False,
+        streamed: bool = False,
+    ) -> None:
         if any(tier not in problem.budgets for tier in homes.values()):
             return
         after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate, streamed)
@@ -160,7 +173,7 @@ def _choices(
 
 
 def _all_on_cpu(
-    problem: Problem, fetches: Sequence[Fetches], speeds: Speeds, accumulate: int, streaming: bool
+    problem: Problem, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
 ) -> tuple[dict[str, float], dict[Tier, int]]:
     seconds: dict[str, float] = {}
     used = dict.fromkeys(problem.budgets, 0)

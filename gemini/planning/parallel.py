@@ -54,8 +54,9 @@ def balanced(weights: Sequence[float], num_stages: int) -> list[tuple[int, int]]
             extra = rest if stop == number else 0.0
             row[stop] = min(
                 (max(least[-1][start][0], sums[stop] - sums[start] + extra), start)
-                for start in range(stage - 1, stop) if start in least[-1]
-            )  # fmt: skip
+                for start in range(stage - 1, stop)
+                if start in least[-1]
+            )
         least.append(row)
     cuts = [number]
     for stage in range(num_stages, 0, -1):
@@ -144,9 +145,12 @@ def stage_trace(trace: MemoryTrace, blocks: Blocks, start: int, stop: int, *, bo
     def moved(moment: Moment) -> Moment:
         live = max(moment.live_bytes - base, 0)
         return replace(
-            moment, params=here(moment.params), gradients=here(moment.gradients), live_bytes=live,
+            moment,
+            params=here(moment.params),
+            gradients=here(moment.gradients),
+            live_bytes=live,
             peak_bytes=max(moment.peak_bytes - base, live),
-        )  # fmt: skip
+        )
 
     together = {found for indices in trace.read_together if len(found := here(indices)) > 1}
     return replace(
@@ -184,10 +188,14 @@ def breadth_first(trace: MemoryTrace, number: int) -> MemoryTrace:
         counted = ("saved_bytes", "restored_bytes", "flops", "touched_bytes", "num_ops", "tp_bytes", "cp_bytes")
         times = {name: number * getattr(moment, name) for name in counted}
         return replace(
-            moment, live_bytes=live, peak_bytes=live + moment.peak_bytes - moment.live_bytes,
+            moment,
+            live_bytes=live,
+            peak_bytes=live + moment.peak_bytes - moment.live_bytes,
             seconds=None if moment.seconds is None else number * moment.seconds,
-            products=scaled(moment.products, number), attention=moment.attention.scaled(number), **times,
-        )  # fmt: skip
+            products=scaled(moment.products, number),
+            attention=moment.attention.scaled(number),
+            **times,
+        )
 
     return replace(trace, moments=tuple(map(of_all, trace.moments)), tokens=number * trace.tokens)
 
@@ -292,7 +300,7 @@ def play_mesh(
                     schedule,
                     efficiency,
                     ends=ends,
-                )  # fmt: skip
+                )
             )
         except BudgetExceeded as e:
             refusal = refusal or e
@@ -303,16 +311,24 @@ def play_mesh(
 
 
 def least_seconds(
-    trace: MemoryTrace, hardware: Hardware, sizes: MeshSizes, micro_batches: int, *, per_machine: int,
+    trace: MemoryTrace,
+    hardware: Hardware,
+    sizes: MeshSizes,
+    micro_batches: int,
+    *,
+    per_machine: int,
     efficiency: Efficiency | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """What a step on a GPU takes at least: what computing and the exchanges inside of it take, stages alike, and the
     bubble of the order with the smaller one.
     """
     costs = Costs(
-        hardware, efficiency or Efficiency(), compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
-        precision=trace.precision, local_ranks=min(per_machine, sizes.ranks),
-    )  # fmt: skip
+        hardware,
+        efficiency or Efficiency(),
+        compute=Tier.GPU if trace.target == "cuda" else Tier.CPU,
+        precision=trace.precision,
+        local_ranks=min(per_machine, sizes.ranks),
+    )
     grid, one = Grid(sizes, per_machine), 0.0
     for moment in trace.moments:
         one += costs.compute(moment, measured=False).seconds
@@ -322,10 +338,18 @@ def least_seconds(
 
 
 def _play(
-    trace: MemoryTrace, hardware: Hardware, grid: Grid, make: Callable[[MemoryTrace, int, str], Plan],
-    micro_batches: int, width: int, order: str, schedule: str, efficiency: Efficiency | None, *,
+    trace: MemoryTrace,
+    hardware: Hardware,
+    grid: Grid,
+    make: Callable[[MemoryTrace, int, str], Plan],
+    micro_batches: int,
+    width: int,
+    order: str,
+    schedule: str,
+    efficiency: Efficiency | None,
+    *,
     ends: bool,
-) -> MeshOutcome:  # fmt: skip
+) -> MeshOutcome:
     sizes = grid.sizes
     boundary = trace.tokens * width * compute_itemsize(trace.precision)
     stages: list[StageOutcome] = []
@@ -355,14 +379,22 @@ def _play(
     links = _seconds(hardware, efficiency or Efficiency(), sent)
     bubble = 0.0
     if sizes.pp > 1:
-        computing = max(stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
-                        for stage in stages)  # fmt: skip
+        computing = max(
+            stage.timeline.busy.get(Track.COMPUTE, 0.0) + stage.timeline.busy.get(Track.EXCHANGE, 0.0)
+            for stage in stages
+        )
         one = _seconds(hardware, efficiency or Efficiency(), {"": _to_neighbour(grid.stages, boundary)})
         bubble = (sizes.pp - 1) * (computing / (micro_batches * loops) + 2 * one)
     return MeshOutcome(
-        sizes, micro_batches, order, tuple(stages), trace.tokens * micro_batches * sizes.shards, bubble,
-        max(slowest + bubble, links), {name: both for name, both in sent.items() if any(both)},
-    )  # fmt: skip
+        sizes,
+        micro_batches,
+        order,
+        tuple(stages),
+        trace.tokens * micro_batches * sizes.shards,
+        bubble,
+        max(slowest + bubble, links),
+        {name: both for name, both in sent.items() if any(both)},
+    )
 
 
 def _stages(trace: MemoryTrace, number: int, boundary: int) -> Iterator[tuple[int, int, MemoryTrace]]:

@@ -17,7 +17,7 @@ from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes
 from gemini.planning.compact import spec_for
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
-from gemini.planning.homes import Fetches, cheapest_homes
+from gemini.planning.homes import FetchCounts, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
@@ -398,7 +398,7 @@ class Planner:
         poorest = moves_by_policy(steps, sizes=sizes, room=problem.working_set, policy=NextUse())
         counts = Counter(i for moves in poorest for i in moves.fetch)
         n = self.accumulate
-        fetches = [Fetches(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
+        fetches = [FetchCounts(n * counts[i], min(n * counts[i], 0 if i in lasting else 1)) for i in every]
         return cheapest_homes(
             problem,
             fetches,

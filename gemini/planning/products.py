@@ -43,7 +43,7 @@ class Product(NamedTuple):
         return self.batch * (self.m * self.k + self.k * self.n + self.m * self.n) * self.times
 
 
-class Attention(NamedTuple):
+class AttentionWork(NamedTuple):
     """FLOP of fused attention.
 
     Attributes:
@@ -55,11 +55,11 @@ class Attention(NamedTuple):
     forward: int = 0
     backward: int = 0
 
-    def __add__(self, other: tuple[int, ...]) -> Attention:  # type: ignore[override]
-        return Attention(*(own + more for own, more in zip(self, other, strict=True)))
+    def __add__(self, other: tuple[int, ...]) -> AttentionWork:  # type: ignore[override]
+        return AttentionWork(*(own + more for own, more in zip(self, other, strict=True)))
 
-    def scaled(self, number: float) -> Attention:
-        return Attention(*(round(each * number) for each in self))
+    def scaled(self, number: float) -> AttentionWork:
+        return AttentionWork(*(round(each * number) for each in self))
 
 
 def scaled(products: Iterable[Product], number: float) -> tuple[Product, ...]:

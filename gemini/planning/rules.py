@@ -62,10 +62,13 @@ RULES = {
     ),
     "muon": RuleEntry(_spec("Muon", "exp_avg", "exp_avg_sq", needs="param"), "MuonRule", _MATRICES, "Muon"),
     "adalomo": RuleEntry(
-        RuleSpec("AdaLomo", needs="param", factors=_FACTORS), "AdaLomoRule", _MATRICES, "AdaLomo",
+        RuleSpec("AdaLomo", needs="param", factors=_FACTORS),
+        "AdaLomoRule",
+        _MATRICES,
+        "AdaLomo",
         in_transformers="adalomo",
     ),
-}  # fmt: skip
+}
 
 
 def rule_named(name: str) -> UpdateRule:

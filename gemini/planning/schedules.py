@@ -119,8 +119,9 @@ class Work:
         """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
         traced, found = self.plan.trace.moments[moment], []
         for group, sent, cause in (
-            (self._grid.slices, traced.tp_bytes, SLICES), (self._grid.parts, traced.cp_bytes, PARTS),
-        ):  # fmt: skip
+            (self._grid.slices, traced.tp_bytes, SLICES),
+            (self._grid.parts, traced.cp_bytes, PARTS),
+        ):
             if sent:
                 name = f"exchange of {traced.module or self.plan.trace.model}"
                 cost = self._costs.ring(group, sent)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.costs import Costs, Efficiency
-from gemini.planning.fluid import Run
+from gemini.planning.fluid import TaskTimes
 from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Moves, Plan
@@ -60,7 +60,7 @@ def timeline_of(graph: Graph, *, title: str, is_serial: bool) -> Timeline:
     )
 
 
-def _spans(graph: Graph, run: Run, begin: float, end: float) -> tuple[Span, ...]:
+def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span, ...]:
     """What ran between ``begin`` and ``end``. A task that crosses one of them counts there with its part."""
     found = []
     for task, start, stop in zip(graph.tasks, run.start, run.stop, strict=True):
@@ -74,7 +74,7 @@ def _spans(graph: Graph, run: Run, begin: float, end: float) -> tuple[Span, ...]
     return tuple(sorted(found, key=lambda span: (span.start, span.stop, span.track.value, span.name)))
 
 
-def _stalls(graph: Graph, run: Run, begin: float, end: float) -> dict[str, float]:
+def _stalls(graph: Graph, run: TaskTimes, begin: float, end: float) -> dict[str, float]:
     found: dict[str, float] = {}
 
     def blame(task: int, since: float, until: float) -> None:
@@ -112,7 +112,7 @@ def _in_order(stalls: dict[str, float]) -> dict[str, float]:
     return dict(sorted(stalls.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _samples(graph: Graph, run: Run, begin: float, end: float) -> tuple[Sample, ...]:
+def _samples(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Sample, ...]:
     """What every tier holds from ``begin`` on, one sample at every change."""
     held = _standing(graph)
     events: list[tuple[float, int, Change | int]] = []  # an int: that moment begins

@@ -25,7 +25,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.document import Document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
-from gemini.planning.products import Attention, Product
+from gemini.planning.products import AttentionWork, Product
 
 
 class Phase(Enum):
@@ -109,7 +109,7 @@ class Moment:
     tp_bytes: int = 0
     cp_bytes: int = 0
     products: tuple[Product, ...] = ()
-    attention: Attention = Attention()
+    attention: AttentionWork = AttentionWork()
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,16 @@ class MemoryTrace(Document, kind="trace"):
         """The chunks that ``GeminiDDP`` cuts this model into."""
         specs = [
             ParamSpec(
-                p.name, p.numel, p.trainable, rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32), p.apart,
-                p.coded, p.fp32,
+                p.name,
+                p.numel,
+                p.trainable,
+                rule.keeps_exact(p.shape, trainable=p.trainable, fp32=p.fp32),
+                p.apart,
+                p.coded,
+                p.fp32,
             )
             for p in self.params
-        ]  # fmt: skip
+        ]
         return make_layout(specs, ranks=ranks, max_chunk=max_chunk, align=rule.align)
 
     def check_same_model(self, other: MemoryTrace, *, what: str) -> None:
@@ -379,9 +384,11 @@ def with_4bit_base(trace: MemoryTrace, *, double: bool = True) -> MemoryTrace:
             return moment
         made = numel * itemsize + 4 * -(-numel // _CODES_PER_SCALE) * double
         return replace(
-            moment, peak_bytes=moment.peak_bytes + made, num_ops=moment.num_ops + 1,
+            moment,
+            peak_bytes=moment.peak_bytes + made,
+            num_ops=moment.num_ops + 1,
             touched_bytes=moment.touched_bytes + made + numel // 2,
-        )  # fmt: skip
+        )
 
     return replace(
         trace,

@@ -97,9 +97,12 @@ def _reads_window(problem: Problem, homes: Homes, index: int, where: Tier) -> bo
     """
     chunk, wide = problem.layout.chunks[index], problem.plane_bytes(index)[WEIGHTS]
     return (
-        problem.gradients == "transient" and homes[WEIGHTS].in_files and where is Tier.CPU
-        and problem.layout.ranks == 1 and wide == chunk.numel * chunk.itemsize(problem.precision)
-    )  # fmt: skip
+        problem.gradients == "transient"
+        and homes[WEIGHTS].in_files
+        and where is Tier.CPU
+        and problem.layout.ranks == 1
+        and wide == chunk.numel * chunk.itemsize(problem.precision)
+    )
 
 
 def update_tier(problem: Problem, homes: Homes, *, streamed: bool = False) -> Tier:

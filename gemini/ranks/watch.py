@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -37,7 +36,7 @@ WAIT_S = 5.0
 
 _OWN = ("gemini.train", "gemini.memory", "gemini.ranks", "gemini.kernels")
 
-_running: weakref.WeakSet[Watch] = weakref.WeakSet()
+_running: weakref.WeakSet[RankWatch] = weakref.WeakSet()
 
 
 class Waiting(Protocol):
@@ -60,11 +59,19 @@ class _Note(NamedTuple):
 _NOWHERE = _Note(-1, None)
 
 
-class Watch:
-    """One per model and rank. ``is_inside``: whether a call of the model is under way; None when there is no model."""
+class Watched(Protocol):
+    """The state of a model."""
 
-    def __init__(self, waiting: Waiting, wire: Wire, is_inside: Callable[[], bool | None]):
-        self._waiting, self._is_inside = waiting, is_inside
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call of it is under way."""
+
+
+class RankWatch:
+    """One per model and rank, which it does not keep alive."""
+
+    def __init__(self, waiting: Waiting, wire: Wire, model: weakref.ref[Watched]):
+        self._waiting, self._model = waiting, model
         self._rank, self._peers, self._global_ranks = wire.rank, wire.peers, wire.global_ranks
         assert wire.group is not None, "there are others"
         self._store = c10d._world.pg_map[wire.group][1]
@@ -102,6 +109,11 @@ class Watch:
             if long_ago and other is not self and other._waiting.thread == self._waiting.thread:
                 return f"{_line_of(self._waiting.thread)}, waiting in {other._waiting.waiting_in} of another model"
         return _line_of(self._waiting.thread, at_work=False)
+
+    def _is_inside(self) -> bool | None:
+        """Whether a call of the model is under way; None when there is no model any more."""
+        model = self._model()
+        return None if model is None else model.is_inside
 
     def _look(self) -> bool:
         """Write down or read where ranks stand, if it is time; False without a model. Runs on the watch's thread."""

@@ -35,7 +35,7 @@ from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
-from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
+from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
 from gemini.train.loading.attention import without_package
@@ -55,15 +55,38 @@ MOST_REAL = 2**22
 _aten = torch.ops.aten
 _grouped_mm = getattr(_aten, "_grouped_mm", None)
 _FACTORIES = {
-    _aten.arange, _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.scalar_tensor, _aten.rand, _aten.randint,
-    _aten.eye, _aten.linspace, _aten.randperm, _aten.tril_indices, _aten.triu_indices,
-}  # fmt: skip
+    _aten.arange,
+    _aten.zeros,
+    _aten.ones,
+    _aten.full,
+    _aten.empty,
+    _aten.scalar_tensor,
+    _aten.rand,
+    _aten.randint,
+    _aten.eye,
+    _aten.linspace,
+    _aten.randperm,
+    _aten.tril_indices,
+    _aten.triu_indices,
+}
 _CPU = torch.device("cpu")
 _PLAIN = {
-    _aten.view.default, _aten._unsafe_view.default, _aten.t.default, _aten.transpose.int, _aten.expand.default,
-    _aten.detach.default, _aten.unsqueeze.default, _aten.slice.Tensor, _aten.mm.default, _aten.mul.Tensor,
-    _aten.add.Tensor, _aten.neg.default, _aten.rsqrt.default, _aten.silu.default, _aten.pow.Tensor_Scalar,
-}  # fmt: skip
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.expand.default,
+    _aten.detach.default,
+    _aten.unsqueeze.default,
+    _aten.slice.Tensor,
+    _aten.mm.default,
+    _aten.mul.Tensor,
+    _aten.add.Tensor,
+    _aten.neg.default,
+    _aten.rsqrt.default,
+    _aten.silu.default,
+    _aten.pow.Tensor_Scalar,
+}
 """Most of what runs: one result, whose shape torch's own shape functions give. Asking them without the way through
 ``FakeTensorMode``, which looks for many special cases first, saves a third of the time of a trace."""
 
@@ -416,8 +439,8 @@ def _run(
     mode: FakeTensorMode,
     sent: Counter[str],
 ) -> ObservedStep:
-    seen: list[ObservedStep] = []
-    observer = Observer(model, target, free_gradients=True, on_step=seen.append, sent=sent)
+    seen = Listener()
+    observer = Observer(model, target, listener=seen, free_gradients=True, sent=sent)
     with ExitStack() as stack:
         stack.callback(observer.detach)
         observer.attach()
@@ -438,9 +461,9 @@ def _run(
             result.backward()
         except Exception as e:
             raise _cannot(model, "backward", e) from e
-    if not seen:
+    if not seen.steps:
         raise GeminiError(f"no backward of {type(model).__name__} was seen: record a step with gemini.MemoryTracer")
-    return seen[-1]
+    return seen.steps[-1]
 
 
 def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:

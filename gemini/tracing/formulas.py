@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from gemini.planning.products import Attention
+from gemini.planning.products import AttentionWork
 
 _aten = torch.ops.aten
 
@@ -41,15 +41,15 @@ def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
     return (int(first[0]) if len(first) == 3 else 1), int(first[-2]), int(second[-1]), int(first[-1])
 
 
-def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> Attention:
+def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork:
     """What a call with so many FLOP does of fused attention: all of them or none."""
     names = [argument.name for argument in func._schema.arguments]
     if "query" not in names:
-        return Attention()
+        return AttentionWork()
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     causal = given.get("is_causal") and given["query"].shape[-2] == given["key"].shape[-2]
     done = flops // 2 if causal else flops
-    return Attention(flops, backward=done) if "grad_out" in names[0] else Attention(flops, forward=done)
+    return AttentionWork(flops, backward=done) if "grad_out" in names[0] else AttentionWork(flops, forward=done)
 
 
 def _attention(args: Any, out: Any) -> int:

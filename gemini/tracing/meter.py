@@ -17,18 +17,30 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from gemini.planning.products import Attention
+from gemini.planning.products import AttentionWork
 from gemini.tracing.formulas import attention_of, flops_of, product_of
 from gemini.tracing.targets import Target
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _NO_WORK = {
-    torch.ops.prim.device.default, _aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default,
-    _aten.alias.default, _aten.detach.default, _aten.detach_.default, _aten._local_scalar_dense.default,
-    _aten.is_same_size.default, _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default,
-    _aten.new_empty.default, _aten.new_empty_strided.default, _aten.equal.default, _aten.resize_.default,
-}  # fmt: skip
+    torch.ops.prim.device.default,
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.lift_fresh.default,
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.detach_.default,
+    _aten._local_scalar_dense.default,
+    _aten.is_same_size.default,
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.equal.default,
+    _aten.resize_.default,
+}
 
 
 class Taken(NamedTuple):
@@ -40,7 +52,7 @@ class Taken(NamedTuple):
     num_ops: int
     read: set[int]
     products: Counter[tuple[int, int, int, int]]
-    attention: Attention
+    attention: AttentionWork
 
 
 class Meter(TorchDispatchMode):
@@ -146,7 +158,7 @@ class Meter(TorchDispatchMode):
 
     def _restart(self) -> None:
         self.flops = self.touched = self.num_ops = 0
-        self.attention = Attention()
+        self.attention = AttentionWork()
         self.read: set[int] = set()
         self.products: Counter[tuple[int, int, int, int]] = Counter()
 

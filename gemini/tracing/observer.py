@@ -134,6 +134,24 @@ class ObservedStep:
         return any(moment.phase is Phase.RECOMPUTE for moment in self.moments)
 
 
+class Listener:
+    """What is told of the steps of one model as they begin and end. This one keeps those that have ended."""
+
+    def __init__(self) -> None:
+        self.steps: list[ObservedStep] = []
+
+    def begin_step(self) -> None:
+        """Note that a forward of the model begins, and no step is under way."""
+
+    def end_step(self, step: ObservedStep) -> None:
+        """Take a whole step, forward and backward."""
+        self.steps.append(step)
+
+    def now(self) -> float:
+        """Seconds, when the device has done what it was given."""
+        return time.perf_counter()
+
+
 class Observer:
     """Hooks on one model. Each forward of the root begins a :class:`ObservedStep`; its backward ends it."""
 
@@ -142,10 +160,8 @@ class Observer:
         model: nn.Module,
         target: Target,
         *,
+        listener: Listener,
         free_gradients: bool,
-        on_step: Callable[[ObservedStep], None] | None = None,
-        on_begin: Callable[[], None] | None = None,
-        now: Callable[[], float] = time.perf_counter,
         sent: Counter[str] | None = None,
     ):
         """
@@ -157,9 +173,7 @@ class Observer:
         self._params = [param for param, _ in distinct_params(model)]
         self._target = target
         self._free_gradients = free_gradients
-        self._on_step = on_step
-        self._on_begin = on_begin
-        self._now = now
+        self._listener = listener
         self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
         self._gathered: Counter[int] = Counter()
@@ -233,7 +247,7 @@ class Observer:
             yield
             return
         self._outside = True
-        began = self._now()
+        began = self._listener.now()
         try:
             if self.meter is None:
                 yield
@@ -242,7 +256,7 @@ class Observer:
                     yield
         finally:
             self._outside = False
-            self._away += self._now() - began
+            self._away += self._listener.now() - began
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -265,8 +279,7 @@ class Observer:
         self.step.tokens += count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
 
     def _begin_step(self) -> None:
-        if self._on_begin is not None:
-            self._on_begin()
+        self._listener.begin_step()
         self._resting = False
         self._calls.abandon()
         self._calls.end_backward()
@@ -277,7 +290,7 @@ class Observer:
         self.step = ObservedStep()
         if self.meter is not None:
             self.meter.reset()
-        self._away, self._since = 0.0, self._now()
+        self._away, self._since = 0.0, self._listener.now()
 
     def end_step(self) -> None:
         """Forward and backward are over."""
@@ -289,8 +302,8 @@ class Observer:
         self._in_backward = False
         self._path = ""
         step, self.step = self.step, ObservedStep()
-        if self._on_step is not None and step.has_backward:
-            self._on_step(step)
+        if step.has_backward:
+            self._listener.end_step(step)
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -385,12 +398,12 @@ class Observer:
 
     def _cut(self, key: Any) -> None:
         """End the moment that runs. What stands between two boundaries without an operation is no moment."""
-        now = self._now()
+        now = self._listener.now()
         step = self.step
         step.keys.append(key)
         step.times.append(max(0.0, now - self._since - self._away))
         step.moment_at.append(self._close() if self.meter is not None else None)
-        self._away, self._since = 0.0, self._now()
+        self._away, self._since = 0.0, self._listener.now()
 
     def _close(self) -> int | None:
         meter, moments = self.meter, self.step.moments

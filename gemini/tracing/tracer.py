@@ -17,7 +17,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.trace import MemoryTrace, Source, with_seconds
-from gemini.tracing.observer import ObservedStep, Observer, trace_of_step
+from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import make_target
 from gemini.train.engine import Engine
 from gemini.train.modules.mixed import kept_in_fp32
@@ -73,9 +73,7 @@ class MemoryTracer:
         if self._observer is not None:
             raise GeminiError("this MemoryTracer is recording already: make one for each block")
         self._recorded, self._timed = None, []
-        observer = Observer(
-            self._model, self._target, free_gradients=False, on_step=self._end_step, on_begin=self._begin, now=self._now
-        )
+        observer = Observer(self._model, self._target, listener=_Listening(self), free_gradients=False)
         observer.attach()
         self._observer = observer
         try:
@@ -195,3 +193,19 @@ def seconds_of_moments(step: ObservedStep, later: list[list[float]]) -> list[flo
             used.add(owner)
             seconds[last] += times[owner]
     return seconds
+
+
+class _Listening(Listener):
+    """The ear of one tracer."""
+
+    def __init__(self, tracer: MemoryTracer):
+        self._tracer = tracer
+
+    def begin_step(self) -> None:
+        self._tracer._begin()
+
+    def end_step(self, step: ObservedStep) -> None:
+        self._tracer._end_step(step)
+
+    def now(self) -> float:
+        return self._tracer._now()

@@ -374,9 +374,17 @@ class GeminiDDP(nn.Module):
         # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
         return Export(
-            self, super(), save_directory, args, kwargs, by_names=engine.by_names, params=engine.params,
-            company=engine.shards, compute=COMPUTE_DTYPES[engine.config.precision], dtype=dtype,
-        ).run()  # fmt: skip
+            self,
+            super(),
+            save_directory,
+            args,
+            kwargs,
+            by_names=engine.by_names,
+            params=engine.params,
+            company=engine.shards,
+            compute=COMPUTE_DTYPES[engine.config.precision],
+            dtype=dtype,
+        ).run()
 
     # ---- refused ------------------------------------------------------------------------------------------------
 

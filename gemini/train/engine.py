@@ -71,10 +71,16 @@ class Engine:
     """
 
     def __init__(
-        self, structure: Structure, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None,
+        self,
+        structure: Structure,
+        config: GeminiConfig,
+        *,
+        process_group: Any = None,
+        mesh: Any = None,
         fill: Callable[[ByName, Ranks], None] | None = None,
-        cuts: Mapping[int, TensorSlice] | None = None, of_stages: Mapping[str, StageParam] | None = None,
-    ):  # fmt: skip
+        cuts: Mapping[int, TensorSlice] | None = None,
+        of_stages: Mapping[str, StageParam] | None = None,
+    ):
         config = self.config = config.resolved()
         # Weak already here: what is made below must not keep the engine, which goes with its model.
         own, device = weakref.ref[Passes](self), make_device(config.device)
@@ -107,7 +113,7 @@ class Engine:
         store.ledger.register(Turn.PINS, calls.relieve, device.tier)
         shared = ranks.shares_params
         updates = self.updates = Updates(
-            store, state, exposure, writes, rule, built.first_use, alone=not shared, threads=config.update_threads
+            store, state, exposure, writes, rule, alone=not shared, threads=config.update_threads
         )
         norms = _norms_of(params, ranks, others, in_stages=in_stages)
         # Room that gathered weights need at once, which gradients on the same tier must leave free.
@@ -116,8 +122,12 @@ class Engine:
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
         scaling = Scaling(params, state, gradients, LossScale() if config.precision == "fp16" else None)
         transient = config.gradients == "transient"
-        in_backward = InBackward(params, state, store.mover, rule, updates, gradients, scaling, transient=transient)
-        company, sink = (_share if shared else _keep)(config, built, store, state, ranks, rule, in_backward)
+        in_backward = InBackward(params, state, updates, gradients, scaling, transient=transient)
+        # Where no other rank has the same params, weights are whole at home, and so are gradients.
+        company = Company(ranks, store.mover)
+        sink = (UsedAtOnce if transient else GradientSink)(store, state, in_backward)
+        if shared:
+            company, sink = _share(config, built, store, state, ranks, rule, sink)
         self.shards = company
         all_agree = ranks.experts.size > 1
         by_names = self.by_names = ByName(
@@ -254,29 +264,26 @@ def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_
     return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
 
 
-def _keep(
-    config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
-    in_backward: InBackward,
-) -> tuple[Company, GradientSink]:  # fmt: skip
-    """No other rank has the same params: weights are whole at home, and so are gradients."""
-    kind = UsedAtOnce if in_backward.transient else GradientSink
-    return Company(ranks, store.mover), kind(store, state, in_backward)
-
-
 def _share(
-    config: GeminiConfig, built: Built, store: ChunkStore, state: StepState, ranks: Ranks, rule: UpdateRule,
-    in_backward: InBackward,
-) -> tuple[Company, GradientSink]:  # fmt: skip
-    """Divide weights and gradients with the other ranks that have the same params."""
+    config: GeminiConfig,
+    built: Built,
+    store: ChunkStore,
+    state: StepState,
+    ranks: Ranks,
+    rule: UpdateRule,
+    sink: GradientSink,
+) -> tuple[Company, GradientSink]:
+    """Divide weights and gradients with the other ranks that have the same params. ``sink``: takes this rank's part of
+    what was added up.
+    """
     problem = built.decision.problem
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
     shards = Shards(
         ranks, built.params, store, state, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows
     )
-    _, into = _keep(config, built, store, state, ranks, rule, in_backward)
     reduction = Reduction(
         shards,
-        into,
+        sink,
         dtype=reduce_dtype(config),
         room=problem.in_flight,
         sums_each_backward=config.gradients == "retain",

@@ -51,14 +51,14 @@ class Recording:
                     handle.chunk.spec.trainable,
                     is_in_stages(handle.param),
                     handle.chunk.spec.coded,
-                )  # fmt: skip
+                )
                 for handle in engine.params.handles
             )
             name, precision = type(model).__name__, engine.config.precision
             ours = MemoryTrace(name, precision, {}, 0, "", Source.STRUCTURE, params, ())
             ours.check_same_model(trace, what="the trace")
         self._trace = trace
-        self._recorder = Recorder(engine.store.device.synchronize)
+        self._recorder = Recorder(engine.store.device)
         # By `id`, as of now: the model is the caller's, and outlives the block.
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._name = type(model).__name__

@@ -110,9 +110,13 @@ def _reconcile(device: Device, ledger: Ledger) -> dict[str, int]:
 
 
 def make_report(
-    store: ChunkStore, layout: Layout, company: Company, guesses: GuessRecord, tile_tokens: int | None = None,
+    store: ChunkStore,
+    layout: Layout,
+    company: Company,
+    guesses: GuessRecord,
+    tile_tokens: int | None = None,
     kept: Iterable[str] = (),
-) -> MemoryReport:  # fmt: skip
+) -> MemoryReport:
     """Make the report of a model as it stands, nothing being in flight.
 
     Args:

@@ -269,6 +269,11 @@ class StepState:
     # ---- the phase ----------------------------------------------------------------------------------------------
 
     @property
+    def is_inside(self) -> bool:
+        """Whether a call of the model is under way, or its wrap. Read by the watch's thread too."""
+        return not self.is_made or self.in_forward or self.in_backward
+
+    @property
     def phase(self) -> StepPhase:
         """What computes now. Hooks ask for what follows from it, so that stands beside it."""
         return self._phase

@@ -105,9 +105,14 @@ def manage(
             structure = None
         structure = structure or Structure(model)
         engine = Engine(
-            structure, config, process_group=process_group, mesh=mesh, fill=None if fill is None else note, cuts=cuts,
+            structure,
+            config,
+            process_group=process_group,
+            mesh=mesh,
+            fill=None if fill is None else note,
+            cuts=cuts,
             of_stages=of_stages,
-        )  # fmt: skip
+        )
         tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))

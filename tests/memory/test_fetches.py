@@ -270,7 +270,7 @@ def test_a_worker_reads_several_tiles_while_others_are_on_their_way(
 
     monkeypatch.setattr(chunk.weights, "begin_load", begin_load)
     world.manager.room.populate(chunk.window, "windows", what="a test")
-    own = StagingSet(_Memory(world.device.make_host_buffer, staging_bytes(world.mover.tile)), world.mover.tile)
+    own = StagingSet(_Memory(world.device, staging_bytes(world.mover.tile)), world.mover.tile)
     with world.mover.working(Working(world.mover.watch.moved, staging=own)):
         fetched = world.mover.gather(chunk)
     assert most == 3 and len(reads) == 7

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +28,21 @@ class Clock:
         return self.now
 
 
+def recorder_by(clock: Callable[[], float], device: Any = None) -> Recorder:
+    recorder = Recorder(device)
+    recorder.clock = clock
+    return recorder
+
+
 def recorded(seconds: float = 100.0) -> tuple[Recorder, Clock]:
     clock = Clock()
-    return Recorder(clock=clock), clock
+    return recorder_by(clock), clock
+
+
+def watch_by(clock: Clock) -> Watch:
+    watch = Watch()
+    watch.clock = clock
+    return watch
 
 
 def value(step: RecordedStep) -> Timeline:
@@ -142,10 +155,11 @@ def test_every_change_of_the_ledger_is_a_sample() -> None:
 def test_the_device_is_waited_for_before_the_clock_is_read() -> None:
     clock = Clock()
 
-    def finish() -> None:
-        clock.now += 1
+    class Slow:
+        def synchronize(self) -> None:
+            clock.now += 1
 
-    recorder = Recorder(finish, clock)
+    recorder = recorder_by(clock, Slow())
     recorder.begin_step({})
     recorder.computing("forward a")
     recorder.computing("forward b")
@@ -390,7 +404,7 @@ def test_what_is_under_way_is_counted_and_recorded_where_somebody_does() -> None
     mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}))
     first, second = Event(), Event()
     assert mover.under_way(Tier.NVME, Tier.CPU, 8, lambda: first, "update chunk 1", 1) is first, "nobody records"
-    recorder = mover.watch.recorder = Recorder(clock=lambda: now[0])
+    recorder = mover.watch.recorder = recorder_by(lambda: now[0])
     recorder.begin_step({})
     found = mover.under_way(Tier.NVME, Tier.CPU, 16, lambda: second, "update chunk 2", 2)
     assert mover.under_way(Tier.CPU, Tier.CPU, 4, lambda: first, "", 3) is first, "no track is busy"
@@ -415,7 +429,7 @@ def on_a_thread(work: object) -> None:
 
 def test_waits_add_up_by_cause_and_the_longest_comes_first() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
     assert watch.stalls == {}
     for seconds in (1, 2):
         with watch.about("fetch from nvme", ""):
@@ -436,7 +450,7 @@ def test_waits_add_up_by_cause_and_the_longest_comes_first() -> None:
 
 def test_a_wait_inside_another_counts_to_the_outer_one() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
     with watch.about("other ranks", ""):
         clock.now += 1
         with watch.about("fetch from nvme", ""):
@@ -456,7 +470,7 @@ def test_a_wait_inside_another_counts_to_the_outer_one() -> None:
 
 def test_other_threads_wait_for_nobody() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
 
     def work() -> None:
         with watch.about("update", ""):
@@ -472,7 +486,7 @@ def test_other_threads_wait_for_nobody() -> None:
 
 def test_whoever_ends_steps_is_the_training_thread() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
 
     def train() -> None:
         for _ in range(2):
@@ -490,7 +504,7 @@ def test_whoever_ends_steps_is_the_training_thread() -> None:
 
 def test_backward_on_a_thread_of_autograd_waits_too() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
     x = torch.ones(1, requires_grad=True)
     y = x.clone()
 
@@ -506,7 +520,7 @@ def test_backward_on_a_thread_of_autograd_waits_too() -> None:
 
 def test_a_lost_end_of_a_wait_costs_one_step() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
     watch.about("update", "").__enter__()  # an interrupt came before the block did
     watch.end_step()
     with watch.about("update", ""):
@@ -517,9 +531,9 @@ def test_a_lost_end_of_a_wait_costs_one_step() -> None:
 
 def test_waits_are_known_whether_somebody_records_or_not() -> None:
     clock = Clock()
-    watch = Watch(clock)
+    watch = watch_by(clock)
     mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}), watch=watch)
-    for recorder in (None, Recorder(clock=clock)):
+    for recorder in (None, recorder_by(clock)):
         watch.record(recorder)
         if recorder is not None:
             recorder.begin_step({})

@@ -11,7 +11,7 @@ from gemini.planning.break_even import with_work
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import machine as named
 from gemini.planning.parallel import breadth_first
-from gemini.planning.products import Attention, Product, occupied, scaled
+from gemini.planning.products import AttentionWork, Product, occupied, scaled
 from gemini.planning.trace import MemoryTrace, Moment, Phase
 from gemini.tiers import Tier
 from tests.planning.stacks import machine, stack_plan, stack_trace
@@ -91,19 +91,19 @@ def test_a_skinny_product_waits_for_memory_beside_a_large_one() -> None:
 
 def test_attention_has_shares_of_its_own_and_does_what_the_mask_leaves() -> None:
     work = 10**12
-    forward = moment_of(flops=work, attention=Attention(work, forward=work // 2))
-    backward = moment_of(flops=work, attention=Attention(work, backward=work))
+    forward = moment_of(flops=work, attention=AttentionWork(work, forward=work // 2))
+    backward = moment_of(flops=work, attention=AttentionWork(work, backward=work))
     assert seconds(forward) == pytest.approx(0.5 / 0.5) and seconds(backward) == pytest.approx(1 / 0.25)
     assert seconds(forward, gpu_attention_share=0.25) == pytest.approx(2)
     assert seconds(backward, gpu_attention_backward_share=0.5) == pytest.approx(2)
-    rest = moment_of(flops=3 * work, attention=Attention(work, forward=work // 2))
+    rest = moment_of(flops=3 * work, attention=AttentionWork(work, forward=work // 2))
     assert seconds(rest) == pytest.approx(1 + 2), "what has no shape is done at the speed of products"
 
 
 def test_measured_speed_of_products_leaves_attention_as_much_slower() -> None:
     """A measured figure is of products: what their share of the peak is, is in it already."""
     work = 10**12
-    moment = moment_of(flops=work, attention=Attention(work, forward=work))
+    moment = moment_of(flops=work, attention=AttentionWork(work, forward=work))
     costs = Costs(machine(), replace(FLAT, matrix=0.8), compute=Tier.GPU, precision="bf16", local_ranks=1)
     assert costs.compute(moment, measured=False).seconds == pytest.approx(0.8 / 0.5)
 
@@ -132,7 +132,7 @@ def test_the_same_product_has_other_waves_on_other_gpus(name: str, waves: int) -
 
 
 def shaped() -> MemoryTrace:
-    product, attention = Product(1, 1024, 512, 256, 2), Attention(10**9, 6 * 10**8, 0)
+    product, attention = Product(1, 1024, 512, 256, 2), AttentionWork(10**9, 6 * 10**8, 0)
     moments = [
         replace(moment, flops=int(product.flops) + 10**9, products=(product,), attention=attention)
         for moment in stack_trace(2).moments
@@ -149,7 +149,9 @@ def test_they_are_saved_and_older_files_are_read() -> None:
     body["moment_fields"] = body["moment_fields"][:at]
     body["moments"] = [values[:at] for values in body["moments"]]
     older = MemoryTrace.from_json(json.dumps(body))
-    assert older == replace(trace, moments=tuple(replace(m, products=(), attention=Attention()) for m in trace.moments))
+    assert older == replace(
+        trace, moments=tuple(replace(m, products=(), attention=AttentionWork()) for m in trace.moments)
+    )
     assert seconds(older.moments[0]) == pytest.approx(older.moments[0].flops / 1e12), "as it was predicted then"
 
 

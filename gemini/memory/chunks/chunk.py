@@ -20,6 +20,7 @@ from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.durable.slots import SlotPair
 from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
+from gemini.planning.moves import NEVER
 from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
 from gemini.tiers import DRIVE, Tier
 
@@ -250,6 +251,8 @@ class Chunk:
     """An update of it may yet be undone: nothing fetches it ahead, and whoever reads it has it undone."""
     num_missing_grads: int = 0
     """Params whose gradient has yet to arrive in this backward."""
+    first_use: int = NEVER
+    """The moment of a step at which it is read first, as far as that is known beforehand."""
     streamed: bool = False
     """Its update runs on the device, through which planes from host memory pass."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ _STREAMS_OF_TORCH = 32
 """How many streams torch has for a device before it gives the first one again."""
 
 
-class _OfThread(threading.local):
+class _StreamMark(threading.local):
     """A mark of the calling thread: whether it computes on a stream beside the computing one."""
 
     is_beside = False
@@ -62,11 +62,11 @@ class CudaDevice(Device):
         self._copying: dict[str, CopyStreams] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
         self._own: set[int] = set()  # handles of the streams that were made here
-        self._of_thread = _OfThread()
+        self._of_thread = _StreamMark()
         # By storage: a copy finds the window whose memory it touches, to wait for the last use of it.
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
-        self._memory = WindowMemory(self.torch_device, self._computing_streams, self._new_stream, self._lock)
+        self._memory = WindowMemory(self.torch_device, self, self._lock)
         self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
         self.keeps_windows = self._memory.is_private
 
@@ -176,11 +176,11 @@ class CudaDevice(Device):
             # Here, and not when copies end: nobody is told of that.
             streams.let_go()
             if direction not in streams.by_direction:
-                streams.by_direction[direction] = self._new_stream()
+                streams.by_direction[direction] = self.new_stream()
             on = streams.by_direction[direction]
             # What is copied out may still be computed, and what is copied over may still be read.
             if behind_computing:
-                for computing in self._computing_streams():
+                for computing in self.computing_streams():
                     on.wait_event(computing.record_event())
             if isinstance(after, CudaEvent):
                 after.hold_back(on)
@@ -212,17 +212,17 @@ class CudaDevice(Device):
     def mark(self) -> Event:
         with self._lock, torch.cuda.device(self.torch_device):
             # So that this thread's stream is known: windows that go later are behind it.
-            self._computing_streams()
+            self.computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
 
     def computes_here(self) -> None:
-        self._computing_streams()
+        self.computing_streams()
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
         with self._lock, torch.cuda.device(self.torch_device):
             if name not in self._beside:
-                self._beside[name] = self._new_stream()
+                self._beside[name] = self.new_stream()
             # One stream for each name, for all threads: work of one name is in order.
             stream = self._beside[name]
         # For as long as this thread is inside: its current stream must not be taken for a computing one.
@@ -266,7 +266,7 @@ class CudaDevice(Device):
             # Last: no copy may be under way in memory that the driver is told to forget.
             self.pinned.close()
 
-    def _computing_streams(self) -> list[torch.cuda.Stream]:
+    def computing_streams(self) -> list[torch.cuda.Stream]:
         """The streams on which this device was ever seen to compute: the calling thread's, and those before.
 
         A worker thread's current stream is the default one, whichever the training thread chose for itself.
@@ -278,7 +278,7 @@ class CudaDevice(Device):
                 self._computing.setdefault(stream.cuda_stream, stream)
             return list(self._computing.values())
 
-    def _new_stream(self) -> torch.cuda.Stream:
+    def new_stream(self) -> torch.cuda.Stream:
         """One that nothing of this device runs on: torch hands out a few dozen in turn, and then the first again."""
         with self._lock:
             taken = self._own | set(self._computing)

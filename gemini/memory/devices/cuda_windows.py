@@ -34,8 +34,9 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 
@@ -91,23 +92,31 @@ class LastUses:
         return list(found.values())
 
 
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def computing_streams(self) -> list[torch.cuda.Stream]:
+        """Return those on which it computes."""
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """Make one that nobody else of this device has."""
+
+
 class WindowMemory:
     """The pool of one device's windows.
 
     Args:
-        computing: the streams on which the device computes.
-        new_stream: makes a stream that nobody else of this device has.
+        streams: the device's.
         lock: the device's.
     """
 
     def __init__(
         self,
         device: torch.device,
-        computing: Callable[[], list[torch.cuda.Stream]],
-        new_stream: Callable[[], torch.cuda.Stream],
+        streams: Streams,
         lock: threading.RLock,
     ):
-        self._device, self.computing, self._new_stream, self._lock = device, computing, new_stream, lock
+        self._device, self._streams, self._lock = device, streams, lock
         self._stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda.MemPool | None = None
         self._last_uses = LastUses()
@@ -115,13 +124,17 @@ class WindowMemory:
         self.is_private = torch.cuda.get_allocator_backend() == "native"
         """Whether there is a pool, whose memory nothing else gets."""
 
+    def computing(self) -> list[torch.cuda.Stream]:
+        """The streams on which the device computes."""
+        return self._streams.computing_streams()
+
     @contextmanager
     def own(self) -> Iterator[None]:
         """Let what the calling thread allocates inside be of the pool. The allocator demands one thread at a time."""
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
                 # Computes nothing, so that the order in which the allocator hands blocks on waits for no layer.
-                self._stream = self._new_stream()
+                self._stream = self._streams.new_stream()
             if self._pool is None and self.is_private:
                 self._pool = torch.cuda.MemPool()
             pool: AbstractContextManager[None] = contextlib.nullcontext()

@@ -29,9 +29,13 @@ class Schedule:
     """One step's accesses with their moves, and a place in it. A *moment* is an index into the accesses."""
 
     def __init__(
-        self, accesses: Sequence[Access], moves: Sequence[Moves], moving: frozenset[int], again: Sequence[Moves] = (),
+        self,
+        accesses: Sequence[Access],
+        moves: Sequence[Moves],
+        moving: frozenset[int],
+        again: Sequence[Moves] = (),
         borrowable: Sequence[int] = (),
-    ):  # fmt: skip
+    ):
         """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins.
         ``borrowable``: by moment, the bytes that activations leave to windows; none where it is empty.
         """

@@ -40,7 +40,7 @@ class Working(NamedTuple):
     staging: StagingSet | None = None
 
 
-class _OfThread(threading.local):
+class _ThreadWork(threading.local):
     """The work of the calling thread; None on the training thread."""
 
     working: Working | None = None
@@ -50,9 +50,15 @@ class Mover:
     """One per engine. Staging that was not reserved when the model was placed is reserved at its first use."""
 
     def __init__(
-        self, device: Device, tile: int, ledger: Ledger, *, device_tile: int = 0, rule: RuleSpec = ADAM,
+        self,
+        device: Device,
+        tile: int,
+        ledger: Ledger,
+        *,
+        device_tile: int = 0,
+        rule: RuleSpec = ADAM,
         watch: Watch | None = None,
-    ):  # fmt: skip
+    ):
         self.device = device
         self.tile = tile
         on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
@@ -61,7 +67,7 @@ class Mover:
         self.about = self.watch.about
         self.one_at_a_time = threading.Lock()
         """For updates of whole params: budgets have room for the temporaries of one."""
-        self._of_thread = _OfThread()
+        self._of_thread = _ThreadWork()
 
     @contextmanager
     def working(self, working: Working) -> Iterator[None]:

@@ -184,9 +184,13 @@ class Room:
         self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
         for turn, reclaim in (
-            (Turn.UNKEPT, self._evict_unkept), (Turn.KEPT, self._evict_kept), (Turn.GARBAGE, self._collect_lent),
-            (Turn.TOGETHER, self._move_together), (Turn.MORE, self._let_have_more), (Turn.LESS, self._shrink),
-        ):  # fmt: skip
+            (Turn.UNKEPT, self._evict_unkept),
+            (Turn.KEPT, self._evict_kept),
+            (Turn.GARBAGE, self._collect_lent),
+            (Turn.TOGETHER, self._move_together),
+            (Turn.MORE, self._let_have_more),
+            (Turn.LESS, self._shrink),
+        ):
             ledger.register(turn, reclaim, self.tier)
 
     # ---- what windows want --------------------------------------------------------------------------------------
@@ -263,10 +267,14 @@ class Room:
         that.
         """
         after = want.after
-        return self._give(want, [
-            c for c in self._evictable()
-            if not c.kept and (after is None or (c.next_use is not None and c.next_use > after))
-        ])  # fmt: skip
+        return self._give(
+            want,
+            [
+                c
+                for c in self._evictable()
+                if not c.kept and (after is None or (c.next_use is not None and c.next_use > after))
+            ],
+        )
 
     def _evict_kept(self, want: Want) -> bool:
         """Evict any window that nobody reads, those that the plan keeps too."""

@@ -10,8 +10,6 @@ bytes are in the ledger ("staging"), reserved when the model is placed, or on th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from gemini.memory.devices.device import Device, Event
@@ -29,14 +27,19 @@ class _Memory:
     Made by whichever thread uses its set first, and used by that one alone.
     """
 
-    def __init__(self, make: Callable[[int], torch.Tensor], num_bytes: int):
-        self._make, self._num_bytes = make, num_bytes
+    def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False):
+        self._device, self._num_bytes, self._on_device = device, num_bytes, on_device
         self._buffer: torch.Tensor | None = None
 
     def get(self) -> torch.Tensor:
         if self._buffer is None:
             with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                self._buffer = self._make(self._num_bytes)
+                make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
+                self._buffer = make(self._num_bytes)
+                if self._on_device:
+                    # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
+                    # without this wait the zeros could come after them.
+                    self._device.mark().wait()
         return self._buffer
 
 
@@ -98,19 +101,26 @@ class Staging:
     """
 
     def __init__(
-        self, device: Device, tile: int, ledger: Ledger, reserved: int, *, device_tile: int = 0, on_device: int = 0,
+        self,
+        device: Device,
+        tile: int,
+        ledger: Ledger,
+        reserved: int,
+        *,
+        device_tile: int = 0,
+        on_device: int = 0,
         rule: RuleSpec = ADAM,
-    ):  # fmt: skip
+    ):
         self.tile, self._rule = tile, rule
         self.num_bytes = staging_bytes(tile, rule)
         """Of one set in host memory."""
         self._device, self._ledger = device, ledger
         self.is_reserved = reserved > 0
         """Whether the bytes of the training thread's set are in the ledger."""
-        self._own = StagingSet(_Memory(device.make_host_buffer, self.num_bytes), tile, rule=rule)
+        self._own = StagingSet(_Memory(device, self.num_bytes), tile, rule=rule)
         # Whole sets beyond the first one, as they were planned.
         self._num_left = max(reserved // self.num_bytes - 1, 0)
-        memory, slot = _Memory(self._make_on_device, on_device), staging_bytes(device_tile, rule)
+        memory, slot = _Memory(device, on_device, on_device=True), staging_bytes(device_tile, rule)
         count = on_device // slot if slot else 0
         self.on_device = [StagingSet(memory, device_tile, number * slot, rule=rule) for number in range(count)]
         """Slots in the device's memory: the update worker's, or the training thread's where there is no such worker."""
@@ -142,13 +152,6 @@ class Staging:
         self._ledger.release(Tier.CPU, self.num_bytes, "staging")
         self.is_reserved = False
 
-    def _make_on_device(self, num_bytes: int) -> torch.Tensor:
-        buffer = self._device.make_buffer(num_bytes)
-        # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so without this
-        # wait the zeros could come after them.
-        self._device.mark().wait()
-        return buffer
-
     def take(self) -> StagingSet | None:
         """A set for a worker, while there is one left. Called where the lanes are made, by the training thread: who
         comes first gets one.
@@ -171,5 +174,5 @@ class Staging:
         tile = max(self.tile // num_slots // align * align, align)
         num_slots, slot = min(num_slots, max(self.tile // tile, 1)), staging_bytes(tile, self._rule)
         # One buffer behind all slots: see `_Memory`.
-        memory = _Memory(self._device.make_host_buffer, max(self.num_bytes, num_slots * slot))
+        memory = _Memory(self._device, max(self.num_bytes, num_slots * slot))
         return [StagingSet(memory, tile, number * slot, rule=self._rule) for number in range(num_slots)]

@@ -152,9 +152,15 @@ class Transfers:
         return thread
 
     def begin(
-        self, lane: Lane, run: Callable[[], None], deadline: float = 0.0, *, key: Hashable = None, of: Any = None,
+        self,
+        lane: Lane,
+        run: Callable[[], None],
+        deadline: float = 0.0,
+        *,
+        key: Hashable = None,
+        of: Any = None,
         held: Held | None = None,
-    ) -> Transfer:  # fmt: skip
+    ) -> Transfer:
         """Make a transfer and :meth:`submit` it.
 
         Args:

@@ -47,9 +47,18 @@ class Offloaded:
     """One saved tensor that is elsewhere. Its place is free again when nothing refers to it."""
 
     __slots__ = (
-        "__weakref__", "device", "dtype", "error", "num_bytes", "place", "restoring", "saving", "shape",
-        "stride", "_gone",
-    )  # fmt: skip
+        "__weakref__",
+        "device",
+        "dtype",
+        "error",
+        "num_bytes",
+        "place",
+        "restoring",
+        "saving",
+        "shape",
+        "stride",
+        "_gone",
+    )
 
     def __init__(self, gone: deque[Gone], tensor: torch.Tensor, place: Any):
         self._gone, self.place = gone, place
@@ -204,7 +213,53 @@ class FlightRoom:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
 
-class Flights:
+class NoFlights:
+    """The flights of a model whose moves are made in turn: there are none."""
+
+    def begin_forward(self) -> None:
+        """Begin the outermost forward."""
+
+    def begin_backward(self) -> None:
+        """Begin a backward."""
+
+    def end_backward(self) -> None:
+        """End it."""
+
+    def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
+        """Begin to move what ``tensor`` holds now. False if nothing was begun."""
+        return False
+
+    def note(self, offloaded: Offloaded) -> None:
+        """Note that it was saved, perhaps once more: backward asks for it as often."""
+
+    def take(self, offloaded: Offloaded) -> torch.Tensor | None:
+        """Return the values, contiguous, if they are here; None: they must be moved now."""
+        return None
+
+    def take_back(self, flight: Flight) -> None:
+        """Give up a flight that nobody wants."""
+
+    def read_ahead(self) -> None:
+        """Begin to read what backward asks for next."""
+
+    def check(self) -> None:
+        """Raise what went wrong behind."""
+
+    def drain(self) -> None:
+        """Wait until nothing is in flight."""
+
+    def start_over(self) -> None:
+        """Hold nothing, after an interrupt."""
+
+    def check_invariants(self) -> None:
+        """Check what must be so between any two calls."""
+
+    def headroom_bytes(self) -> int:
+        """Memory that windows should leave for transfers of activations."""
+        return 0
+
+
+class Flights(NoFlights):
     """The activations in flight of one model that overlaps and offloads them.
 
     Args:
@@ -348,7 +403,8 @@ class Flights:
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
         self._at = len(self._order) - 1
-        self.read_ahead()
+        with self._mover.about("activation", _RESTORE):
+            self.read_ahead()
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""

@@ -24,9 +24,10 @@ from gemini.errors import BudgetExceeded, warn
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import tiles
+from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.tiers import WELCOME, Tier
-from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
+from gemini.train.activations.flights import Flights, Gone, NoFlights, Offloaded, in_pages
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part
@@ -41,33 +42,113 @@ _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
 _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
 
+class Shelf:
+    """Host buffers in which activations wait, moved here and now. Called by who runs forward and backward."""
+
+    def __init__(self, store: ChunkStore):
+        self._device, self._mover = store.device, store.mover
+
+    def prepare(self) -> None:
+        """Reserve what a move needs beside the tensor's own place, and before that.
+
+        Raises:
+            BudgetExceeded: if there is no room.
+        """
+
+    def allocate(self, num_bytes: int) -> Any:
+        """Make a place, which is in the ledger already."""
+        return self._device.make_host_buffer(num_bytes, zeroed=False)
+
+    def give_back(self, place: Any) -> None:
+        """Let others have a place; no effect for one that was given back. A buffer goes with the last reference."""
+
+    def give_back_all_but(self, places: list[Any]) -> None:
+        """Give back the places that nobody knows any more."""
+
+    def write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
+        """Move bytes to their place."""
+        with self._mover.crossing(self._device.tier, Tier.CPU, offloaded.num_bytes):
+            self._device.copy(offloaded.place[: source.numel()], source, "offload").wait()
+
+    def read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
+        """Bring bytes back."""
+        with self._mover.crossing(Tier.CPU, self._device.tier, offloaded.num_bytes):
+            self._device.copy(into, offloaded.place[: into.numel()], "restore").wait()
+
+
+class FileShelf(Shelf):
+    """Slots in the file of a tier, which are reached through staging."""
+
+    def __init__(self, store: ChunkStore, file: SpillFile):
+        super().__init__(store)
+        self._file = file
+        self._slots: dict[int, int] = {}
+        """Bytes of what is taken of the file, by offset."""
+
+    def prepare(self) -> None:
+        self._mover.scratch(1, torch.uint8, PAGE)
+
+    def allocate(self, num_bytes: int) -> int:
+        offset = self._file.allocate(num_bytes)
+        self._slots[offset] = num_bytes
+        return offset
+
+    def give_back(self, place: int) -> None:
+        if place in self._slots:
+            self._file.give_back(place, self._slots.pop(place))
+
+    def give_back_all_but(self, places: list[int]) -> None:
+        for place in self._slots.keys() - set(places):
+            self.give_back(place)
+
+    def write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
+        for start, stop in self._pieces(offloaded.num_bytes):
+            staged = self._mover.scratch(1, torch.uint8, stop - start)
+            part = source[start : min(stop, source.numel())]
+            with self._mover.crossing(self._device.tier, Tier.CPU, stop - start):
+                self._device.copy(staged[: part.numel()], part, "offload").wait()
+            with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
+                self._file.write(staged, offloaded.place + start)
+
+    def read(self, offloaded: Offloaded, into: torch.Tensor) -> None:
+        for start, stop in self._pieces(offloaded.num_bytes):
+            staged = self._mover.scratch(1, torch.uint8, stop - start)
+            with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
+                self._file.read(staged, offloaded.place + start)
+            part = into[start : min(stop, into.numel())]
+            with self._mover.crossing(Tier.CPU, self._device.tier, stop - start):
+                self._device.copy(part, staged[: part.numel()], "restore").wait()
+
+    def _pieces(self, num_bytes: int) -> Any:
+        """Ranges of bytes that fit the staging area."""
+        return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
+
+
 class ActivationStore:
     """The store of the checkpointed activations of one model. Open while its outermost forward runs. Called by the
     threads that run it and its backward; only :meth:`Offloaded.let_go` comes from anywhere.
 
     Args:
-        tier: where they wait; None: where they are.
+        tier: where they wait; that which computes: they stay where they are.
     """
 
-    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier | None):
+    def __init__(self, store: ChunkStore, calls: Calls, tier: Tier):
         # Notes of finalizers: a deque, since adding to it is one C call and takes no lock.
         self.gone: deque[Gone] = deque()
-        self.offloads = tier is not None
+        self.offloads = tier is not store.device.tier
         """Whether anything of this has an effect."""
         self._tier = tier
         self._calls = calls
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._file = None if tier is None else store.files.get(tier)
-        """Where they wait, of a tier that keeps files; else they wait in host buffers."""
+        self._shelf = FileShelf(store, store.files[tier]) if tier.in_files else Shelf(store)
         # Storages of weights: autograd saves views of them, which must stay where they are.
         self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in store.chunks}
         self._is_open = False
         self._warned = False
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
-        self._slots: dict[int, int] = {}
-        """Bytes of what is taken of the file, by offset."""
-        self.flights = Flights(store, tier) if store.transfers.beside and tier is not None else None
+        beside = self.offloads and store.transfers.beside
+        self.flights = Flights(store, tier) if beside else NoFlights()
         self.synchronous = False
         """Move at once: for who looks at what is alive at every moment."""
 
@@ -77,12 +158,11 @@ class ActivationStore:
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
-        if not self._is_open and self._tier is not None and torch.is_grad_enabled():
+        if not self._is_open and self.offloads and torch.is_grad_enabled():
             # Before anything is saved: here nothing is in the middle of being stored.
             self._find_lost()
             self._known.clear()
-            if self.flights is not None:
-                self.flights.begin_forward()
+            self.flights.begin_forward()
             # Pushed and noted together: hooks that nobody knows would stay open for good.
             with WHOLE:
                 torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
@@ -97,36 +177,32 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """Begin to bring back what was saved last, which is asked for soon."""
-        if self.flights is not None and not self.synchronous:
-            with self._mover.about("activation", "fetch activations"):
-                self.flights.begin_backward()
+        if self.offloads and not self.synchronous:
+            self.flights.begin_backward()
 
     def end_backward(self) -> None:
         """Give back what is left: nothing is asked for any more."""
-        if self.flights is not None:
+        if self.offloads:
             self.flights.end_backward()
-        self.collect()
+            self.collect()
 
     def recover(self) -> None:
         """Close what an interrupt may have left open, and let the books say what there is. Nobody computes."""
         self.end_forward()
-        if self.flights is not None:
-            self.flights.start_over()
-        if self._tier is not None:
+        self.flights.start_over()
+        if self.offloads:
             self._find_lost()
 
     def _find_lost(self) -> None:
         """Give back the places of tensors that nothing refers to, those too of which nobody told: an interrupt that
         comes in a finalizer ends it, and is not heard of again.
         """
-        assert self._tier is not None
         self.collect()
         stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
         lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
         if lost > 0 and not self.gone:
             self._ledger.release(self._tier, lost, HOLDER)
-            for place in self._slots.keys() - {offloaded.place for offloaded in stored}:
-                self._give_back(place, self._slots[place])
+            self._shelf.give_back_all_but([offloaded.place for offloaded in stored])
 
     def check(self) -> None:
         """Raise what kept a tensor from being written that nobody has waited for.
@@ -134,8 +210,7 @@ class ActivationStore:
         Raises:
             StorageError: and whatever else it was.
         """
-        if self.flights is not None:
-            self.flights.check()
+        self.flights.check()
 
     def drain(self) -> None:
         """Wait until nothing is in flight.
@@ -143,19 +218,17 @@ class ActivationStore:
         Raises:
             StorageError: if something could not be written.
         """
-        if self.flights is not None:
-            self.flights.drain()
-            self.flights.check()
+        self.flights.drain()
+        self.flights.check()
         self.collect()
 
     def check_invariants(self) -> None:
         """Check what must be so between any two calls."""
-        if self.flights is not None:
-            self.flights.check_invariants()
+        self.flights.check_invariants()
 
     def headroom_bytes(self) -> int:
         """Bytes of the computing tier that windows should leave to moves beside computing."""
-        return 0 if self.flights is None else self.flights.headroom_bytes()
+        return self.flights.headroom_bytes()
 
     def close(self) -> None:
         """The model ends, perhaps with a forward that an interrupt ended: other models must not save by its hooks."""
@@ -163,8 +236,7 @@ class ActivationStore:
         if top is not None and top[0] == self._pack:
             # Only if its own hooks are the innermost: they are a stack, and the top of it is taken off.
             self.end_forward()
-        if self.flights is not None:
-            self.flights.start_over()
+        self.flights.start_over()
 
     def collect(self) -> None:
         """Give back the places of tensors that nothing refers to any more, when nothing moves there."""
@@ -172,19 +244,12 @@ class ActivationStore:
             # It stays on the list until nothing moves there: after an interrupt this begins with it again.
             place, num_bytes, *flights = self.gone[0]
             for flight in flights:
-                if flight is not None and self.flights is not None:
+                if flight is not None:
                     # Before the place is given away: the drive would write to its next owner.
                     self.flights.take_back(flight)
             self.gone.popleft()
-            assert self._tier is not None
-            if self._file is not None:
-                self._give_back(place, num_bytes)
+            self._shelf.give_back(place)
             self._ledger.release(self._tier, num_bytes, HOLDER)
-
-    def _give_back(self, offset: int, num_bytes: int) -> None:
-        assert self._file is not None
-        if self._slots.pop(offset, None) is not None:
-            self._file.give_back(offset, num_bytes)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Replace what autograd saves by what is kept of it; runs for everything that is saved. What stays is detached:
@@ -208,7 +273,7 @@ class ActivationStore:
             offloaded = known()
             # Both: a storage that is gone may have had its address given to another.
             if offloaded is not None and not alive.expired():
-                self._note(offloaded)
+                self.flights.note(offloaded)
                 return offloaded
         # Before room is asked for: places of tensors that are gone may be all that is needed.
         self.collect()
@@ -219,7 +284,7 @@ class ActivationStore:
             return None
         # The weak reference keeps the storage's address from being given to another one.
         self._known[key] = (StorageWeakRef(storage), weakref.ref(offloaded))
-        self._note(offloaded)
+        self.flights.note(offloaded)
         return offloaded
 
     def _checkpoints_compiled(self) -> bool:
@@ -232,27 +297,21 @@ class ActivationStore:
             return False
         return compiled_part(block) is not None
 
-    def _note(self, offloaded: Offloaded) -> None:
-        if self.flights is not None:
-            self.flights.note(offloaded)
-
     def _store(self, tensor: torch.Tensor) -> Offloaded | None:
         """Store a tensor at a new place; None where there is no room."""
         num_bytes = in_pages(tensor.nbytes)
-        assert self._tier is not None
         try:
-            if self._file is not None:
-                self._mover.scratch(1, torch.uint8, PAGE)  # reserved before the tensor's own place is
+            self._shelf.prepare()
             # The object that gives the bytes back is there when they are taken.
             with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER, WELCOME):
-                offloaded = Offloaded(self.gone, tensor, self._allocate(num_bytes))
+                offloaded = Offloaded(self.gone, tensor, self._shelf.allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)
             return None
         try:
             self._stored.add(offloaded)
-            if self.flights is None or self.synchronous or not self.flights.save(offloaded, tensor):
-                self._write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
+            if self.synchronous or not self.flights.save(offloaded, tensor):
+                self._shelf.write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
             offloaded.let_go()
@@ -260,40 +319,17 @@ class ActivationStore:
             raise
         return offloaded
 
-    def _allocate(self, num_bytes: int) -> Any:
-        """A place: a host buffer, or an offset in the file."""
-        if self._file is None:
-            return self._device.make_host_buffer(num_bytes, zeroed=False)
-        offset = self._file.allocate(num_bytes)
-        self._slots[offset] = num_bytes
-        return offset
-
-    def _write(self, source: torch.Tensor, offloaded: Offloaded) -> None:
-        """Move the bytes there, here and now."""
-        computing, num_bytes, place = self._device.tier, offloaded.num_bytes, offloaded.place
-        if self._file is None:
-            with self._mover.crossing(computing, Tier.CPU, num_bytes):
-                self._device.copy(place[: source.numel()], source, "offload").wait()
-            return
-        for start, stop in self._pieces(num_bytes):
-            staged = self._mover.scratch(1, torch.uint8, stop - start)
-            part = source[start : min(stop, source.numel())]
-            with self._mover.crossing(computing, Tier.CPU, stop - start):
-                self._device.copy(staged[: part.numel()], part, "offload").wait()
-            with self._mover.crossing(Tier.CPU, self._file.tier, stop - start):
-                self._file.write(staged, place + start)
-
     def _unpack(self, packed: Any) -> torch.Tensor:
         """Bring back what autograd asks for, in the strides that it was saved with."""
         if not isinstance(packed, Offloaded):
             return packed
         about = self._mover.about("activation", "fetch activations")
         with torch.profiler.record_function("gemini::fetch_activation"), about:
-            out = None if self.flights is None else self.flights.take(packed)
+            out = self.flights.take(packed)
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
-                self._read(packed, out.view(-1).view(torch.uint8))
-            if self.flights is not None and not self.synchronous:
+                self._shelf.read(packed, out.view(-1).view(torch.uint8))
+            if not self.synchronous:
                 # Behind the taking: its memory is free, and the place has moved.
                 self.flights.read_ahead()
             # Values travel contiguous; a node of backward gets the strides that it has saved.
@@ -302,28 +338,8 @@ class ActivationStore:
                 return laid_out.copy_(out)
             return out
 
-    def _read(self, packed: Offloaded, into: torch.Tensor) -> None:
-        """Bring the bytes back, here and now."""
-        num_bytes, computing = packed.num_bytes, self._device.tier
-        if self._file is None:
-            with self._mover.crossing(Tier.CPU, computing, num_bytes):
-                self._device.copy(into, packed.place[: into.numel()], "restore").wait()
-            return
-        for start, stop in self._pieces(num_bytes):
-            staged = self._mover.scratch(1, torch.uint8, stop - start)
-            with self._mover.crossing(self._file.tier, Tier.CPU, stop - start):
-                self._file.read(staged, packed.place + start)
-            part = into[start : min(stop, into.numel())]
-            with self._mover.crossing(Tier.CPU, computing, stop - start):
-                self._device.copy(part, staged[: part.numel()], "restore").wait()
-
-    def _pieces(self, num_bytes: int) -> Any:
-        """Ranges of bytes that fit the staging area."""
-        return tiles(0, num_bytes, max(self._mover.tile * 4 // PAGE * PAGE, PAGE))
-
     def _say_no_room(self, error: BudgetExceeded) -> None:
         """Warn, once for each model."""
-        assert self._tier is not None
         if not self._warned:
             self._warned = True
             warn(
@@ -337,7 +353,7 @@ def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -
     if wanted is not None and Tier(wanted) is store.device.tier:
         warn(f"offload_activations={wanted!r} has no effect: forward and backward run on the {wanted} already")
         wanted = None
-    return ActivationStore(store, calls, None if wanted is None else Tier(wanted))
+    return ActivationStore(store, calls, store.device.tier if wanted is None else Tier(wanted))
 
 
 def saved_by_checkpointing(depth: int) -> bool:

@@ -180,9 +180,14 @@ class Attend:
             _attending.pop(module, None)
 
     def __call__(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: Any = None, **how: Any,
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **how: Any,
+    ) -> tuple[torch.Tensor, Any]:
         """Compute like transformers: ``query`` is batch x heads x tokens of this rank x width, and so are ``key``
         and ``value``, of as many heads or fewer; the result is batch x tokens x heads x width.
         """
@@ -219,9 +224,14 @@ class Attend:
         return self._kind
 
     def _ulysses(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
         how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    ) -> tuple[torch.Tensor, Any]:
         size, heads, groups = self._exchange.size, key.shape[1], query.shape[1] // key.shape[1]
         # As few copies as will do: keys travel that often.
         times = next(t for t in range(1, groups + 1) if groups % t == 0 and heads * t % size == 0)
@@ -234,9 +244,14 @@ class Attend:
         return exchange_dims(self._exchange, 1, 2, out)[0], None
 
     def _gathered(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
         how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    ) -> tuple[torch.Tensor, Any]:
         tokens, width = query.shape[2], key.shape[-1]
         # Together, so that keys and values are one message.
         both = gather(self._exchange, torch.cat((key, value), -1), 2)
@@ -246,9 +261,14 @@ class Attend:
         return self._compute(module, query, both[..., :width], both[..., width:], causal, how)
 
     def _compute(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool,
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
         how: dict[str, Any],
-    ) -> tuple[torch.Tensor, Any]:  # fmt: skip
+    ) -> tuple[torch.Tensor, Any]:
         """Call the kernel. Of a causal model the last query sees all keys, and each one before it one fewer."""
         mask = None
         if causal and self._kernel == "eager":

@@ -245,9 +245,7 @@ class ContextParallel:
         GeminiError: naming why the model cannot compute parts; nothing was changed.
     """
 
-    def __init__(
-        self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int], slices: int = 1
-    ):  # fmt: skip
+    def __init__(self, model: nn.Module, exchange: Exchange, kind: str, global_ranks: Sequence[int], slices: int = 1):
         self._model, self._exchange, self._global_ranks = transformer_in(model), exchange, global_ranks
         self._kernel = self._model.config._attn_implementation
         self._attend = Attend(exchange, self._kernel, kind)

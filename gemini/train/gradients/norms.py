@@ -27,9 +27,14 @@ class GradientNorms:
     """
 
     def __init__(
-        self, handles: list[ParamHandle], slices: OtherSlices | None = None, stages: Wire | None = None, *,
-        copies: Collection[ParamHandle] = (), knows_all: bool = True,
-    ):  # fmt: skip
+        self,
+        handles: list[ParamHandle],
+        slices: OtherSlices | None = None,
+        stages: Wire | None = None,
+        *,
+        copies: Collection[ParamHandle] = (),
+        knows_all: bool = True,
+    ):
         self._handles, self._slices, self._stages, self.knows_all = handles, slices, stages, knows_all
         self._copies = copies
 

@@ -490,6 +490,6 @@ def sum_tied(params: ParamSet, gradients: GradientStore, stages: Wire) -> None:
         peers = [rank for rank in shared.ranks if rank != stages.rank]
         stages.start(
             Tag.VALUES, dict.fromkeys(peers, own), dict(zip(peers, others, strict=True)), f"adding up {name}"
-        ).wait()  # fmt: skip
+        ).wait()
         for other in others:
             gradients.add_part(handle, other)

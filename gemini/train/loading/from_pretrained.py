@@ -27,7 +27,7 @@ from gemini.train.loading.skeleton import Skeleton, generators_kept, replaced
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
-    Source,
+    StoredFiles,
     StoredModel,
     internal_step,
     noting_how,
@@ -119,7 +119,7 @@ class _Loading:
     """One run of transformers' ``from_pretrained`` on meta tensors."""
 
     def __init__(self) -> None:
-        self.source: Source | None = None
+        self.source: StoredFiles | None = None
 
     @contextlib.contextmanager
     def replacing_steps(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class _Loading:
             made: dict[str, Made] = {}
             with without_progress(), noting_how(made, shapes):
                 found, _ = convert(model, shapes, on_meta)
-            self.source = Source(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
+            self.source = StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
             # Before transformers ties: it compares values, which are not here.
             _tie_equal(model, files, found)
             return found, None
@@ -218,11 +218,23 @@ def _shape(part: Any) -> torch.Tensor:
 
 
 _DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16, "U32": torch.uint32,
-    "U64": torch.uint64, "C64": torch.complex64,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+}
 """The names of safetensors' header."""
 
 

@@ -171,7 +171,7 @@ Place = Callable[[str, torch.Tensor], None]
 
 
 @dataclass
-class Source:
+class StoredFiles:
     """A folder as transformers sees it: the files, how their keys become params, and which params they lack."""
 
     files: list[str]
@@ -184,7 +184,7 @@ class Source:
 class StoredModel(Skeleton):
     """A model whose weights are read from files; what they lack is initialized, what ``adapt`` touches is kept."""
 
-    def __init__(self, model: Any, source: Source, adapt: Callable[[Any], Any] | None = None):
+    def __init__(self, model: Any, source: StoredFiles, adapt: Callable[[Any], Any] | None = None):
         self._stored = self.model = model
         self._source = source
         self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -201,7 +201,7 @@ class StoredModel(Skeleton):
             self._adapt(adapt)
 
     def _adapt(self, adapt: Callable[[Any], Any]) -> None:
-        away = _ReadAtTouch(self._params, self._source.missing, self.read)
+        away = _ReadAtTouch(self, self._params, self._source.missing)
         buffers = dict(self._stored.named_buffers())
         # Buffers first: an initialization may compute with them.
         self._read_each(lambda name, value: _fill_buffer(buffers.get(name), value), list(buffers))
@@ -338,8 +338,8 @@ class StoredModel(Skeleton):
 class _ReadAtTouch:
     """Params whose values come when somebody touches them; those that were only read go when others need the room."""
 
-    def __init__(self, params: dict[str, nn.Parameter], missing: Collection[str], read: Callable[[str], torch.Tensor]):
-        self._read = read
+    def __init__(self, stored: StoredModel, params: dict[str, nn.Parameter], missing: Collection[str]):
+        self._stored = stored
         self._names = {id(param): name for name, param in params.items() if name not in missing}
         self._params = list({id(param): param for param in params.values()}.values())
         self._inside: dict[int, nn.Parameter] = {}  # with their values in the files, for all that is known
@@ -353,7 +353,7 @@ class _ReadAtTouch:
         if (name := self._names.get(id(param))) is None:
             value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
         else:
-            value = self._read(name)
+            value = self._stored.read(name)
             self._inside[id(param)] = param
             self._inside_bytes += value.nbytes
         param.__class__ = nn.Parameter
@@ -381,7 +381,7 @@ class _ReadAtTouch:
             if key in keep or param.grad is not None or _is_shared(param):
                 continue  # who looks into its memory may write there yet
             del self._inside[key]
-            value = self._read(self._names[key])
+            value = self._stored.read(self._names[key])
             self._inside_bytes -= value.nbytes
             now = param.data
             # Only what is as in the files, to the bit, can come from there again.

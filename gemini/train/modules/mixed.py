@@ -33,8 +33,12 @@ TARGETS = ("label", "labels")
 """Names of inputs that are compared with outputs, in fp32 where they are: not cast."""
 
 NAMED, DECLARED, STATISTICS, PARAMETRIZED, MADE = (
-    "by keep_fp32=", "by the model's class", "with running statistics", "under a parametrization", "as they were made",
-)  # fmt: skip
+    "by keep_fp32=",
+    "by the model's class",
+    "with running statistics",
+    "under a parametrization",
+    "as they were made",
+)
 
 _DECLARATIONS = {"bf16": ("strict",), "fp16": ("strict", "")}
 """transformers' ``_keep_in_fp32_modules`` is for fp16 alone, and ``_keep_in_fp32_modules_strict`` for both."""
@@ -43,8 +47,14 @@ _BACK = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, 
 """Modules that hand outputs on to the body of a model: in its dtype, as torch's norms with fp32 weights do."""
 
 _OF_ONE_DTYPE = (
-    nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.RNNBase, nn.MultiheadAttention, nn.LayerNorm, nn.GroupNorm,
-)  # fmt: skip
+    nn.Linear,
+    nn.Bilinear,
+    nn.modules.conv._ConvNd,
+    nn.RNNBase,
+    nn.MultiheadAttention,
+    nn.LayerNorm,
+    nn.GroupNorm,
+)
 """Modules that torch computes only with inputs of their weights' dtype: casting changes no program that runs."""
 
 _NOT_BY_AUTOCAST = (nn.Bilinear, nn.LayerNorm, nn.GroupNorm)

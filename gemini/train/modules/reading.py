@@ -33,7 +33,7 @@ class NamedParam(NamedTuple):
     names: tuple[str, ...]
 
 
-class Reader(NamedTuple):
+class CalledModule(NamedTuple):
     """A module that is called on its own."""
 
     path: str
@@ -68,7 +68,7 @@ class Structure:
         self.compiled: set[int] = set()
         self.holders: set[int] = set()
         self.read_as_a_whole = False
-        self.visits: list[Reader] = []
+        self.visits: list[CalledModule] = []
         self.adapters: set[int] = set()
         # By `id`: modules and params of the model live as long as the walk, and not every one can be hashed or
         # compared.
@@ -84,7 +84,7 @@ class Structure:
         self.coded = {id(param) for param, _ in self.params if is_coded(param)}
 
     @property
-    def readers(self) -> list[Reader]:
+    def readers(self) -> list[CalledModule]:
         """The modules that are called on their own, each once."""
         return [visit for visit in self.visits if not visit.is_again]
 
@@ -107,7 +107,7 @@ class Structure:
         if is_called:
             is_again = id(module) in self._called
             self._called.add(id(module))
-            self.visits.append(Reader(path, module, tuple(params_read_by(module)), around, is_again))
+            self.visits.append(CalledModule(path, module, tuple(params_read_by(module)), around, is_again))
             # Modules below stand inside this visit, not inside a module that is never called.
             around = len(self.visits) - 1
         if id(module) in self.compiled or READ_AS_A_WHOLE in module.__dict__:

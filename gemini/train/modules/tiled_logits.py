@@ -23,10 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
 
-_ELEMENTWISE = frozenset({
-    "tanh", "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "add", "__add__",
-    "__radd__", "sub", "__sub__", "neg", "__neg__", "float", "double", "half", "bfloat16", "to", "clamp", "type",
-})  # fmt: skip
+_ELEMENTWISE = frozenset(
+    (
+        "tanh mul multiply __mul__ __rmul__ div divide true_divide __truediv__ add __add__ __radd__ sub "
+        "__sub__ neg __neg__ float double half bfloat16 to clamp type"
+    ).split()
+)
 """Operations that change each logit by itself, by the names of torch's functions and methods."""
 
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
@@ -173,9 +175,16 @@ class Logits:
         return Logits(self._head, self._hidden, sample.dtype, (*self._steps, step))
 
     def _cross_entropy(
-        self, input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
-        reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        reduce: Any = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
         """Add up, or average, the losses of all tokens, as torch does of whole logits."""
         if input is not self or weight is not None or label_smoothing or size_average is not None or reduce is not None:
             self._refuse("a cross entropy with weights or label smoothing")

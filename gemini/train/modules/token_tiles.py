@@ -180,10 +180,17 @@ def _is_mlp(path: str, module: nn.Module) -> bool:
     leaves = [leaf for leaf in module.modules() if leaf is not module and not list(leaf.children())]
     # transformers' Conv1D is a transposed Linear.
     products = [leaf for leaf in leaves if isinstance(leaf, nn.Linear) or type(leaf).__name__ == "Conv1D"]
-    return len(products) > 1 and "forward" not in module.__dict__ and all(
-        leaf in products or isinstance(leaf, nn.Dropout) or not list(leaf.parameters()) or "Norm" in type(leaf).__name__
-        for leaf in leaves
-    )  # fmt: skip
+    return (
+        len(products) > 1
+        and "forward" not in module.__dict__
+        and all(
+            leaf in products
+            or isinstance(leaf, nn.Dropout)
+            or not list(leaf.parameters())
+            or "Norm" in type(leaf).__name__
+            for leaf in leaves
+        )
+    )
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -28,14 +28,32 @@ Group = Mapping[str, Any]
 IMPLEMENTATIONS = frozenset({"foreach", "fused", "capturable"})
 """Keys of torch that choose among implementations of one result."""
 _DOES_NOTHING: dict[str, Any] = {
-    "amsgrad": False, "maximize": False, "differentiable": False, "momentum": 0, "dampening": 0, "nesterov": False,
-    "centered": False, "lr_decay": 0, "initial_accumulator_value": 0, "lambd": 0, "bias_correction": True,
+    "amsgrad": False,
+    "maximize": False,
+    "differentiable": False,
+    "momentum": 0,
+    "dampening": 0,
+    "nesterov": False,
+    "centered": False,
+    "lr_decay": 0,
+    "initial_accumulator_value": 0,
+    "lambd": 0,
+    "bias_correction": True,
     "correct_bias": True,
-}  # fmt: skip
+}
 """What others interpret, with the value with which it does nothing."""
 _OF_OTHERS = (
-    "alpha", "beta2_decay", "d", "etas", "momentum_decay", "ns_coefficients", "ns_steps", "rho", "step_sizes", "t0",
-)  # fmt: skip
+    "alpha",
+    "beta2_decay",
+    "d",
+    "etas",
+    "momentum_decay",
+    "ns_coefficients",
+    "ns_steps",
+    "rho",
+    "step_sizes",
+    "t0",
+)
 """What other optimizers of torch interpret, whatever its value."""
 _OF_TORCH = frozenset({"foreach", "maximize", "capturable", "differentiable"})
 """Keys that groups of torch's optimizers have; those of its Adam and AdamW have ``amsgrad`` too."""

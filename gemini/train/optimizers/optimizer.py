@@ -70,9 +70,14 @@ class HybridOptimizer(torch.optim.Optimizer):
     """The groups as they were when they were looked at last, without their params."""
 
     def __init__(
-        self, params: Any, rule: UpdateRule, *, step_in_backward: bool = False, speculate: bool | None = None,
+        self,
+        params: Any,
+        rule: UpdateRule,
+        *,
+        step_in_backward: bool = False,
+        speculate: bool | None = None,
         **hypers: Any,
-    ):  # fmt: skip
+    ):
         if not isinstance(rule, UpdateRule):
             raise TypeError(f"rule= is a gemini.rules.UpdateRule, got {rule!r}")
         unknown = [name for name in hypers if name not in rule.defaults]

@@ -61,10 +61,16 @@ class ByName:
     """
 
     def __init__(
-        self, handles: list[ParamHandle], store: ChunkStore, state: StepState, *,
-        observers: WriteObservers, company: WholeValues,
-        slices: SliceValues | None = None, all_agree: bool = False,
-    ):  # fmt: skip
+        self,
+        handles: list[ParamHandle],
+        store: ChunkStore,
+        state: StepState,
+        *,
+        observers: WriteObservers,
+        company: WholeValues,
+        slices: SliceValues | None = None,
+        all_agree: bool = False,
+    ):
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._company, self._slices = company, slices
         self.state = state

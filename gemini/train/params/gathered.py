@@ -36,9 +36,14 @@ class Gathering:
     """
 
     def __init__(
-        self, by_names: ByName, store: ChunkStore, state: StepState, observers: WriteObservers, *,
+        self,
+        by_names: ByName,
+        store: ChunkStore,
+        state: StepState,
+        observers: WriteObservers,
+        *,
         opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
-    ):  # fmt: skip
+    ):
         self._by_names, self._manager, self._observers = by_names, store.manager, observers
         self._opened, self._occupancy = opened, state.occupancy
 

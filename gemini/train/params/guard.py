@@ -183,8 +183,8 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         )
     # A state dict of a part of the model is given values: they may be kept for long, and pickled.
     if func in _DETACHES and caller.f_code is not nn.Module._save_to_state_dict.__code__:
-        return DetachedWeights.of(Source(handles[0]))
-    of = {id(handle.param): Source(handle) for handle in handles}
+        return DetachedWeights.of(ReadParam(handles[0]))
+    of = {id(handle.param): ReadParam(handle) for handle in handles}
     return _read_copies(func, args, kwargs, of, partial(call_without_grad, func))
 
 
@@ -220,7 +220,7 @@ class View(NamedTuple):
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
-class Source(NamedTuple):
+class ReadParam(NamedTuple):
     """A param, or a view of it, whose values stand in the place of an argument."""
 
     handle: ParamHandle
@@ -244,7 +244,7 @@ class DetachedWeights(torch.Tensor):
     _view: View | None
 
     @staticmethod
-    def of(source: Source) -> DetachedWeights:
+    def of(source: ReadParam) -> DetachedWeights:
         param, view = source.handle.param, source.view
         shape, stride, offset, dtype = (param.shape, None, None, param.dtype) if view is None else view
         # A tensor made in inference mode stays one, and could not be written to afterwards.
@@ -261,7 +261,7 @@ class DetachedWeights(torch.Tensor):
     ) -> Any:
         """Compute what torch does not ask of ``__torch_function__``: inside of the transforms of ``torch.func``."""
         if func is torch.ops.aten.detach.default:
-            return cls.of(Source(args[0]._gemini, args[0]._view))
+            return cls.of(ReadParam(args[0]._gemini, args[0]._view))
         for written in _detached_in(_written_by(func, args, kwargs or {})).values():  # torch counts no writes down here
             raise ParamAccessError(_refusal(f"writing ({func})", written.handle, write=True))
         return _read_copies(func, args, kwargs or {}, _detached_in((args, kwargs)), func)
@@ -315,8 +315,8 @@ def _refuse_reading_memory(handle: ParamHandle) -> None:
         )
 
 
-def _detached_in(tree: Any) -> dict[int, Source]:
-    return {id(t): Source(t._gemini, t._view) for t in tensors_in(tree) if isinstance(t, DetachedWeights)}
+def _detached_in(tree: Any) -> dict[int, ReadParam]:
+    return {id(t): ReadParam(t._gemini, t._view) for t in tensors_in(tree) if isinstance(t, DetachedWeights)}
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -329,7 +329,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     ]
 
 
-def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, Source]) -> Any:
+def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, ReadParam]) -> Any:
     """Run ``func`` while the params of ``sources`` are ordinary ones."""
     values = {key: source.of(source.handle.param.detach()) for key, source in sources.items()}
     args, kwargs = _replace((args, kwargs), values)
@@ -395,7 +395,7 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
 
 
 def _read_copies(
-    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, Source], call: Callable[..., Any]
+    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, ReadParam], call: Callable[..., Any]
 ) -> Any:
     """Run an operation outside of forward on copies of the params; refuse what a copy would silently falsify.
 
@@ -447,7 +447,7 @@ def _read_copies(
             raise ParamAccessError(_refusal(f"writing ({what})", handle, write=True))
         if unwrapped(tensor) is not tensor or tensor.is_conj() or tensor.is_neg():
             raise ParamAccessError(_refusal(f"a view ({what})", handle, write=False))
-        views[id(tensor)] = DetachedWeights.of(Source(handle, View.from_tensor(tensor, copies[handle])))
+        views[id(tensor)] = DetachedWeights.of(ReadParam(handle, View.from_tensor(tensor, copies[handle])))
     if name in ("numpy", "__array__"):
         result.setflags(write=False)  # values of now: what is written to them would be lost
     return _replace(result, views) if views else result
@@ -558,10 +558,20 @@ METADATA: set[Any] = _getters() | {
         if hasattr(torch.Tensor, name)
     ),
     # They read a shape and no values; the random ones draw from the generator as for an ordinary param.
-    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_inference,
-    torch.promote_types, torch.result_type,
-}  # fmt: skip
+    torch.empty_like,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+    torch.is_same_size,
+    torch.is_inference,
+    torch.promote_types,
+    torch.result_type,
+}
 
 _Handler = Callable[[Callable[..., Any], Any, Any], Any]
 

@@ -62,9 +62,12 @@ class Stepping:
         self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
         self._observers = parts.writes
         self._may_guess = (
-            store.durable is not None and updates.runs_beside and mode != "transient"
-            and scaling.loss_scale is None and not self._sink.has_replicas
-        )  # fmt: skip
+            store.durable is not None
+            and updates.runs_beside
+            and mode != "transient"
+            and scaling.loss_scale is None
+            and not self._sink.has_replicas
+        )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         self.looks_for_optimizers = True
         """Whether the first step with gradients is still to come."""
@@ -272,14 +275,16 @@ class Stepping:
             handles = self._params.handles
             facts = facts_of_step(
                 handles, [optimizer], self.scaling, self.state, clippings=(), num_backwards=0, num_dropped=0
-            )  # fmt: skip
+            )
             self._slices.compare(facts)
 
     @alone
     def step(
-        self, handles: list[ParamHandle], groups: list[dict[str, Any]],
+        self,
+        handles: list[ParamHandle],
+        groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update these params (``takes_step``) and end the step; in fp16 skip it if one holds inf or NaN.
 
         Where gradients were summed and all of the update is on a GPU, the GPU looks: it then leaves everything as it
@@ -361,9 +366,12 @@ class Stepping:
         return self.updates.unseen.stop_for_step(self._store.mover, handles, self.rule, clip)
 
     def _by_chunk(
-        self, handles: list[ParamHandle], groups: list[dict[str, Any]],
-        scalars: Callable[[Mapping[str, Any], int, float], Hashable], coefficient: float,
-    ) -> Mapping[int, list[ParamUpdate]]:  # fmt: skip
+        self,
+        handles: list[ParamHandle],
+        groups: list[dict[str, Any]],
+        scalars: Callable[[Mapping[str, Any], int, float], Hashable],
+        coefficient: float,
+    ) -> Mapping[int, list[ParamUpdate]]:
         """Make the updates, by chunk. ``coefficient``: of clipping the whole model, if the device does not have it."""
         scale = coefficient * (self.scaling.unscale if self.scaling.is_scaled else 1.0)
         by_chunk: dict[int, list[ParamUpdate]] = {}

@@ -41,9 +41,16 @@ class Adoption:
     """
 
     def __init__(
-        self, params: ParamSet, store: ChunkStore, by_names: ByName, exposure: Exposure, saved_weights: SavedWeights, *,
-        grad_hook: GradHook, is_divided: bool,
-    ):  # fmt: skip
+        self,
+        params: ParamSet,
+        store: ChunkStore,
+        by_names: ByName,
+        exposure: Exposure,
+        saved_weights: SavedWeights,
+        *,
+        grad_hook: GradHook,
+        is_divided: bool,
+    ):
         self._params, self._chunks, self._by_names = params, store.chunks, by_names
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
         self._grad_hook, self._taken = grad_hook, list[_Taken]()
@@ -177,9 +184,14 @@ class TrainedParams:
     """
 
     def __init__(
-        self, params: ParamSet, store: ChunkStore, activations: ActivationStore, config: GeminiConfig, rule: RuleSpec,
+        self,
+        params: ParamSet,
+        store: ChunkStore,
+        activations: ActivationStore,
+        config: GeminiConfig,
+        rule: RuleSpec,
         grad_hook: GradHook,
-    ):  # fmt: skip
+    ):
         self._params, self._store, self._activations = params, store, activations
         self._precision, self._gradients, self._rule = config.precision, config.gradients, rule
         self._grad_hook = grad_hook

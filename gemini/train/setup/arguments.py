@@ -21,7 +21,8 @@ _LOOPS = {
         "GeminiTrainerMixin before it), with the model managed or not",
     ),
     "lightning.pytorch.strategies.": (
-        "Lightning's Trainer", 'import gemini.integrations.lightning and write Trainer(strategy="gemini")'
+        "Lightning's Trainer",
+        'import gemini.integrations.lightning and write Trainer(strategy="gemini")',
     ),
     "pytorch_lightning.strategies.": (
         "the Trainer of pytorch_lightning",
@@ -29,9 +30,10 @@ _LOOPS = {
     ),
     "lightning.fabric.": ("Lightning Fabric", "write the loop without it, as Gemini's quickstart has it"),
     "accelerate.accelerator": (
-        "accelerate's Accelerator", "use gemini.integrations.accelerate.GeminiAccelerator in its place"
+        "accelerate's Accelerator",
+        "use gemini.integrations.accelerate.GeminiAccelerator in its place",
     ),
-}  # fmt: skip
+}
 """Whose loops move a model to its device before they train it: by module, and what to use in their place."""
 _ON_THE_WAY = ("torch.", "gemini.", "transformers.modeling_utils", "lightning.fabric.utilities.device_dtype_mixin")
 """Modules of the calls between such a loop and the model."""

@@ -59,14 +59,16 @@ class Built:
     working_set: int
     """Bytes of the computing tier that a step takes at most beside planes."""
     foresight: Foresight
-    first_use: dict[int, int]
-    """By chunk, the moment of a step at which it is read first, as far as that is known beforehand."""
 
 
 def build(
-    structure: Structure, config: GeminiConfig, device: Device, owner: weakref.ref[Any], ranks: Ranks,
+    structure: Structure,
+    config: GeminiConfig,
+    device: Device,
+    owner: weakref.ref[Any],
+    ranks: Ranks,
     cuts: Mapping[int, TensorSlice] | None = None,
-) -> Built:  # fmt: skip
+) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
 
     ``cuts``: by the id of a param, which slice it is.
@@ -132,13 +134,11 @@ def build(
     for index, own in params.by_chunk.items():
         _make_views(chunks[index], own)
     in_steps = problem.working_set + problem.in_flight
-    first_use: dict[int, int] = {}
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
-            # In the order of moments: the first one stays.
-            first_use.setdefault(index, access.moment)
+            chunks[index].first_use = min(chunks[index].first_use, access.moment)
     foresight = _foresight(decision, owner, config.eviction_policy)
-    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight, first_use)
+    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
@@ -153,9 +153,7 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     }
     if ranks.size == 1:
         return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(
-        config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest
-    )  # fmt: skip
+    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
 def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:

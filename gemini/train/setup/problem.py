@@ -110,9 +110,13 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
 
 
 def prepare(
-    structure: Structure, config: GeminiConfig, ranks: Ranks, *, filled: bool = True,
+    structure: Structure,
+    config: GeminiConfig,
+    ranks: Ranks,
+    *,
+    filled: bool = True,
     cuts: Collection[int] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """See that all ranks have the same model and settings, and give them the weights and buffers of rank 0; before
     anything is built.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
-from gemini.ranks.watch import Watch
+from gemini.ranks.watch import RankWatch
 from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
@@ -55,20 +55,6 @@ _TRAFFIC = {
     Tag.CONTEXT: "context",
     Tag.EXPERTS: "experts",
 }
-
-
-def _is_inside(reference: weakref.ref[StepState]) -> Callable[[], bool | None]:
-    """Make what tells another thread whether a call of the model is under way; None when there is no model any more. It
-    keeps none alive.
-    """
-
-    def is_inside() -> bool | None:
-        state = reference()
-        if state is None:
-            return None
-        return not state.is_made or state.in_forward or state.in_backward
-
-    return is_inside
 
 
 class Shards(Company):
@@ -100,7 +86,7 @@ class Shards(Company):
         kind = Channel if ranks.wire.library is None else LibraryChannel
         self.agreement = Agreement(ranks.wire)
         self.channel = kind(ranks.wire, store, self.scratch, self.agreement)
-        self._watch = Watch(self.agreement, ranks.wire, _is_inside(weakref.ref(state))) if ranks.size > 1 else None
+        self._watch = RankWatch(self.agreement, ranks.wire, weakref.ref(state)) if ranks.size > 1 else None
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager

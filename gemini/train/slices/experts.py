@@ -30,7 +30,7 @@ from gemini.train.slices.slicing import WholeParams, first_differing, sizes_that
 _WHAT = "an exchange of tokens (expert parallel)"
 
 
-class Point(IntEnum):
+class ExpertPoint(IntEnum):
     """Places of a rank in a layer; numbers are two apart, and one more without gradients."""
 
     DISPATCH = 0
@@ -40,10 +40,10 @@ class Point(IntEnum):
 
 
 _WORDS = {
-    Point.DISPATCH: "the forward of {}, before its experts",
-    Point.COMBINE: "the forward of {}, behind its experts",
-    Point.COMBINE_BACKWARD: "the backward of {}, before its experts",
-    Point.DISPATCH_BACKWARD: "the backward of {}, behind its experts",
+    ExpertPoint.DISPATCH: "the forward of {}, before its experts",
+    ExpertPoint.COMBINE: "the forward of {}, behind its experts",
+    ExpertPoint.COMBINE_BACKWARD: "the backward of {}, before its experts",
+    ExpertPoint.DISPATCH_BACKWARD: "the backward of {}, behind its experts",
 }
 
 
@@ -59,7 +59,7 @@ class ExpertExchange:
         self._wire, self._names, self._most = wire, names, most
         self.rank, self.size = wire.rank, wire.size
 
-    def meet(self, point: Point, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
+    def meet(self, point: ExpertPoint, layer: int, numbers: torch.Tensor | None = None) -> torch.Tensor:
         """Wait until all ranks stand at ``point`` of a layer; some integers of each, stacked, on the CPU.
 
         Raises:
@@ -85,8 +85,8 @@ class ExpertExchange:
         return told[:, 2:] if numbers is None else told[:, 2 : 2 + len(numbers)]
 
     def _place(self, said: int, layer: int) -> str:
-        words = _WORDS[Point(said & ~1)].format(self._names[layer])
-        return words + (" (without gradients)" if said & 1 and said < Point.COMBINE_BACKWARD else "")
+        words = _WORDS[ExpertPoint(said & ~1)].format(self._names[layer])
+        return words + (" (without gradients)" if said & 1 and said < ExpertPoint.COMBINE_BACKWARD else "")
 
     def swap_rows(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """``sent[i]`` of the rows in turn go to rank i; of the result ``received[i]`` in turn come from there.
@@ -103,7 +103,7 @@ class _Way(NamedTuple):
     exchange: ExpertExchange
     sent: list[int]
     received: list[int]
-    back: tuple[Point, int]
+    back: tuple[ExpertPoint, int]
 
 
 class _SwapRows(torch.autograd.Function):
@@ -147,12 +147,12 @@ def dispatched_forward(
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=num_here * size).cpu()
     # On the CPU: the sizes of the next messages are needed there before they can begin.
-    told = exchange.meet(Point.DISPATCH, layer, counts).view(size, size, num_here)
+    told = exchange.meet(ExpertPoint.DISPATCH, layer, counts).view(size, size, num_here)
     sent = told[exchange.rank].sum(-1).tolist()
     of_here = told[:, exchange.rank]  # by the rank they come from, and by expert
     # Known before any row travels: memory for them is made once.
     received = of_here.sum(-1).tolist()
-    there = _Way(exchange, sent, received, (Point.DISPATCH_BACKWARD, layer))
+    there = _Way(exchange, sent, received, (ExpertPoint.DISPATCH_BACKWARD, layer))
     rows, weights = _SwapRows.apply(there, hidden_states[order // top_k], top_k_weights.reshape(-1)[order])
     numbers = torch.arange(num_here, device="cpu").repeat(size).repeat_interleave(of_here.reshape(-1))
     numbers = numbers.to(experts.device)
@@ -162,8 +162,8 @@ def dispatched_forward(
     # The module's own kernel, with one expert for each row and its weight.
     made = type(self).forward(self, rows, numbers.unsqueeze(-1), weights.unsqueeze(-1))
     # Again: a rank that failed in its experts is heard of here, and not by rows that never come.
-    exchange.meet(Point.COMBINE, layer)
-    (back,) = _SwapRows.apply(_Way(exchange, received, sent, (Point.COMBINE_BACKWARD, layer)), made[:num_rows])
+    exchange.meet(ExpertPoint.COMBINE, layer)
+    (back,) = _SwapRows.apply(_Way(exchange, received, sent, (ExpertPoint.COMBINE_BACKWARD, layer)), made[:num_rows])
     # Back in the order of tokens and of their k experts, in which the sum is made.
     by_token = back[order.argsort()].view(num_tokens, top_k, -1)
     return by_token.sum(1).to(hidden_states.dtype)

@@ -46,7 +46,7 @@ def sizes_that_divide(number: int) -> str:
     return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
 
 
-class Plan(NamedTuple):
+class SlicePlan(NamedTuple):
     """``styles``: ends of the names of modules to styles. ``counts``: ends of those whose attributes count heads or
     columns of this slice, to these attributes.
     """
@@ -56,43 +56,68 @@ class Plan(NamedTuple):
 
 
 _HEAD = {"lm_head": "colwise_gather_output"}
-_GPT2 = Plan(
+_GPT2 = SlicePlan(
     {
-        "attn.c_attn": "packed_colwise:3", "attn.c_proj": "rowwise", "mlp.c_fc": "colwise", "mlp.c_proj": "rowwise",
+        "attn.c_attn": "packed_colwise:3",
+        "attn.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
         **_HEAD,
     },
     {"attn": ("split_size", "num_heads"), "attn.c_attn": ("nf",), "mlp.c_fc": ("nf",)},
-)  # fmt: skip
-_OPT = Plan(
+)
+_OPT = SlicePlan(
     {
-        "self_attn.q_proj": "colwise", "self_attn.k_proj": "colwise", "self_attn.v_proj": "colwise",
-        "self_attn.out_proj": "rowwise", "fc1": "colwise", "fc2": "rowwise", **_HEAD,
+        "self_attn.q_proj": "colwise",
+        "self_attn.k_proj": "colwise",
+        "self_attn.v_proj": "colwise",
+        "self_attn.out_proj": "rowwise",
+        "fc1": "colwise",
+        "fc2": "rowwise",
+        **_HEAD,
     },
     {"self_attn": ("num_heads",)},
-)  # fmt: skip
-_BLOOM = Plan(
+)
+_BLOOM = SlicePlan(
     {
-        "self_attention.query_key_value": "colwise", "self_attention.dense": "rowwise",
-        "mlp.dense_h_to_4h": "colwise", "mlp.dense_4h_to_h": "rowwise", "self_attention": "alibi", **_HEAD,
+        "self_attention.query_key_value": "colwise",
+        "self_attention.dense": "rowwise",
+        "mlp.dense_h_to_4h": "colwise",
+        "mlp.dense_4h_to_h": "rowwise",
+        "self_attention": "alibi",
+        **_HEAD,
     },
     {"self_attention": ("num_heads",)},
-)  # fmt: skip
-_BERT = Plan(
+)
+_BERT = SlicePlan(
     {
-        "attention.self.query": "colwise", "attention.self.key": "colwise", "attention.self.value": "colwise",
-        "attention.output.dense": "rowwise", "intermediate.dense": "colwise", "output.dense": "rowwise",
+        "attention.self.query": "colwise",
+        "attention.self.key": "colwise",
+        "attention.self.value": "colwise",
+        "attention.output.dense": "rowwise",
+        "intermediate.dense": "colwise",
+        "output.dense": "rowwise",
     }
-)  # fmt: skip
-_T5 = Plan(
+)
+_T5 = SlicePlan(
     {
-        "SelfAttention.q": "colwise", "SelfAttention.k": "colwise", "SelfAttention.v": "colwise",
-        "SelfAttention.o": "rowwise", "EncDecAttention.q": "colwise", "EncDecAttention.k": "colwise",
-        "EncDecAttention.v": "colwise", "EncDecAttention.o": "rowwise",
-        "relative_attention_bias": "columns", "DenseReluDense.wi": "colwise", "DenseReluDense.wi_0": "colwise",
-        "DenseReluDense.wi_1": "colwise", "DenseReluDense.wo": "rowwise", **_HEAD,
+        "SelfAttention.q": "colwise",
+        "SelfAttention.k": "colwise",
+        "SelfAttention.v": "colwise",
+        "SelfAttention.o": "rowwise",
+        "EncDecAttention.q": "colwise",
+        "EncDecAttention.k": "colwise",
+        "EncDecAttention.v": "colwise",
+        "EncDecAttention.o": "rowwise",
+        "relative_attention_bias": "columns",
+        "DenseReluDense.wi": "colwise",
+        "DenseReluDense.wi_0": "colwise",
+        "DenseReluDense.wi_1": "colwise",
+        "DenseReluDense.wo": "rowwise",
+        **_HEAD,
     },
     {"SelfAttention": ("n_heads",), "EncDecAttention": ("n_heads",)},
-)  # fmt: skip
+)
 
 PLANS = {"gpt2": _GPT2, "opt": _OPT, "bloom": _BLOOM, "bert": _BERT, "t5": _T5}
 """By ``config.model_type``."""
@@ -367,7 +392,7 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     return dict(found)
 
 
-def _own_plan(model: nn.Module) -> Plan | None:
+def _own_plan(model: nn.Module) -> SlicePlan | None:
     return PLANS.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 

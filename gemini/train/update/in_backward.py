@@ -11,8 +11,6 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.movement.mover import Mover
-from gemini.rules import UpdateRule
 from gemini.train.gradients.scaled_backward import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import (
@@ -37,11 +35,17 @@ class InBackward:
     """
 
     def __init__(
-        self, params: ParamSet, state: StepState, mover: Mover, rule: UpdateRule, updates: Updates,
-        gradients: GradientStore, scaling: Scaling, *, transient: bool,
-    ):  # fmt: skip
+        self,
+        params: ParamSet,
+        state: StepState,
+        updates: Updates,
+        gradients: GradientStore,
+        scaling: Scaling,
+        *,
+        transient: bool,
+    ):
         self.transient = transient
-        self._by_chunk, self._state, self._mover, self._rule = params.by_chunk, state, mover, rule
+        self._by_chunk, self._state = params.by_chunk, state
         self.updates, self.gradients, self.scaling = updates, gradients, scaling
 
     def use(self, handle: ParamHandle, grad: torch.Tensor) -> None:
@@ -121,7 +125,7 @@ class InBackward:
         # The sums that are looked at next come with the landing.
         self.gradients.drain()
         handles = [handle for handle, _ in ready]
-        stop = self.updates.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
+        stop = self.updates.stop_for_landed(chunk, handles)
         # Before any of the chunk is updated: a refusal leaves all of it as it was.
         if stop is None:
             self.gradients.norms.check_finite(handles)

@@ -102,7 +102,7 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     return Path.IN_PLACE if in_place and not from_device else Path.STAGED
 
 
-class Span(NamedTuple):
+class UpdateSpan(NamedTuple):
     """Elements ``[start, stop)`` of a chunk that are updated in one go, as the param is: the first one of them, where
     neighbours are updated alike; ``number`` is its place among those of the update.
     """
@@ -117,7 +117,7 @@ class Tile:
     run and finished by one thread.
     """
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
+    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int):
         self.chunk, self.path, self.params = update.chunk, update.path, update.params
         self.staging: StagingSet | None = None
         self.stop: torch.Tensor | None = None
@@ -192,20 +192,22 @@ class Tile:
         for several in self._together():
             self._update_spans(several, self._arrays(several))
 
-    def _together(self) -> list[list[Span]]:
+    def _together(self) -> list[list[UpdateSpan]]:
         """The spans, by call."""
         at_once = GRAD in self._views and self.path in (Path.ON_DEVICE, Path.STREAMED)
         return [self._spans] if at_once else [[span] for span in self._spans]
 
-    def _arrays(self, several: list[Span]) -> rules.Arrays:
+    def _arrays(self, several: list[UpdateSpan]) -> rules.Arrays:
         """The arrays of one call: the part of each view that its spans cover."""
         first, last = several[0].start, several[-1].stop
-        of = {kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
-              for kind, view in self._views.items()}  # fmt: skip
+        of = {
+            kind: _part(view, self.chunk.planes, kind, first - self._first, last - self._first)
+            for kind, view in self._views.items()
+        }
         grad = of[GRAD] if GRAD in of else self._grad_of(several[0])
         return rules.Arrays(of[WEIGHTS], of.get(RESIDUAL), of, grad)
 
-    def _update_spans(self, several: list[Span], arrays: rules.Arrays) -> None:
+    def _update_spans(self, several: list[UpdateSpan], arrays: rules.Arrays) -> None:
         """Run the rule over spans of one call, with the scalars of each."""
         first, params, recorder = several[0].start, self.params, self._mover.watch.recorder
         segments = [
@@ -277,7 +279,7 @@ class Tile:
         self._staged.append(kind)
         return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
 
-    def _grad_of(self, span: Span) -> torch.Tensor:
+    def _grad_of(self, span: UpdateSpan) -> torch.Tensor:
         """The part of a gradient that autograd left which a span covers. Both count from the param's own part of the
         chunk.
         """
@@ -289,7 +291,7 @@ class Tile:
 class TileInPlace(Tile):
     """A part of an update of which nothing is brought: its arrays are the same in every step."""
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int):
+    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int):
         super().__init__(mover, update, spans, first, last)
         # Views are looked up here, once; `begin` of a step has nothing to do.
         super().begin()
@@ -368,9 +370,13 @@ def check_finite(update: ChunkUpdate) -> None:
 
 
 def tiles_of(
-    mover: Mover, update: ChunkUpdate, tile: int, stop: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None, undo: Undo | None = None,
-) -> Iterable[Tile]:  # fmt: skip
+    mover: Mover,
+    update: ChunkUpdate,
+    tile: int,
+    stop: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    undo: Undo | None = None,
+) -> Iterable[Tile]:
     """The tiles of an update of at most ``tile`` elements, in order; larger ones where nothing is staged.
 
     A device gets all in one: it is one launch there, and nothing more urgent could overtake it. ``stop`` and ``factor``
@@ -384,16 +390,20 @@ def tiles_of(
 
 
 def _cut_tiles(
-    mover: Mover, update: ChunkUpdate, size: int, stop: torch.Tensor | None, factor: torch.Tensor | None,
+    mover: Mover,
+    update: ChunkUpdate,
+    size: int,
+    stop: torch.Tensor | None,
+    factor: torch.Tensor | None,
     undo: Undo | None,
-) -> Iterator[Tile]:  # fmt: skip
+) -> Iterator[Tile]:
     for spans, first, last in cut(update, size):
         made = Tile(mover, update, spans, first, last)
         made.stop, made.factor, made.undo = stop, factor, undo
         yield made
 
 
-def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[Span], int, int]]:
+def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[UpdateSpan], int, int]]:
     """Ranges of at most ``tile`` elements over all params, in order, each with the spans in it; one for each param
     where the rule needs it whole.
     """
@@ -404,7 +414,7 @@ def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[Span], int, int]]
     parts = [(n, update.params[n].handle.part) for n in numbers]
     if update.rule.spec.whole:
         for number, part in parts:
-            yield [Span(part.start, part.stop, number)], part.start, page_up(part.stop, align)
+            yield [UpdateSpan(part.start, part.stop, number)], part.start, page_up(part.stop, align)
         return
     for first, last in tiles(parts[0][1].start, page_up(max(part.stop for _, part in parts), align), tile):
         # None where a whole tile lies between params that are updated: nothing of it is read.
@@ -413,7 +423,7 @@ def cut(update: ChunkUpdate, tile: int) -> Iterator[tuple[list[Span], int, int]]
             yield list(_spans(update, active, first, last)), first, last
 
 
-def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[Span]:
+def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> Iterator[UpdateSpan]:
     """The spans of ``[first, last)``: neighbours that are updated alike go together, the padding between them included,
     if the rule does not ask where they stand. ``numbers``: of the params that are touched, as they stand.
 
@@ -426,16 +436,19 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
         param, before = params[number], params[runs[-1][-1]] if runs else None
         # A gradient of its own is another array: such a param goes alone.
         if (
-            merges and before is not None and param.grad is None and before.grad is None
+            merges
+            and before is not None
+            and param.grad is None
+            and before.grad is None
             and param.handle.part.start == page_up(before.handle.part.stop, align)
             and param.scalars == before.scalars
-        ):  # fmt: skip
+        ):
             runs[-1].append(number)
         else:
             runs.append([number])
     for run in runs:
         start, stop = params[run[0]].handle.part.start, params[run[-1]].handle.part.stop
-        yield Span(max(start, first), min(stop, last), run[0])
+        yield UpdateSpan(max(start, first), min(stop, last), run[0])
 
 
 # ---- streamed through the device -------------------------------------------------------------------------------------
@@ -459,7 +472,9 @@ class StreamedTile(Tile):
             device are there then, and nothing reads the weights any more.
     """
 
-    def __init__(self, mover: Mover, update: ChunkUpdate, spans: list[Span], first: int, last: int, *, ready: Event):
+    def __init__(
+        self, mover: Mover, update: ChunkUpdate, spans: list[UpdateSpan], first: int, last: int, *, ready: Event
+    ):
         super().__init__(mover, update, spans, first, last)
         self._ready = ready
 

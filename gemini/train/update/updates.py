@@ -26,7 +26,7 @@ from gemini.tiers import OF_BUDGET, Tier, Turn, Want
 from gemini.train.gradients.store import HOLDER
 from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.handle import note_writes
+from gemini.train.params.handle import ParamHandle, note_writes
 from gemini.train.step import StepState
 from gemini.train.update.finite import DeferredFiniteChecks
 from gemini.train.update.guess import Guess, GuessRecord
@@ -51,13 +51,19 @@ class Updates:
 
     Args:
         alone: whether the model is this process's only.
-        first_use: by chunk, the moment of a step at which it is read first.
     """
 
     def __init__(
-        self, store: ChunkStore, state: StepState, exposure: Exposure, observers: WriteObservers, rule: UpdateRule,
-        first_use: Mapping[int, int], *, alone: bool, threads: int | None,
-    ):  # fmt: skip
+        self,
+        store: ChunkStore,
+        state: StepState,
+        exposure: Exposure,
+        observers: WriteObservers,
+        rule: UpdateRule,
+        *,
+        alone: bool,
+        threads: int | None,
+    ):
         self.order = "next use"
         """Or "fifo", the order in which gradients became complete: for comparison."""
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
@@ -65,7 +71,6 @@ class Updates:
         self._moves = store.moves
         self._observers, self._rule = observers, rule
         self._exposure = exposure
-        self._first_use = first_use
         self._transfers = store.transfers
         self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
         """Updates that may still be under way, by chunk."""
@@ -87,6 +92,10 @@ class Updates:
     def runs_beside(self) -> bool:
         """Whether updates can run beside training."""
         return self._worker is not None
+
+    def stop_for_landed(self, chunk: Chunk, handles: list[ParamHandle]) -> torch.Tensor | None:
+        """What says on the device that gradients which have landed are not finite (:class:`DeferredFiniteChecks`)."""
+        return self.unseen.stop_for_landed(self._mover, chunk, handles, self._rule)
 
     # ---- handing over -------------------------------------------------------------------------------------------
 
@@ -240,7 +249,7 @@ class Updates:
         it.
         """
         self._number += 1
-        return self._number if self.order == "fifo" else self._first_use.get(chunk.spec.index, 2**62)
+        return self._number if self.order == "fifo" else chunk.first_use
 
     # ---- inside backward ----------------------------------------------------------------------------------------
 
