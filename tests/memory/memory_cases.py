@@ -28,6 +28,7 @@ from gemini.planning.layout import ALIGN, ParamSpec, make_layout
 from gemini.planning.planes import WEIGHTS, PlaneSpec, compute_dtype
 from gemini.planning.working import staging_bytes
 from gemini.tiers import Ledger, Tier
+from tests.scaling import backward, clip_grads, make_step
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
@@ -74,9 +75,9 @@ def wrap(net: nn.Module, directory: Path | None = None, **config: Any) -> tuple[
 
 def train_step(model: Any, optimizer: gemini.HybridAdam, step: int) -> float:
     loss = model(batch(step))
-    loss.backward()
-    model.clip_grad_norm_(1.0)
-    optimizer.step()
+    backward(model, loss)
+    clip_grads(model, optimizer, 1.0)
+    make_step(model, optimizer)
     optimizer.zero_grad()
     return float(loss.detach())
 
