@@ -349,7 +349,7 @@ class Planner:
         stays = replace(problem, activations=left, quiet=quiet, offloaded=0, offload_to=None)
         if where is None:
             return stays
-        # Where windows give memory back in quiet moments, what waits for its copy is among what is counted there.
+        # Where windows lend in quiet moments, what waits for its copy has their room too.
         waiting = 0 if problem.quiet else self._waiting_activations()
         return replace(
             stays,
