@@ -103,6 +103,19 @@ class _WholeGradient:
         self.is_reduced = False
 
 
+class _PlannedUpdates(NamedTuple):
+    """The checksum of all that updates inside a backward depend on, and the number of that backward."""
+
+    backward: int
+    checksum: int
+
+
+def _is_any_off_device(chunks: Iterable[Chunk]) -> bool:
+    """Whether a plane of gradients is where the device does not see it: sums go there through staging."""
+    grads = [chunk.planes[GRAD] for chunk in chunks if GRAD in chunk.planes]
+    return any(plane.device_view(0, 0) is None for plane in grads)
+
+
 class _Landing(NamedTuple):
     """A reduction behind backward, as the training thread has left it to the worker that lands it.
 
@@ -162,14 +175,13 @@ class Reduction(GradientSink):
         # device does not see, and what the next backward is expected to complete.
         self._behind: dict[int, Job] = {}
         self._staging = store.transfers.staging.get(Lane.REDUCE)
-        grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
-        self._needs_staging = any(plane.device_view(0, 0) is None for plane in grads)
+        self._needs_staging = _is_any_off_device(store.chunks)
         self._completions = Completions()
 
-        # Inside backward: the number of a backward, and the checksum of what its updates depend on.
-        self._plan = (0, 0)
+        # Inside backward: what its updates depend on, once the first of them is planned.
+        self._plan: _PlannedUpdates | None = None
 
-        # Last: from here on the others call it.
+        # Last: from here on others call this.
         shards.reducing = self
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
@@ -344,9 +356,10 @@ class Reduction(GradientSink):
         if not self.in_backward.transient:
             return 0
         # Once per backward, before its first update: all ranks must mean the same moment.
-        if self._plan[0] != self.state.backward_number:  # counters change with the first update
-            self._plan = self.state.backward_number, self._sync.facts_of_updates().checksum
-        return self._plan[1]
+        backward = self.state.backward_number
+        if self._plan is None or self._plan.backward != backward:  # counters change with the first update
+            self._plan = _PlannedUpdates(backward, self._sync.facts_of_updates().checksum)
+        return self._plan.checksum
 
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""
