@@ -84,7 +84,7 @@ class SavingAccelerator(Accelerator):
         for folder, model, optimizer in pairs:  # before the rest: what it refuses leaves all as it was
             load_checkpoint(Path(input_dir) / folder, model, optimizer)
             if is_older:
-                take_over_scale(scaler, model)
+                take_over_scale(scaler, Path(input_dir) / folder)
         with self._without(pairs, self._load_model_state_pre_hook, _around_loading(pairs)):
             self.scaler = None if is_older else scaler  # a state from when the model itself kept the loss scale
             try:

@@ -161,11 +161,11 @@ def load_states(trainer: Any, checkpoint: str) -> None:
     store = store_behind(checkpoint)
     if store is None:
         extra = load_checkpoint(Path(checkpoint) / STATES, trainer.model, trainer.optimizer.optimizer)
+        if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
+            take_over_scale(trainer.accelerator.scaler, Path(checkpoint) / STATES)
     else:
         extra = load_checkpoint(store, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
         trainer._gemini_random = rng_states()
-    if not (Path(checkpoint) / SCALER_NAME).exists():  # else the Trainer loads it
-        take_over_scale(trainer.accelerator.scaler, trainer.model)
     if extra["global_step"] != trainer.state.global_step:
         raise ValueError(
             f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "

@@ -21,7 +21,7 @@ from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.mixed import TARGETS, cast_floats
 from gemini.train.optimizers.grad_scaler import GradScaler
 
-from .settings import take_over_scale
+from .settings import set_scale
 
 if TYPE_CHECKING:
     from .lightning import GeminiStrategy
@@ -144,7 +144,6 @@ class GeminiPrecision(Precision):
         if self.scaler is not None and state_dict.get("scaler"):
             self.scaler.load_state_dict(state_dict["scaler"])
         elif self.scaler is not None and older is not None:
-            vars(self._strategy.engine.backward.scaling.loss_scale).update(older)
-            take_over_scale(self.scaler, self._strategy.model)
+            set_scale(self.scaler, older["scale"], older["num_good_steps"])
         if self._strategy.global_rank < len(state_dict["rng"]):
             set_rng_states(state_dict["rng"][self._strategy.global_rank])

@@ -7,6 +7,7 @@ the framework. A flag and a config that differ are refused: one of them is a mis
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import warn
 from gemini.memory.devices.device import torch_device_of
+from gemini.replacing import find, place_of
+from gemini.train.checkpoint.format import read_manifest
 from gemini.train.ddp import GeminiDDP
 from gemini.train.modules.mixed import half_of
 
@@ -108,9 +111,13 @@ def resolve_config(
     return config
 
 
-def take_over_scale(scaler: Any, model: Any) -> None:
-    """Let a scaler go on from the loss scale that ``model`` itself has, as older checkpoints hold it."""
-    own = model.__dict__["_gemini_engine"].backward.scaling.loss_scale
-    if scaler is not None and own is not None:
-        kept = scaler.state_dict()
-        scaler.load_state_dict({**kept, "scale": own.scale, "_growth_tracker": own.num_good_steps})
+def take_over_scale(scaler: Any, checkpoint: Path) -> None:
+    """Let a scaler go on from the loss scale of a checkpoint from when models kept one themselves."""
+    kept = None if scaler is None else read_manifest(find(place_of(checkpoint))).loss_scale
+    if kept is not None:
+        set_scale(scaler, kept.scale, kept.num_good_steps)
+
+
+def set_scale(scaler: Any, scale: float, num_good_steps: int) -> None:
+    """Set the scale of a scaler, and how many good steps in a row it has had with it."""
+    scaler.load_state_dict({**scaler.state_dict(), "scale": scale, "_growth_tracker": num_good_steps})

@@ -267,21 +267,22 @@ def managed_loop(model: nn.Module, recipe: Recipe, *, each_step: Callable[[], No
     optimizer = gemini.HybridAdam(param_groups(model, recipe), betas=recipe.betas, decoupled=recipe.decoupled)
     scheduler = make_scheduler(optimizer, recipe)
     world = world_of(model)
-    if world.loss_scale is not None:
-        world.loss_scale.scale = recipe.loss_scale
+    scaler = gemini.GradScaler(init_scale=recipe.loss_scale, enabled=recipe.precision == "fp16")
     run, num_evictions = Run(), 0
     for micro_batches in make_batches(recipe.num_steps, recipe.num_micro):
         before = world.num_evictions  # an update also drops what it has overtaken: not counted
         for batch in micro_batches:
             loss = model(**on(world.device.torch_device, batch)).loss
             run.losses.append(float(loss.detach()))
-            (loss / recipe.num_micro).backward()
+            scaler.scale(loss / recipe.num_micro).backward()
         num_evictions += world.num_evictions - before
+        scaler.unscale_(optimizer)
         run.norms.append(float(model.clip_grad_norm_(recipe.max_norm)))
         if math.isfinite(run.norms[-1]):
             world.state.fetch_clipping()
             run.coefficients.append(world.state.clip_coefficient)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
         optimizer.zero_grad()
         each_step()

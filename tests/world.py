@@ -50,7 +50,6 @@ WHERE = {
     "tile": "store.mover.tile",  # elements that are moved and updated at a time
     # a step
     "has_gradients": "backward.has_gradients",
-    "loss_scale": "backward.scaling.loss_scale",  # None but in fp16
     "corrupted_by": "state.corrupted_by",  # the failure after which values are no longer those of any step
     # ranks
     "ranks": "ranks",

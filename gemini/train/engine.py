@@ -31,7 +31,7 @@ from gemini.rules import UpdateRule
 from gemini.tiers import Tier, Turn
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.gradients.scaled_backward import LossScale, Scaling
+from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import Structure
@@ -120,7 +120,7 @@ class Engine:
         working_set = store.working_set if shared or store.moves else 0
         gradients = GradientStore(params.handles, store, norms, working_set=working_set)
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
-        scaling = Scaling(params, state, gradients, LossScale() if config.precision == "fp16" else None)
+        scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
         transient = config.gradients == "transient"
         in_backward = InBackward(params, state, updates, gradients, scaling, transient=transient)
         # Where no other rank has the same params, weights are whole at home, and so are gradients.

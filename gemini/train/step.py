@@ -173,9 +173,8 @@ class Occupancy:
                 names = ", ".join(sorted(thread.name for thread in there - {threading.current_thread()}))
                 raise GeminiError(
                     f"nothing has moved for {GIVE_UP_LOOKS} s while waiting for what another thread does with this "
-                    f"model ({names}): forwards of several "
-                    "threads run at once, but a backward, a step, a save or a load runs alone. Let no thread "
-                    "wait, inside of one, for another that needs the model"
+                    f"model ({names}): forwards of several threads run at once, but a backward, a step, a save or a "
+                    "load runs alone. Let no thread wait, inside of one, for another that needs the model"
                 )
 
 
@@ -184,7 +183,7 @@ _LOOK_SECONDS = 0.0005
 
 
 def ALIVE() -> bool:
-    """Of who ends it in any case, as long as its thread lives."""
+    """Say that who is alone is at work still, for as long as its thread lives: it calls ``end_alone`` in any case."""
     return True
 
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gemini
 from tests.gpu.gpu_cases import budget
+from tests.scaling import backward, clip_grads, make_step
 from tests.world import world_of
 
 STEPS = 4
@@ -33,10 +34,10 @@ def train(config: gemini.GeminiConfig) -> tuple[list[float], dict[str, torch.Ten
         for _ in range(2):
             tokens = torch.randint(0, 1000, (2, 64), generator=generator).cuda()
             loss = model(input_ids=tokens, labels=tokens).loss
-            (loss / 2).backward()
+            backward(model, loss / 2)
             seen.append(loss.item())
-        seen.append(model.clip_grad_norm_(1.0).item())
-        optimizer.step()
+        seen.append(clip_grads(model, optimizer, 1.0).item())
+        make_step(model, optimizer)
         optimizer.zero_grad()
         world_of(model).check()
     return seen, model.state_dict(dtype=torch.float32), model

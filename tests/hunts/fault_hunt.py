@@ -45,6 +45,7 @@ from tests.hunts import race_hunt  # noqa: E402
 from tests.hunts.faults import ALARM, BESIDE, KINDS, Faults, Injected  # noqa: E402
 from tests.hunts.race_hunt import Schedule  # noqa: E402
 from tests.hunts.race_recipes import NUM_STEPS, Recipe, World, look, reference, same_all  # noqa: E402
+from tests.scaling import backward, clip_grads, make_step, new_scaler  # noqa: E402
 from tests.world import world_of  # noqa: E402
 
 ENDS_S = 60
@@ -94,12 +95,12 @@ def step(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, done: int, fa
         faults.phase = faults.phase and "forward"
         loss = model(**batch).loss
         faults.phase = faults.phase and "backward"
-        (loss / recipe.num_micro).backward()
+        backward(model, loss / recipe.num_micro)
     faults.phase = faults.phase and "clip"
     if recipe.max_norm is not None:
-        model.clip_grad_norm_(recipe.max_norm)
+        clip_grads(model, optimizer, recipe.max_norm)
     faults.phase = faults.phase and "step"
-    optimizer.step()
+    make_step(model, optimizer)
     faults.phase = faults.phase and "in flight"
     optimizer.zero_grad()
 
@@ -180,6 +181,7 @@ def attempt(schedule: Schedule, faults: Faults, chosen: int, directory: Path) ->
                 model, optimizer = race_hunt.wrap(schedule, directory)
             first = directory / "second" if faults.fired[0] == "read" and chosen % 3 == 0 else directory / "first"
             done = gemini.load_checkpoint(first, model, optimizer)
+            new_scaler(model, 2.0**12)  # the other broke off in the middle of a step
             race_hunt.check_invariants(model)
             same_world(recipe, model, optimizer, worlds[done], "of the loaded checkpoint")
             for number in range(done, NUM_STEPS):

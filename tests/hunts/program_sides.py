@@ -392,11 +392,7 @@ class ManagedSide(Side):
         if where.speculates:
             world_of(model).guess_by(AlwaysPays())
         if precision == "fp16":
-            own = getattr(gemini, "GradScaler", None)
-            # Without a scaler of its own the scale is inside the model, and a loop goes without.
-            self.scaler = torch.amp.GradScaler("cpu", enabled=False) if own is None else own(init_scale=INIT_SCALE)
-            if own is None:
-                world_of(model).loss_scale.scale = INIT_SCALE
+            self.scaler = gemini.GradScaler(init_scale=INIT_SCALE)
 
     def another(self, model: nn.Module) -> nn.Module:
         where, ranks = self._how_managed

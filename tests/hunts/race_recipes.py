@@ -16,6 +16,7 @@ from torch import nn
 import gemini
 from gemini.train.update.guess import GuessRecord
 from tests import models
+from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.world import world_of
 
 NUM_STEPS = 3
@@ -61,8 +62,7 @@ class Recipe:
     def wrap(self, config: gemini.GeminiConfig, *, guesses: bool = False) -> tuple[Any, gemini.HybridAdam]:
         """``guesses``: updates begin inside backward before it is known whether they clip."""
         model: Any = gemini.GeminiDDP(self.make_model(), config)
-        if world_of(model).loss_scale is not None:
-            world_of(model).loss_scale.scale = 2.0**12
+        new_scaler(model, 2.0**12)
         vectors = [p for p in model.parameters() if p.dim() == 1]
         rest = [p for p in model.parameters() if p.dim() > 1]
         groups = [{"params": rest, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -123,13 +123,13 @@ def train(recipe: Recipe, model: Any, optimizer: gemini.HybridAdam, watch: Calla
             with contextlib.nullcontext() if number == len(batches) - 1 else model.no_sync():
                 loss = model(**models.on(model.device, batch)).loss
                 watch("forward", done)
-                (loss / recipe.num_micro).backward()
+                backward(model, loss / recipe.num_micro)
                 steps.losses[done, number] = loss.item()
                 del loss
         watch("backward", done)
         if recipe.max_norm is not None:
-            steps.norms[done] = float(model.clip_grad_norm_(recipe.max_norm))
-        optimizer.step()
+            steps.norms[done] = float(clip_grads(model, optimizer, recipe.max_norm))
+        make_step(model, optimizer)
         for group in optimizer.param_groups:
             group["lr"] = 1e3  # an update that reads it now is too late
         done += 1

@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 import gemini
 from gemini.errors import PlanMismatch, StorageError
 from tests.integrations.trainer_cases import LENGTH, Sentences, assert_same_run, llama, masters, rows
+from tests.scaling import backward, clip_grads, make_step
 from tests.train.helpers import Plain
+from tests.train.test_checkpoint_hostile import OLD_SCALE, rewrite
 from tests.world import world_of
 
 Config = gemini.GeminiConfig
@@ -82,10 +84,10 @@ def test_the_loop_comes_to_the_bits_of_the_loop_by_hand(precision: str) -> None:
     model.train()
     for number in range(8):
         loss = model(**rows(2 * number, 2 * number + 1)).loss
-        (loss / 2).backward()
+        backward(model, loss / 2)
         if number % 2:
-            norms.append(model.clip_grad_norm_(0.5).item())
-            optimizer.step()
+            norms.append(clip_grads(model, optimizer, 0.5).item())
+            make_step(model, optimizer)
             scheduler.step()
             optimizer.zero_grad()
         wanted.append(loss.item())
@@ -166,14 +168,17 @@ def test_the_scaler_is_saved_and_older_states_without_one_go_on(tmp_path: Path) 
     run = Run("fp16", micro=1)
     run.train(0, 2)
     run.accelerator.scaler.update(2.0**9)
-    world_of(run.model).loss_scale.scale = 2.0**7  # what an older version kept
     run.accelerator.save_state(tmp_path / "state")
     again = Run("fp16", micro=1)
     again.accelerator.load_state(tmp_path / "state")
     assert again.accelerator.scaler.state_dict() == run.accelerator.scaler.state_dict()
     (tmp_path / "state" / "scaler.pt").unlink()
+    manifest = json.loads((tmp_path / "state" / "gemini" / "manifest.json").read_text())
+    rewrite(tmp_path / "state" / "gemini", manifest | {"loss_scale": OLD_SCALE})
     again.accelerator.load_state(tmp_path / "state")
-    assert again.accelerator.scaler.get_scale() == 2.0**7 and again.optimizer.scaler is again.accelerator.scaler
+    kept = again.accelerator.scaler.state_dict()
+    assert (kept["scale"], kept["_growth_tracker"]) == (OLD_SCALE["scale"], OLD_SCALE["num_good_steps"])
+    assert again.optimizer.scaler is again.accelerator.scaler
 
 
 def test_a_loaded_state_goes_on_as_the_same_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import Trainer, get_scheduler
 
 import gemini
 from tests.integrations.trainer_cases import Sentences, assert_same_run, llama, masters, rows, train_new
+from tests.scaling import backward, clip_grads, make_step
 from tests.train.helpers import Plain
 
 STEPS, MICRO = 6, 2
@@ -49,10 +50,10 @@ def by_hand(precision: str) -> tuple[Any, gemini.HybridAdam, list[float], list[f
         total = torch.tensor(0.0)
         for batch in step:
             loss = model(**batch, num_items_in_batch=num_items(step)).loss
-            loss.backward()
+            backward(model, loss)
             total += loss.detach()
-        norms.append(model.clip_grad_norm_(0.5).item())
-        optimizer.step()
+        norms.append(clip_grads(model, optimizer, 0.5).item())
+        make_step(model, optimizer)
         scheduler.step()
         optimizer.zero_grad()
         losses.append(total.item())

@@ -25,6 +25,7 @@ from gemini.train.setup.problem import reduce_dtype
 from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.hunts.race_recipes import AlwaysPays
+from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.world import world_of
 
 KINDS = ("weights", "residual", "exp_avg", "exp_avg_sq")
@@ -156,8 +157,7 @@ def run(job: Job) -> Outcome:
     )  # fmt: skip
     if job.guesses:
         inner.guess_by(AlwaysPays())
-    if inner.loss_scale is not None:
-        inner.loss_scale.scale = 2.0**10
+    new_scaler(managed, 2.0**10)
     out = Outcome([], [], {}, {}, {}, {}, [], 0, 0, None)
     for step, micro in enumerate(batches(job, rank, world)):
         evictions = inner.num_evictions
@@ -165,7 +165,7 @@ def run(job: Job) -> Outcome:
             last = number == len(micro) - 1
             with managed.no_sync() if job.no_sync and not last else nullcontext():
                 loss = managed(**batch).loss / job.num_micro
-                loss.backward()
+                backward(managed, loss)
             out.losses.append(float(loss.detach()))
         out.num_evictions += inner.num_evictions - evictions
         if step == 0 and not transient and job.reads:
@@ -174,8 +174,8 @@ def run(job: Job) -> Outcome:
                 if grad is not None:
                     out.grads[handle.name] = grad.float().clone()
         if job.clip is not None and not transient:
-            out.norms.append(float(managed.clip_grad_norm_(job.clip)))
-        optimizer.step()
+            out.norms.append(float(clip_grads(managed, optimizer, job.clip)))
+        make_step(managed, optimizer)
         optimizer.zero_grad()
         inner.check()
         out.sent.append(dict(inner.shards.sent_last_step))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import gemini
+from tests import scaling
 from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, mesh_of, plain_adamw, train
 from tests.ranks.test_slices import small
 
@@ -108,7 +109,7 @@ def spread(sizes: dict[str, int], where: str, folder: str, case: Case, *, steps:
         for number in range(case.backwards):
             with model.no_sync() if case.in_no_sync and number + 1 < case.backwards else contextlib.nullcontext():
                 loss = loss_of(model, step, part + world * number)
-                (loss / case.backwards).backward()
+                scaling.backward(model, loss / case.backwards)
         return float(loss.detach())
 
     max_norm = None if inside else MAX_NORM

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import gemini
+from tests.scaling import backward, make_step, scaler_of
 from tests.train.helpers import same_bits
 from tests.world import world_of
 
@@ -87,8 +88,9 @@ def train(
             named = model.named_parameters()
             grads = {name: (model.full_grad(name) if managed else p.grad).clone() for name, p in named}
         if max_norm is not None:
+            scaler_of(model).unscale_(optimizer)
             norms.append(float(clip(max_norm)))
-        optimizer.step()
+        make_step(model, optimizer)
         optimizer.zero_grad()
     if managed:
         world_of(model).check()
@@ -127,7 +129,7 @@ def step_refused(optimizer: Any, model: Any, before: dict[str, torch.Tensor]) ->
     """What a step with a gradient that is not finite says, and whether the weights are still those ``before`` it."""
     said = ""
     try:
-        optimizer.step()
+        make_step(model, optimizer)
     except gemini.NonFiniteGradient as e:
         said = str(e)
     optimizer.zero_grad()
@@ -149,12 +151,12 @@ def nan_on_one(
     loss = loss_of(model, 0, gemini.data_rank(mesh).rank)
     if dist.get_rank() == 1:
         world_of(model).by_names[name].param.register_hook(lambda grad: grad * float("nan"))
-    loss.backward()
-    scale = world_of(model).loss_scale
-    return *step_refused(optimizer, model, before), 0.0 if scale is None else scale.scale
+    backward(model, loss)
+    refused = step_refused(optimizer, model, before)
+    return *refused, scaler_of(model).get_scale()
 
 
 def assert_all_found_nan(found: list[tuple[str, bool, float]], precision: str) -> None:
     for said, is_as_before, scale in found:
         assert is_as_before and scale == found[0][2]
-        assert (not said and scale > 0) if precision == "fp16" else "holds inf or NaN" in said
+        assert (not said and scale == 2.0**15) if precision == "fp16" else "holds inf or NaN" in said

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gemini
 from gemini.ranks import process_groups
 from tests.ranks.pool import Failure, Pools
+from tests.scaling import backward, make_step
 from tests.train.helpers import VOCAB, gpt2, llama, mixtral, snapshot, t5
 from tests.world import world_of
 
@@ -77,8 +78,8 @@ class Run:
             seed = 100 * self.step + 10 * self.rank + random.randrange(3)
             ids = torch.randint(2, VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed))
             loss = self.model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            self.optimizer.step()
+            backward(self.model, loss)
+            make_step(self.model, self.optimizer)
             self.scheduler.step()
             self.optimizer.zero_grad()
             self.step += 1

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import gemini
 from gemini.train.params.by_name import read_range
+from tests import scaling
 from tests.ranks.pool import Pools
 from tests.world import world_of
 
 
 class Squares(nn.Sequential):
-    """Computes its loss itself, as a plain backward in fp16 demands."""
+    """Computes its loss itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).float().square().sum()
@@ -36,7 +37,7 @@ def small(**how: Any) -> Any:
 def backward(model: Any, seed: int = 0) -> None:
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * seed + dist.get_rank()))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(world_of(model).config.precision, torch.float32)
-    model(x.to(dtype)).backward()
+    scaling.backward(model, model(x.to(dtype)))
 
 
 def groups_of(model: Any, *, leave_out: str = "", last: tuple[str, ...] = ("4.bias",)) -> list[dict[str, Any]]:
@@ -67,8 +68,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
     model = small(**{**settings, "mesh": mesh})
     other = dist.get_rank() == odd
     transient = settings.get("gradients") == "transient"
-    if world_of(model).loss_scale is not None:
-        world_of(model).loss_scale.scale = 1024.0
+    scaler = scaling.new_scaler(model, 1024.0)
     groups = groups_of(model)
     if how == "left out" and other:
         groups = groups_of(model, leave_out="2.weight")
@@ -82,8 +82,8 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
         for seed in range(2):
             backward(model, seed)
             if not transient:
-                model.clip_grad_norm_(0.1)
-            optimizer.step()
+                scaling.clip_grads(model, optimizer, 0.1)
+            scaling.make_step(model, optimizer)
             optimizer.zero_grad()
         before = bits(model)
     group = optimizer.param_groups[0]
@@ -105,7 +105,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
         elif how == "step count":
             next(h for h in world_of(model).handles if h.name == "2.weight").num_steps += 1
         elif how == "loss scale":
-            world_of(model).loss_scale.scale /= 2
+            scaler.update(scaler.get_scale() / 2)
     try:
         backward(model, 2)
         if how == "one backward more" and dist.get_rank() >= dist.get_world_size() // 2:
@@ -117,6 +117,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
                 model.zero_grad()
             backward(model, 3)
         if not transient and how != "clip on one":
+            scaler.unscale_(optimizer)
             model.clip_grad_norm_(0.3 if other and how == "max_norm" else 1e6 if other and how == "no effect" else 0.2)
         if how == "no effect":
             model.clip_grad_norm_(1e5)
@@ -126,7 +127,7 @@ def disagree(how: str, settings: dict[str, Any], odd: int) -> tuple[str, bool]:
             model.clip_grad_norm_(0.01, params=[model[0].weight])
         if other and how == "zero_grad":
             optimizer.zero_grad()
-        optimizer.step()
+        scaling.make_step(model, optimizer)
     except gemini.RankMismatch as e:
         world_of(model).forget_interrupted()
         return str(e), bits(model) != before
@@ -165,7 +166,7 @@ def test_ranks_that_disagree_about_a_step_are_told_so_before_it(how: str, said: 
 
 TRANSIENT = {"gradients": "transient"}
 ELSEWHERE: list[tuple[str, dict[str, Any], int, str]] = [
-    ("loss scale", {"precision": "fp16"}, 1, "the loss scale: 1024.0 on rank 0, 512.0 on rank 1"),
+    ("loss scale", {"precision": "fp16"}, 1, "the losses of this step were scaled by 1024, 512 on the ranks"),
     ("zero_grad", {"precision": "fp16"}, 0, "the gradient of '0.weight': none on rank 0, there on rank 1"),
     ("zero_grad between", {"precision": "bf16", "gradients": "accumulate"}, 0, "since the last step: 1 on rank 0, 0"),
     ("lr", {"precision": "bf16"}, 0, "lr of param group 0: 0.10000001000000001 on rank 0, 0.1 on rank 1"),

@@ -16,6 +16,7 @@ from torch import nn
 
 import gemini
 from gemini.optim import MuonRule
+from tests import scaling
 from tests.ranks.parallel_cases import (
     LR,
     Found,
@@ -68,7 +69,7 @@ def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
 
 def backward(model: Any, rank: int, step: int) -> float:
     loss = loss_of(model, step, rank)
-    loss.backward()
+    scaling.backward(model, loss)
     return float(loss.detach())
 
 

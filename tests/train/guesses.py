@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class OwnLoss(Blocks):
-    """It computes its loss itself, as fp16 asks for."""
+    """It computes its loss itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).float().square().mean()

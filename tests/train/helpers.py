@@ -25,6 +25,7 @@ from gemini.train.setup.structure import structural_trace, working_set
 from tests import models
 from tests.plain import DTYPES as DTYPES
 from tests.plain import Plain as Plain
+from tests.scaling import backward, clip_grads, make_step
 from tests.world import world_of
 
 transformers.logging.set_verbosity_error()
@@ -220,10 +221,10 @@ def train(
     losses = []
     for seed in steps:
         loss = loss_of(model, seed)
-        loss.backward()
+        backward(model, loss)
         if clip is not None:
-            model.clip_grad_norm_(clip)
-        optimizer.step()
+            clip_grads(model, optimizer, clip)
+        make_step(model, optimizer)
         optimizer.zero_grad()
         after(seed)
         losses.append(loss.item())

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gemini
+from tests.scaling import backward, scaler_of
 from tests.train.helpers import (
     Plain,
     adam,
@@ -114,7 +115,9 @@ def test_accumulation(gradients: str, use_no_sync: bool, where: str, tmp_path: P
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_clipping_returns_the_true_norm_and_clips(precision: str, where: str, tmp_path: Path) -> None:
     model = wrap(llama(tied=True), where, tmp_path, precision=precision)
-    on_batch(model, 0).backward()
+    optimizer = adam(model)
+    backward(model, on_batch(model, 0))
+    scaler_of(model).unscale_(optimizer)
     names = [name for name, _ in model.named_parameters()]
     true = math.sqrt(sum(model.full_grad(n).double().square().sum().item() for n in names))
     assert model.clip_grad_norm_(1e9).item() == pytest.approx(true, rel=1e-6)

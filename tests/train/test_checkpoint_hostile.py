@@ -26,6 +26,7 @@ from torch.optim import lr_scheduler
 
 import gemini
 from gemini.train.checkpoint import format as checkpoint_format
+from tests.scaling import backward, make_step
 from tests.train.helpers import adam, assert_same_snapshot, same_bits, snapshot, wrap
 from tests.world import world_of
 
@@ -34,7 +35,7 @@ MANY = int(os.environ.get("GEMINI_HOSTILE_MANIFESTS", "300"))
 
 
 class Squares(nn.Sequential):
-    """Computes its loss itself, as a plain backward in fp16 demands."""
+    """Computes its loss itself."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).float().square().mean()
@@ -59,9 +60,9 @@ class Tiny:
 
     def train(self) -> None:
         dtype = next(self.model.parameters()).dtype
-        self.model(torch.ones(2, 3, dtype=dtype)).backward()
+        backward(self.model, self.model(torch.ones(2, 3, dtype=dtype)))
         self.plain.grad = torch.ones_like(self.plain)
-        self.optimizer.step()
+        make_step(self.model, self.optimizer)
         with contextlib.suppress(ValueError, ArithmeticError):  # a schedule of other numbers may be over, say
             self.scheduler.step()
         self.optimizer.zero_grad()
@@ -80,7 +81,6 @@ class Tiny:
             "plain": [self.plain.detach().clone(), *(v.clone() for v in self.optimizer.state[self.plain].values())],
             "buffers": [buffer.clone() for buffer in self.model.buffers()],
             "scheduler": repr(vars(self.scheduler)),
-            "scale": repr(world.loss_scale),
             "rng": (random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
             "lost": world.corrupted_by,
         }
@@ -236,7 +236,7 @@ def test_manifests_and_headers_changed_at_random(saved: tuple[Tiny, Path], tmp_p
             run.train()
         shutil.rmtree(directory)
     # What may be any value: nobody can tell another from the one that was saved.
-    free = {"extra", "groups", "scheduler", "loss_scale", "rng", "params", "plain", "piece", "scheduler_kind", "header"}
+    free = {"extra", "groups", "scheduler", "rng", "params", "plain", "piece", "scheduler_kind", "header"}
     free.add("version")  # 3 may become 2, which says the same of params that are whole; others are refused
     assert not (strange := [path for path in accepted if path[0] not in free]), strange
     assert refused > MANY * 0.6, (refused, sorted(map(str, accepted)))
@@ -300,10 +300,29 @@ def swap_parts(manifest: dict[str, Any]) -> None:
     tensors[one]["of"], tensors[two]["of"] = two, one
 
 
+NAN = float("nan")
+OLD_SCALE = {"scale": 2.0**14, "growth_interval": 2000, "num_good_steps": 3, "largest": 2.0**24}
+"""What fp16 checkpoints have of versions in which models kept a loss scale themselves."""
+
+
+def test_a_loss_scale_of_before_is_no_matter(saved: tuple[Tiny, Path], tmp_path: Path) -> None:
+    run, good = saved
+    manifest = json.loads((good / "manifest.json").read_text())
+    assert manifest["precision"] == "fp16" and "loss_scale" not in manifest
+    shutil.copytree(good, tmp_path / "older")
+    rewrite(tmp_path / "older", manifest | {"loss_scale": OLD_SCALE})
+    found = []
+    for folder in (good, tmp_path / "older"):
+        run.train()
+        run.load(folder)
+        found.append(run.everything())
+    assert_same(*found)
+
+
 BY_HAND = {
     "a negative step": (put("params/0.weight/step", -1), r"params\.0\.weight\.step is -1"),
-    "a loss scale that is not a number": (put("loss_scale/scale", float("nan")), r"loss_scale\.scale is nan"),
-    "a loss scale of nothing": (put("loss_scale/scale", 0.0), "no loss scale"),
+    "a loss scale that is not a number": (put("loss_scale", OLD_SCALE | {"scale": NAN}), r"loss_scale\.scale is nan"),
+    "a loss scale of nothing": (put("loss_scale", OLD_SCALE | {"scale": 0.0}), r"loss_scale\.scale is 0\.0"),
     "an infinite lr": (put("groups/0/lr", float("inf")), r"lr of groups\[0\] must be a finite number"),
     "a negative lr": (put("groups/1/lr", -0.1), r"lr of groups\[1\] must be .* not negative"),
     "what Adam does not have": (put("groups/1/amsgrad", True), r"groups\[1\] has amsgrad=True"),

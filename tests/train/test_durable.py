@@ -181,10 +181,9 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
         with mock.patch.object(SlotFile, "sync", lambda self: given.append(self)):
             flush(self)
 
-    def early(self: StoreFolder, *args: Any) -> int:
-        num_bytes = commit(self, *args)
+    def early(self: StoreFolder, record: folder.Record) -> None:
+        commit(self, record)
         self.slots.sync()
-        return num_bytes
 
     with mock.patch.object(StoreHome, "flush", late), mock.patch.object(StoreFolder, "commit", early):
         assert images(tmp_path, 30)

@@ -256,15 +256,15 @@ def test_the_order_of_calls_is_torchs(tmp_path: Path) -> None:
 
 
 def test_scales_do_not_mix_in_a_step(tmp_path: Path) -> None:
-    model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16", gradients="accumulate")
+    model = wrap(llama(), "ram", tmp_path, gradients="accumulate")
     optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE)
-    model(data()).backward()
+    on_batch(model, 0).backward()
     with pytest.raises(gemini.GeminiError, match=r"cannot be added up.*zero_grad"):
-        scaler.scale(model(data())).backward()
+        scaler.scale(on_batch(model, 0)).backward()
     with pytest.raises(gemini.GeminiError, match="was not scaled"):
         scaler.step(optimizer)
-    optimizer.zero_grad()
-    scaler = gemini.GradScaler("cpu", init_scale=SCALE)
+    model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16", gradients="accumulate")
+    optimizer, scaler = adam(model), gemini.GradScaler("cpu", init_scale=SCALE)
     scaler.scale(model(data())).backward()
     scaler.update(SCALE / 2)
     with pytest.raises(gemini.GeminiError, match="scaled by 4096.*scaled by 2048"):
@@ -277,9 +277,9 @@ def test_scales_do_not_mix_in_a_step(tmp_path: Path) -> None:
 
 
 def test_the_stock_scaler_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16")
+    model = wrap(llama(), "ram", tmp_path)  # in fp16 its backward is: test_plain_half.py
     scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(data())).backward()
+    scaler.scale(on_batch(model, 0)).backward()
     with pytest.raises(gemini.GeminiError, match=REMEDY):
         scaler.step(adam(model))
 
@@ -294,13 +294,13 @@ def test_updates_inside_backward_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_disabled_scaler_leaves_the_plain_path(tmp_path: Path) -> None:
-    model = wrap(Toy("loss"), "ram", tmp_path, precision="fp16")
+    model = wrap(llama(), "ram", tmp_path)
     scaler = gemini.GradScaler("cpu", enabled=False)
     assert scaler.get_scale() == 1.0 and not scaler.is_enabled()
-    scaler.scale(model(data())).backward()
+    scaler.scale(on_batch(model, 0)).backward()
     scaler.step(adam(model))
     scaler.update()
-    assert world_of(model).loss_scale.num_good_steps == 1
+    assert world_of(model).handles[0].num_steps == 1
 
 
 def test_what_torch_refuses_changes_nothing(tmp_path: Path) -> None:

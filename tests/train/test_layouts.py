@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 
 import gemini
+from tests.scaling import backward, make_step
 from tests.train.helpers import (
     DTYPES,
     VOCAB,
@@ -250,10 +251,10 @@ def test_they_train_and_come_back(precision: str, where: str, tmp_path: Path) ->
     model = wrap(WithNothing(), where, tmp_path, precision=precision, slack=2**16)
     plain, optimizer = Plain(WithNothing(), precision, scale=2.0**16 if precision == "fp16" else None), adam(model)
     assert train(model, optimizer, range(2), loss_of) == train_plain(plain, range(2), loss_of)
-    loss_of(model, 2).backward()
+    backward(model, loss_of(model, 2))
     grad = model.full_grad("narrow.weight")
     assert grad is not None and grad.shape == (0, 32) and model.full_grad("blocks.2.weight") is None
-    optimizer.step()
+    make_step(model, optimizer)
     optimizer.zero_grad()
     train_plain(plain, [2], loss_of, clip=None)
     assert_same_state(model, plain)

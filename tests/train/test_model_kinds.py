@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gemini
+from tests.scaling import backward, make_step
 from tests.train.helpers import (
     DTYPES,
     MODELS,
@@ -364,10 +365,10 @@ def test_the_same_bits_as_the_plain_loop(kind: str, precision: str, where: str, 
         note_rewritten(plain)
         loss = loss_of(model, seed)
         assert loss.item() == wanted.item()
-        loss.backward()
+        backward(model, loss)
         plain.backward(wanted)
         note_rewritten(plain)  # of a recomputation
-        optimizer.step()
+        make_step(model, optimizer)
         optimizer.zero_grad()
         plain.step()
         assert_same_state(model, plain)

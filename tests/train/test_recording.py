@@ -14,6 +14,7 @@ from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.tiers import Tier
 from tests import models
+from tests.scaling import backward, clip_grads, make_step
 from tests.train.helpers import manage
 from tests.world import world_of
 
@@ -151,16 +152,16 @@ def test_recording_changes_no_bit_and_no_move(precision: str, tmp_path: Path) ->
             if records:
                 with model.recording() as recording:
                     losses.append(loss_of(model))
-                    losses[-1].backward()
-                    norm = model.clip_grad_norm_(1.0)
-                    optimizer.step()
+                    backward(model, losses[-1])
+                    norm = clip_grads(model, optimizer, 1.0)
+                    make_step(model, optimizer)
                     optimizer.zero_grad()
                 check(recording.timeline, model)
             else:
                 losses.append(loss_of(model))
-                losses[-1].backward()
-                norm = model.clip_grad_norm_(1.0)
-                optimizer.step()
+                backward(model, losses[-1])
+                norm = clip_grads(model, optimizer, 1.0)
+                make_step(model, optimizer)
                 optimizer.zero_grad()
         world = world_of(model)
         counts = (world.num_gathers, world.num_evictions, model.memory_report()["moved"])

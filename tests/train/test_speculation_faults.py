@@ -19,6 +19,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
 from gemini.train.update.guess import HOLDER, Guess, GuessRecord
 from tests.plain import Plain
+from tests.scaling import backward, clip_grads, make_step, scaler_of
 from tests.train import test_durable
 from tests.train.guesses import (
     ALWAYS,
@@ -56,7 +57,7 @@ def spoiled(model: Any, number: int, *, layer: int, value: float = float("nan"))
         lambda module, args, output: output.register_hook(lambda grad: grad * value) and None
     )
     out = model(noise(2, 5, 32, seed=number, dtype=model.layers[0].weight.dtype))
-    (out if out.dim() == 0 else out.float().square().mean()).backward()
+    backward(model, out if out.dim() == 0 else out.float().square().mean())
     hook.remove()
 
 
@@ -101,10 +102,10 @@ def test_a_step_that_fp16_skips_is_undone(where: str, tmp_path: Path, monkeypatc
     for number, clip in enumerate([NEVER, NEVER, ALWAYS, NEVER]):
         for model, optimizer in runs:
             spoiled(model, number, layer=1, value=float("inf") if number == 1 else 1.0)
-            model.clip_grad_norm_(clip)
-            optimizer.step()
+            clip_grads(model, optimizer, clip)
+            make_step(model, optimizer)
             optimizer.zero_grad()
-        scales = [world_of(model).loss_scale.scale for model, _ in runs]
+        scales = [scaler_of(model).get_scale() for model, _ in runs]
         assert scales[0] == scales[1]
         assert_same_snapshot(snapshot(runs[0][0]), snapshot(runs[1][0]))
     kept, undone = counts(runs[0][0])
@@ -115,7 +116,7 @@ def test_a_skipped_step_counts_as_wrong(tmp_path: Path) -> None:
     model, optimizer = guessing(tmp_path, precision="fp16", make=OwnLoss)
     for number, value in enumerate([float("inf"), 1.0]):
         spoiled(model, number, layer=1, value=value)
-        optimizer.step()
+        make_step(model, optimizer)
         optimizer.zero_grad()
     assert counts(model) == (0, 3)
 

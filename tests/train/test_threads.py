@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import gemini
+from benchmarks._progress import PATIENCE
 from gemini.errors import GeminiError
 from gemini.train import step
 from tests.train.helpers import ALL_PLACEMENTS, Blocks, adam, noise, same_bits, snapshot, squares, wrap
@@ -226,3 +228,32 @@ def test_each_thread_has_its_own_casts_around_a_norm_in_fp32(tmp_path: Path) -> 
     # Behind the hook that casts what it is given, before the one that casts what it gives.
     model.norm.register_forward_pre_hook(beside)
     assert model(torch.ones(2, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16 and inside == [torch.float32]
+
+
+def test_who_evaluates_needs_nobody_whose_backward_never_began(tmp_path: Path) -> None:
+    """Interrupted while it waits for another forward, by an error that somebody keeps."""
+    model, kept = wrap(Blocks(), "disk", tmp_path, slack=2**16), list[BaseException]()
+    loss, is_inside, may_end = squares(model, 0), threading.Event(), threading.Event()
+
+    def hold(*_: Any) -> None:
+        if threading.current_thread() is beside:
+            is_inside.set()
+            may_end.wait(PATIENCE)
+
+    hook = model.layers[1].register_forward_hook(hold)
+    beside = threading.Thread(target=evaluate, args=(model,))
+    beside.start()
+    assert is_inside.wait(PATIENCE)
+    threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
+    try:
+        loss.backward()
+    except KeyboardInterrupt as e:
+        kept.append(e)
+    assert kept, "it waits"
+    may_end.set()
+    beside.join(PATIENCE)
+    hook.remove()
+    assert run_beside(model, evaluate) == []
+    squares(model, 0).backward()
+    adam(model).step()
+    world_of(model).check()

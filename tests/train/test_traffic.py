@@ -22,6 +22,7 @@ from gemini.planning.traffic import by_name, path, step_traffic, update_traffic
 from gemini.tiers import Boundary, Tier
 from tests import models
 from tests.planning.stacks import stack_trace
+from tests.scaling import backward, make_step
 from tests.train.helpers import manage
 from tests.world import world_of
 
@@ -88,8 +89,8 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
         ahead = [index for index, is_ahead in fetched if is_ahead]
         fetched.clear()
         for _ in range(backwards):
-            model(**models.make_batches(1, 1)[0][0]).loss.backward()
-        optimizer.step()
+            backward(model, model(**models.make_batches(1, 1)[0][0]).loss)
+        make_step(model, optimizer)
         optimizer.zero_grad()
     problem, placement = posed(model)
     for index, chunk in enumerate(world_of(model).chunks):

@@ -21,7 +21,7 @@ from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Event
 from gemini.tiers import Tier
 from gemini.train.update import worker as update_worker
-from tests import models
+from tests import models, scaling
 from tests.train.helpers import manage, train
 from tests.world import world_of
 
@@ -46,7 +46,7 @@ BATCHES = [batch for batches in models.make_batches(6, 1) for batch in batches]
 
 def backward(model: Any, number: int) -> float:
     loss = model(**BATCHES[number]).loss
-    loss.backward()
+    scaling.backward(model, loss)
     return float(loss.detach())
 
 
@@ -353,7 +353,7 @@ def test_what_the_device_computes_is_left_to_the_thread_that_computes(
     monkeypatch.setattr(mover, "_send_tiles", noted)
     for number in range(3):
         backward(model, number)
-        optimizer.step()
+        scaling.make_step(model, optimizer)
         optimizer.zero_grad()
     assert threads == {threading.current_thread()}
 

@@ -27,6 +27,7 @@ import gemini
 from benchmarks._progress import run
 from gemini import GeminiConfig, GeminiDDP, GeminiError, HybridAdam, MemoryBudget, ParamAccessError, StaticPlacement
 from gemini.train.params.handle import optimizer_of
+from tests.scaling import clip_grads, make_step, scaler_of
 from tests.train import helpers
 from tests.train.helpers import Plain, adam, llama, noise, on_batch, same_bits, snapshot, train, wrap
 from tests.world import is_managed, world_of
@@ -496,14 +497,15 @@ def test_a_bad_gradient_in_fp16_skips_the_step(where: str, tmp_path: Path) -> No
     model = wrap(llama(), where, tmp_path, precision="fp16")
     optimizer = adam(model)
     train(model, optimizer, [0])
-    before, scale = snapshot(model), world_of(model).loss_scale.scale
+    scaler = scaler_of(model)
+    before, scale = snapshot(model), scaler.get_scale()
     for skipped in (1, 2):
         with model.model.layers[2].register_forward_hook(lambda module, args, out: out * NAN):
-            on_batch(model, 1).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
+            scaler.scale(on_batch(model, 1)).backward()
+        clip_grads(model, optimizer, 1.0)
+        make_step(model, optimizer)
         optimizer.zero_grad()
-        assert world_of(model).loss_scale.scale == scale / 2**skipped
+        assert scaler.get_scale() == scale / 2**skipped
         helpers.assert_same_snapshot(before, snapshot(model))
     plain = Plain(llama(), "fp16", scale=scale)
     helpers.train_plain(plain, [0])

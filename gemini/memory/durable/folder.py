@@ -270,15 +270,15 @@ class StoreFolder:
                 raise StorageError(f"could not write {path}: {e.strerror}") from e
         return checksum
 
-    def commit(self, record: Record, runs: Mapping[str, Runs]) -> int:
-        """Write a record of what :meth:`SlotFile.sync` has brought to the drive; its bytes. All ranks have done so
-        before :meth:`committed_by_all`.
+    def commit(self, record: Record) -> None:
+        """Write a record of what :meth:`SlotFile.sync` has brought to the drive. All ranks have done so before
+        :meth:`committed_by_all`.
 
         Raises:
             StorageError: nothing can be written any more, so that this commit and the one before both stay whole.
         """
         try:
-            num_bytes = write_record(record_path(self.folder, self.rank, self._place), record)
+            write_record(record_path(self.folder, self.rank, self._place), record)
             # The first record makes its file: its name must be on the drive as well.
             sync_folder(self.folder)
         except StorageError as e:
@@ -286,7 +286,6 @@ class StoreFolder:
             self.slots.refuse_writes(e)
             raise
         self.highest, self.committed = record.sequence, record
-        return num_bytes
 
     def committed_by_all(self, runs: Mapping[str, Runs]) -> None:
         """Every rank has written its record: the slots of the commit before are free, and older stores are gone."""
@@ -458,8 +457,8 @@ def _bytes_of(record: Record) -> bytes:
     return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
 
 
-def write_record(path: Path, record: Record) -> int:
-    """Put a record into its file; it is on the drive when this returns, and its bytes are counted.
+def write_record(path: Path, record: Record) -> None:
+    """Put a record into its file; it is on the drive when this returns.
 
     Raises:
         StorageError: if it cannot be written. It may be there nevertheless.
@@ -477,7 +476,6 @@ def write_record(path: Path, record: Record) -> int:
             os.close(fd)
     except OSError as e:
         raise StorageError(f"could not write the commit record {path}: {e.strerror}") from e
-    return len(data)
 
 
 def read_record(path: Path) -> Record | None:

@@ -117,7 +117,7 @@ class StoreHome(CheckpointHome):
         store, self._taken = self._store, set()
         try:
             runs = {name: pair.runs() for name, pair in store.slots.pairs.items()}
-            ranks.step(lambda: store.commit(self._record(ranks.rank, runs), runs), lambda _: None)
+            ranks.step(lambda: store.commit(self._record(ranks.rank, runs)), lambda _: None)
         except BaseException as e:  # here or there a record may be on the drive
             store.slots.refuse_writes(e)
             raise

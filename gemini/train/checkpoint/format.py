@@ -46,8 +46,6 @@ VALUES = "values.safetensors"
 Count = Annotated[int, Meta(ge=0, lt=2**53)]
 Size = Annotated[int, Meta(ge=0, lt=2**48)]
 Crc = Annotated[int, Meta(ge=0, lt=2**32)]
-Number = Annotated[int, Meta(ge=0, le=2**63 - 1)] | Annotated[float, Meta(ge=0, lt=2**63)]
-"""Finite, not negative, of the type that it has."""
 
 
 class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,6 +83,15 @@ class SavedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: dict[str, SavedTensor]
 
 
+class LossScale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The loss scale that a model kept itself, in versions that scaled backwards without a ``GradScaler``."""
+
+    scale: Annotated[float, Meta(gt=0, lt=2**63)]
+    growth_interval: Count
+    num_good_steps: Count
+    largest: Annotated[float, Meta(gt=0, lt=2**63)]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole manifest. What is ``Any`` is encoded plain data, with tensors in ``VALUES``."""
 
@@ -99,7 +106,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Elements of a checksum."""
     params: dict[str, SavedParam]
     files: dict[str, SavedFile]
-    loss_scale: dict[str, Number] | None
+    loss_scale: LossScale | None = None
+    """None but in fp16 of versions before."""
     scheduler_kind: str | None = None
     """The name of its class; None without one, and in checkpoints that do not say it."""
     scheduler: Any
@@ -252,8 +260,6 @@ def _manifest_of(data: Any) -> Manifest:
         manifest = schema.read(data, Manifest, "the manifest")
     except schema.Misfit as e:
         raise Malformed(str(e)) from e
-    if (manifest.loss_scale is None) != (manifest.precision != "fp16"):
-        raise Malformed(f"loss_scale does not belong to {manifest.precision}")
     if VALUES not in manifest.files:
         raise Malformed(f"files has no {VALUES}")
     for name in manifest.files:

@@ -49,7 +49,6 @@ from gemini.train.checkpoint.states import (
 )
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import PlanePart
-from gemini.train.gradients.scaled_backward import LossScale
 from gemini.train.observers import WriteObservers
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.by_name import ByName, store_range
@@ -336,10 +335,10 @@ class Rest:
     def __init__(
         self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module,
         optimizer: HybridOptimizer, scheduler: Any, *, params: ParamSet, by_names: ByName, precision: str,
-        rule: RuleSpec, loss_scale: LossScale | None,
+        rule: RuleSpec,
     ):  # fmt: skip
         handles = params.handles
-        self._optimizer, self._scheduler, self._handles, self._loss_scale = optimizer, scheduler, handles, loss_scale
+        self._optimizer, self._scheduler, self._handles = optimizer, scheduler, handles
         self._manifest = manifest
         _compare_params(path, manifest, params, precision, rule)
         decoder = Decoder(values)
@@ -361,7 +360,6 @@ class Rest:
         here = self._beside_params()
         saved_state = own_values(saved_buffers, params, here)
         self._model_state = check_model_state(path, model, here, saved_state, manifest.version)
-        _compare_loss_scale(loss_scale, manifest)
         if not isinstance(self._rng, list) or not self._rng:
             raise Malformed("rng is not a list of random states")
         for rank, states in enumerate(self._rng):
@@ -421,8 +419,6 @@ class Rest:
         load_factors(self._handles, self._factors)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._state)
-        if self._loss_scale is not None and self._manifest.loss_scale is not None:
-            vars(self._loss_scale).update(self._manifest.loss_scale)
         # More ranks than wrote it: the others keep their own generators.
         if rank < len(self._rng):
             set_rng_states(self._rng[rank])
@@ -479,12 +475,3 @@ def is_cut_anew(saved: SavedParam, handle: ParamHandle) -> bool:
 
 def _cut_of(handle: ParamHandle) -> tuple[int, ...] | None:
     return None if handle.cut is None else (handle.cut.dim, handle.cut.groups, handle.cut.size)
-
-
-def _compare_loss_scale(loss_scale: LossScale | None, manifest: Manifest) -> None:
-    if loss_scale is None or manifest.loss_scale is None:
-        return
-    here, saved = vars(loss_scale), manifest.loss_scale
-    kinds = [{key: type(value) for key, value in values.items()} for values in (here, saved)]
-    if kinds[0] != kinds[1] or any(type(value) is float and not value for value in saved.values()):
-        raise Malformed(f"loss_scale is {saved}, which is no loss scale")

@@ -39,7 +39,6 @@ from gemini.train.checkpoint.states import (
 from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import CheckpointHome, Draft, FolderHome, sources_of
 from gemini.train.engine import Engine
-from gemini.train.gradients.scaled_backward import LossScale
 from gemini.train.modules.injected import refuse_injected
 from gemini.train.observers import ChangedChunks
 from gemini.train.optimizers.optimizer import HybridOptimizer
@@ -123,7 +122,6 @@ def _save(
         make_draft = partial(
             _draft, optimizer=optimizer, scheduler=scheduler, extra=extra, precision=engine.config.precision,
             rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
-            loss_scale=engine.backward.scaling.loss_scale,
         )  # fmt: skip
         own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
@@ -202,7 +200,6 @@ def _load(
             rest = Rest(
                 path, manifest, values, model, optimizer, scheduler, params=engine.params,
                 by_names=engine.by_names, precision=engine.config.precision, rule=engine.stepping.rule.spec,
-                loss_scale=engine.backward.scaling.loss_scale,
             )  # fmt: skip
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
@@ -234,7 +231,7 @@ def _load(
 
 def _draft(
     part: ModelPart, *, optimizer: HybridOptimizer, scheduler: Any, extra: Any, precision: str, rule: RuleSpec,
-    piece: int, loss_scale: LossScale | None,
+    piece: int,
 ) -> Draft:  # fmt: skip
     """Note all but masters and states as it is now.
 
@@ -253,7 +250,6 @@ def _draft(
         "buffers": encode(part.buffers, tensors, "state_dict()"),
         "scheduler_kind": scheduler_kind(scheduler),
         "scheduler": None if scheduler is None else encode(_state_of(scheduler), tensors, "scheduler"),
-        "loss_scale": None if loss_scale is None else vars(loss_scale).copy(),
         "extra": encode(extra, tensors, "extra"),
     }
     if rule.factors:

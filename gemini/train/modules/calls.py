@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import torch
@@ -278,43 +278,19 @@ class Calls:
 # ---- tensors in what modules take and return: tuples, lists, dicts, ModelOutputs, dataclasses ------------------------
 
 
-def iter_tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses."""
-    found: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses. Containers of unknown
+    types (caches) are not looked into.
+    """
     if isinstance(tree, torch.Tensor):
-        return [tree]
-    map_tensors(tree, note)
-    return found
-
-
-def map_tensors(tree: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``tree`` with ``fn`` applied to its tensors. Containers of unknown types (caches) are returned as they are."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if isinstance(tree, dict):  # ModelOutput is one, and keeps attributes in step when items are set
-        for key, value in list(tree.items()):
-            mapped = map_tensors(value, fn)
-            # In place: whoever called the module may hold the same object.
-            if mapped is not value:
-                tree[key] = mapped
-        return tree
-    if isinstance(tree, tuple):
-        values = [map_tensors(value, fn) for value in tree]
-        if all(new is old for new, old in zip(values, tree, strict=True)):
-            return tree
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    if isinstance(tree, list):
-        return [map_tensors(value, fn) for value in tree]
-    if is_dataclass(tree) and not isinstance(tree, type):
-        changed = {
-            f.name: mapped
-            for f in fields(tree)
-            if (mapped := map_tensors(getattr(tree, f.name), fn)) is not getattr(tree, f.name)
-        }
-        return replace(tree, **changed) if changed else tree
-    return tree
+        yield tree
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        parts = list(tree.values())
+    elif isinstance(tree, (tuple, list)):
+        parts = tree
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [getattr(tree, f.name) for f in fields(tree)]
+    for part in parts:
+        yield from iter_tensors(part)

@@ -21,7 +21,7 @@ import torch
 from gemini.errors import RankMismatch
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
-from gemini.train.gradients.scaled_backward import Scale, ScaleLoss, Scaling, scaler_steps
+from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.passes.stepping import stepping_of
@@ -76,7 +76,7 @@ class GradScaler(torch.amp.GradScaler):
                 return scaled
             if self._current is None:
                 assert self._scale is not None
-                self._current = Scale(self._scale, by_scaler=True)
+                self._current = Scale(self._scale)
             return ScaleLoss.apply(scaled, self._current)
         if isinstance(scaled, (list, tuple)):
             return type(scaled)(self._tell(one) for one in scaled)

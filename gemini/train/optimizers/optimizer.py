@@ -20,7 +20,7 @@ from gemini import rules
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE, call_with_grad, without_grad
 from gemini.rules import UpdateRule, Where, refuse_other
-from gemini.train.gradients.scaled_backward import scaler_steps
+from gemini.train.gradients.scaling import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
@@ -194,8 +194,8 @@ class HybridOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient. Params without a gradient are skipped, and so are their step counts.
 
-        The gradients of managed params are consumed. In fp16, a step with inf or NaN is skipped as a whole and lowers
-        the loss scale of the model; with a ``gemini.GradScaler`` call ``scaler.step(optimizer)`` instead.
+        The gradients of managed params are consumed. With a ``gemini.GradScaler``, which fp16 needs, call
+        ``scaler.step(optimizer)`` instead: it skips a step with inf or NaN as a whole.
 
         When the host waits for the GPU: if everything is on the GPU, never in this call; an error about inf or NaN then
         comes from the next backward, or from what waits for updates before it (a checkpoint, ``memory_report()``). If
@@ -203,9 +203,9 @@ class HybridOptimizer(torch.optim.Optimizer):
         is called, else here.
 
         Raises:
-            NonFiniteGradient: in bf16 and fp32, naming the param. Nothing was changed, unless ``step_in_backward`` has
-                updated other params; the message says so. ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises it
-                before the step.
+            NonFiniteGradient: naming the param. Nothing was changed, unless ``step_in_backward`` has updated other
+                params; the message says so. ``clip_grad_norm_(..., error_if_nonfinite=True)`` raises it before the
+                step.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
         """
         # Outside of WHOLE: a closure is the program's forward and backward, which Ctrl-C may break off.

@@ -13,7 +13,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
-from gemini.train.gradients import scaled_backward
+from gemini.train.gradients import scaling
 from gemini.train.gradients.store import refuse_grad
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import own_work
@@ -23,6 +23,7 @@ from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backwa
 from gemini.train.params.owner import Probe, owner_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
+from gemini.waiting import PROGRESS
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id
@@ -57,34 +58,32 @@ class BackwardPass:
         self.probe: Probe | None = None
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
-        self._over: partial[None] | None = None
-        """What autograd will call at the end of the backward that is about to begin."""
         self._works: Callable[[], Any] = _nobody
         """Whether the backward that has begun last, alone, is running still: autograd keeps that for as long."""
 
     # ---- the pass -----------------------------------------------------------------------------------------------
 
     def be_alone(self, record: CallRecord | None = None) -> None:
-        """Wait for forwards of other threads, before the lock is taken: they end under it.
+        """Wait for forwards of other threads, if the backward begins. Before the lock is taken: they end under it.
 
         Args:
             record: of the call whose backward begins. A forward that it is part of waits for this backward.
         """
-        if self._state.in_backward or self._state.occupancy.is_own:
+        if self._state.in_backward:
             return
-        around = None if record is None else self._calls.thread_of(record)
-        self._over = over = partial(self._is_over)
-        self._works = weakref.ref(over)
-        self._state.occupancy.begin_alone(self._works, around)
+        # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
+        # off never calls it, and Recovery ends the phase.
+        over = partial(self._is_over)
+        torch.autograd.Variable._execution_engine.queue_callback(over)
+        if not self._state.occupancy.is_own:
+            self._works = weakref.ref(over)
+            # From here on autograd alone keeps it, for as long as the backward runs, however that ends.
+            del over
+            around = None if record is None else self._calls.thread_of(record)
+            self._state.occupancy.begin_alone(self._works, around)
 
     def begin(self) -> None:
-        """Enter the backward phase: a gradient is about to flow into the model. Called under the lock.
-
-        Raises:
-            GeminiError: if the gradients would have another scale than the program means (fp16).
-        """
-        if self.scaling.loss_scale is not None or scaled_backward.scalers_used:
-            self.scaling.enter()
+        """Enter the backward phase: a gradient is about to flow into the model. Called under the lock."""
         # Every hook comes through here: only the first of a backward finds anything to do.
         if self._state.in_backward:
             return
@@ -96,10 +95,6 @@ class BackwardPass:
         for chunk in self._chunks:
             # Counted anew in every backward: an interrupted one leaves a count that no gradient would bring to zero.
             chunk.num_missing_grads = sum([handle.trained for handle in self._params.by_chunk[chunk.spec.index]])
-        # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
-        # off never calls it, and Recovery ends the phase.
-        over, self._over = self._over or partial(self._is_over), None
-        torch.autograd.Variable._execution_engine.queue_callback(over)
         if self._activations.offloads:
             self._activations.begin_backward()
 
@@ -119,7 +114,8 @@ class BackwardPass:
     def _is_over(self) -> None:
         """Run as autograd's final callback, on the thread that ended the graph, and without a lock of ours."""
         with self._lock:
-            self._end_whole()
+            if self._state.in_backward:  # two threads of one backward may have come first
+                self._end_whole()
 
     def _end_whole(self) -> None:
         if self.sink.divides:
@@ -167,6 +163,7 @@ class BackwardPass:
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
+        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
         if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
             self._leave(handle)
             return
@@ -193,6 +190,8 @@ class BackwardPass:
         self.be_alone()
         with self._lock:
             self.begin()
+            if self.scaling.is_needed or scaling.are_any_scaled:
+                self.scaling.enter()  # first, for it may refuse
             if not self._state.takes_gradients:
                 self._begin_gradients()
             chunk = handle.chunk

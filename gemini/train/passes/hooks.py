@@ -23,9 +23,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.store import ChunkStore
-from gemini.train.gradients.scaled_backward import ScaleGradient
 from gemini.train.modules import injected
-from gemini.train.modules.calls import map_tensors
 from gemini.train.modules.compiled import (
     CompiledParts,
     hook_around,
@@ -101,7 +99,7 @@ def _attach_parts(
         if module is not model and (chunks or rewritten or (entrance and id(module) in structure.holders)):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten))
-            pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref, is_root=False)
+            pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref)
             if not passes.store.moves:
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
@@ -246,7 +244,7 @@ def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], residen
             passes.forward.follow_flips()
         passes.forward.begin_call(module, chunks, resident)
 
-    pre, post = _taking_over(ref, rewritten, root_pre, _post(ref, is_root=True))
+    pre, post = _taking_over(ref, rewritten, root_pre, _post(ref))
     dtype = COMPUTE_DTYPES[passes.config.precision]
     # Ours gathers before all other hooks of the model, and lets go after them, on exceptions too (always_call).
     hooks.append(model.register_forward_pre_hook(pre, prepend=True))
@@ -278,7 +276,7 @@ def follow_compiled(model: nn.Module, passes: Passes) -> None:
 
 
 def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a method of ``model`` as its forward runs: params are ordinary, and a loss that it returns is the model's.
+    """Run a method of ``model`` as its forward runs: params are ordinary.
 
     Calls of the model inside, ``model(x)`` too, are parts of it.
     """
@@ -349,7 +347,7 @@ def _unless_inside(
     return pre_unless_inside, post_unless_inside
 
 
-def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
+def _post(ref: weakref.ref[Passes]) -> Post:
     """Make the hook that ends the call of a module, and notices when its backward begins."""
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
@@ -364,29 +362,8 @@ def _post(ref: weakref.ref[Passes], *, is_root: bool) -> Post:
             return None
         # A recomputation is outermost in its thread as well, and its backward is running already.
         outermost = record.parent is None and not passes.state.in_backward
-        if passes.backward.scaling.loss_scale is not None and outermost:
-            output = _enter_scale(output, passes, is_root=is_root)
-            record.on_gradient(output, partial(begin_backward_of, ref, record))
-            return output
         if record.chunks or outermost:
             record.on_gradient(output, partial(begin_backward_of, ref, record))
         return None
 
     return post
-
-
-def _enter_scale(output: Any, passes: Passes, *, is_root: bool) -> Any:
-    """Let the model's own loss scale (fp16) enter in a plain backward, at the loss that the root has computed."""
-    scaling = passes.backward.scaling
-    scaling.watch_outputs(output)
-    if not is_root:
-        return output
-    # Weakly: the graph of a loss that the program keeps must not keep the model.
-    ref, own = weakref.ref(passes), weakref.ref(scaling)
-
-    def begin() -> None:
-        backward = passes_of(ref).backward
-        backward.be_alone()
-        backward.begin()
-
-    return map_tensors(output, lambda t: ScaleGradient.apply(t, own, begin) if t.dim() == 0 and t.requires_grad else t)

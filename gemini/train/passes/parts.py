@@ -8,7 +8,7 @@ from typing import Any
 
 from gemini.memory.store import ChunkStore
 from gemini.train.activations.store import ActivationStore
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.saved_weights import SavedWeights

@@ -62,11 +62,7 @@ class Stepping:
         self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
         self._observers = parts.writes
         self._may_guess = (
-            store.durable is not None
-            and updates.runs_beside
-            and mode != "transient"
-            and scaling.loss_scale is None
-            and not self._sink.has_replicas
+            store.durable is not None and updates.runs_beside and mode != "transient" and not self._sink.has_replicas
         )
         """Whether updates of an optimizer that has not said so may begin inside backward, and be undone."""
         self.looks_for_optimizers = True
@@ -97,7 +93,7 @@ class Stepping:
         Raises:
             GeminiError: naming the remedy.
         """
-        transient, scaled = self._mode == "transient", self.scaling.loss_scale is not None
+        transient = self._mode == "transient"
         if transient and not step_in_backward:
             raise GeminiError(
                 'GeminiConfig(gradients="transient") keeps no gradients for step(): make the optimizer with '
@@ -113,13 +109,13 @@ class Stepping:
                 "speculate=True with replicas: their gradients are added up after backward. Leave speculate and "
                 "step_in_backward out, or shard the model over all ranks"
             )
-        scaled = scaled and not speculate
-        if step_in_backward and not (transient or speculate) and (self._sink.divides or scaled):
-            why = "in fp16" if scaled else "with several ranks"
+        is_fp16 = self.scaling.is_needed
+        if step_in_backward and not (transient or speculate) and (self._sink.divides or is_fp16):
+            why = "in fp16" if is_fp16 else "with several ranks"
             raise GeminiError(
                 f"HybridAdam(step_in_backward=True) with gradients={self._mode!r} {why}: whether gradients are finite "
                 "is known only when all are there. Leave step_in_backward out"
-                + ("" if scaled else ', or use GeminiConfig(gradients="transient")')
+                + ("" if is_fp16 else ', or use GeminiConfig(gradients="transient")')
             )
 
     @alone
@@ -245,9 +241,11 @@ class Stepping:
 
     @alone
     def skip(self, handles: list[ParamHandle]) -> None:
-        """Forget these gradients, in place of a step with them."""
+        """Forget these gradients, in place of a step with them (``GradScaler.step`` has found inf or NaN)."""
         self._recovery.forget_interrupted()
         self._backward.discard(handles, leftover=Leftover.USED)
+        if stepping_in_backward or self._may_guess:
+            self._note_step(is_plain=False)
         self.end_step()
 
     # ---- the step -----------------------------------------------------------------------------------------------
@@ -285,7 +283,7 @@ class Stepping:
         groups: list[dict[str, Any]],
         scalars: Callable[[Mapping[str, Any], int, float], Hashable],
     ) -> None:
-        """Update these params (``takes_step``) and end the step; in fp16 skip it if one holds inf or NaN.
+        """Update these params (``takes_step``) and end the step.
 
         Where gradients were summed and all of the update is on a GPU, the GPU looks: it then leaves everything as it
         is, and the host is told before the next backward takes its first gradient, or by whoever waits before.
@@ -295,19 +293,13 @@ class Stepping:
             scalars: ``UpdateRule.scalars``: what to update a param with.
 
         Raises:
-            NonFiniteGradient: in bf16 and fp32, naming the param; nothing was changed. Where the host looks.
+            NonFiniteGradient: naming the param; nothing was changed. Where the host looks.
             GeminiError: for gradients that a scaler has scaled and not unscaled.
             ParamAccessError: for weights that the program has written to.
         """
-        scaling, loss_scale = self.scaling, None
-        if scaling.is_scaled:
-            scaling.check_unscaled(handle for handle in handles if handle.has_grad)
-            loss_scale = None if scaling.is_by_scaler or not handles else scaling.loss_scale
-        if loss_scale is not None and not math.isfinite(self._gradients.norms.total_sum(handles)):
-            loss_scale.skipped()
-            self.skip(handles)
-            self._note_step(is_plain=False)
-            return
+        is_scaled = self.scaling.is_scaled
+        if is_scaled:
+            self.scaling.check_unscaled(handle for handle in handles if handle.has_grad)
         # All params of these chunks: an update goes over the whole chunk's window, and a write beside it would be lost
         # with it.
         indices = {handle.chunk.spec.index for handle in handles}
@@ -316,7 +308,7 @@ class Stepping:
             self._exposure.refuse(written)
         clip = self.state.clip_there
         # None where the host has to look; it then waits for the sums of squares, and the step goes on with numbers.
-        stop = self._stop_on_device(handles, clip) if self._may_stop_there and not scaling.is_scaled else None
+        stop = self._stop_on_device(handles, clip) if self._may_stop_there and not is_scaled else None
         if stop is None:
             self._gradients.norms.check_finite(handles)
             if clip is not None and handles:
@@ -347,9 +339,6 @@ class Stepping:
         except BaseException as e:  # an interrupt between two chunks breaks the step as well
             self.state.mark_corrupted(e)
             raise
-        # Only now: a step that broke off must not count towards a larger scale.
-        if loss_scale is not None:
-            loss_scale.stepped()
         self.end_step()
 
     def _note_step(self, *, is_plain: bool) -> None:

@@ -16,7 +16,7 @@ from gemini.errors import GeminiError
 from gemini.ranks.agree import Facts, plain
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaling import Scaling
 from gemini.train.params.handle import ParamHandle, Stepper, handle_of, optimizer_of
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
@@ -55,8 +55,6 @@ def facts_of_step(
             for handle in managed:
                 groups[handle.name] = number
             number += 1
-    if scaling.loss_scale is not None:
-        values["the loss scale"] = repr(float(scaling.loss_scale.scale))
     values["the factor that takes the loss scale out of gradients"] = repr(float(scaling.unscale))
     values["the coefficient of clip_grad_norm_"] = repr(float(state.clip_coefficient))
     return Facts(

@@ -11,7 +11,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.gradients.scaled_backward import Scaling
+from gemini.train.gradients.scaling import Scaling
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import (
     Leftover,
