@@ -258,8 +258,14 @@ def _plan_over_mesh(way: Way, status: Status) -> PlanReport:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
     status.update("playing steps over meshes ...")
     over = _OverMesh(way, way.machine.hardware)
-    found, refusal = over.best() if way.settings.parallel else over.as_asked()
-    return over.answer(found, refusal)
+    return over.answer(over.best() if way.settings.parallel else over.as_asked())
+
+
+class _Refused(NamedTuple):
+    """A mesh on which the step does not fit, and why."""
+
+    sizes: MeshSizes
+    error: BudgetExceeded
 
 
 class _OverMesh:
@@ -277,10 +283,14 @@ class _OverMesh:
         self._config = config.get_text_config()
         self._in_two = bool(getattr(config, "is_encoder_decoder", False))
         self._whole_rule = settings.rule_in(settings.precision or "bf16").whole
-        self._refused: MeshSizes | None = None  # the first one on which the step does not fit
+        self._refused: _Refused | None = None
 
-    def as_asked(self) -> tuple[list[MeshOutcome], BudgetExceeded | None]:
-        """The step over the mesh that was asked for."""
+    def as_asked(self) -> list[MeshOutcome]:
+        """The step over the mesh that was asked for; none if it does not fit.
+
+        Raises:
+            JobError: if the mesh does not go with the model.
+        """
         settings = self._settings
         asked = " ".join(f"--{name} {size}" for name, size in settings.dims.items())
         own = settings.pp * settings.cp * settings.tp
@@ -303,39 +313,54 @@ class _OverMesh:
                 "a part of each on a rank."
             )
         try:
-            return [self._play(sizes, settings.accumulate)], None
+            return [self._play(sizes, settings.accumulate)]
         except BudgetExceeded as e:
-            self._refused = sizes
-            return [], e
+            self._note_refused(sizes, e)
+            return []
         except ValueError as e:
             raise JobError(f"{asked}: {e}.") from e
 
-    def best(self) -> tuple[list[MeshOutcome], BudgetExceeded | None]:
-        """The meshes whose steps are the shortest, of those on which it fits. Meshes are played in the order of what
-        their steps take at least, until no other one can be among the best, or ``MOST_PLAYED`` are.
+    def best(self) -> list[MeshOutcome]:
+        """The meshes whose steps are the shortest, of those on which it fits; none if it fits on none of them.
+
+        Raises:
+            JobError: if no mesh goes with the model.
+        """
+        found = self._shortest()
+        # Again with all stages: to compare meshes it was played with the first and the last one.
+        if found and found[0].sizes.pp > 2:
+            found[0] = self._play(found[0].sizes, found[0].micro_batches)
+        return found
+
+    def _shortest(self) -> list[MeshOutcome]:
+        """Play meshes in the order of what their steps take at least, until no other one can be among the best, or
+        ``MOST_PLAYED`` are.
         """
         candidates = sorted(self._candidates(), key=lambda candidate: candidate.least)
         if not candidates:
             raise JobError(f"--parallel auto: no mesh of {self._settings.gpus} GPUs goes with this model.")
         found: list[MeshOutcome] = []
-        refusal: BudgetExceeded | None = None
         unsuited: ValueError | None = None
         for candidate in candidates:
-            is_known = len(found) > RUNNERS_UP and candidate.least > found[RUNNERS_UP].step_seconds
-            if is_known or len(found) == MOST_PLAYED:
+            is_decided = len(found) > RUNNERS_UP and candidate.least > found[RUNNERS_UP].step_seconds
+            if is_decided or len(found) == MOST_PLAYED:
                 break
             try:
                 found.append(self._play(candidate.sizes, candidate.micro_batches, ends=True))
                 found.sort(key=lambda outcome: outcome.step_seconds)
             except BudgetExceeded as e:
-                refusal, self._refused = refusal or e, self._refused or candidate.sizes
+                self._note_refused(candidate.sizes, e)
             except ValueError as e:
                 unsuited = e
-        if unsuited is not None and not found and refusal is None:
+        # What does not fit is told before what does not suit: it can be changed.
+        if unsuited is not None and not found and self._refused is None:
             raise JobError(f"--parallel auto: {unsuited}.") from unsuited
-        if found and found[0].sizes.pp > 2:
-            found[0] = self._play(found[0].sizes, found[0].micro_batches)
-        return found, None if found else refusal
+        return found
+
+    def _note_refused(self, sizes: MeshSizes, error: BudgetExceeded) -> None:
+        """Keep the first mesh on which the step does not fit: it is the one that is told."""
+        if self._refused is None:
+            self._refused = _Refused(sizes, error)
 
     def _candidates(self) -> Iterator[MeshCandidate]:
         """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
@@ -387,23 +412,31 @@ class _OverMesh:
             ends=ends,
         )
 
-    def answer(self, found: list[MeshOutcome], refusal: BudgetExceeded | None) -> PlanReport:
-        """Report what was found, the best mesh first."""
-        settings = self._settings
-        sizes = found[0].sizes if found else self._refused
-        assert sizes is not None
+    def answer(self, found: list[MeshOutcome]) -> PlanReport:
+        """Report what was found, the best mesh first; without one, why the step does not fit."""
+        if found:
+            sizes = found[0].sizes
+            slowest = found[0].slowest
+            mesh = self._describe(sizes, self._trace(sizes.tp, sizes.cp), found)
+            return PlanReport(
+                self._settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline, mesh=mesh
+            )
+        assert self._refused is not None
+        sizes, refusal = self._refused
         trace = self._trace(sizes.tp, sizes.cp)
+        mesh = self._describe(sizes, trace, found)
+        return PlanReport(self._settings, self._way.machine, trace, refusal=refusal, mesh=mesh)
+
+    def _describe(self, sizes: MeshSizes, trace: MemoryTrace, found: list[MeshOutcome]) -> OverMesh:
+        """Describe what was found over a mesh, one rank of which has ``trace``."""
+        settings = self._settings
         samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-        mesh = OverMesh(
+        return OverMesh(
             sizes,
             params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
             {"input_ids": (samples, length * trace.context_parallel)},
             tuple(found[: RUNNERS_UP + 1]),
         )
-        if not found:
-            return PlanReport(settings, self._way.machine, trace, refusal=refusal, mesh=mesh)
-        slowest = found[0].slowest
-        return PlanReport(settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline, mesh=mesh)
 
 
 def _powers(most: int) -> Iterator[int]:

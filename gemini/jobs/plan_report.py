@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -456,18 +456,7 @@ def _mesh(report: PlanReport) -> Iterator[str]:
     order = f"; {_ORDERS[best.order]}" if best.order else ""
     yield fact("best mesh" if report.settings.parallel else "mesh", f"{mesh.sizes}{order}")
     if mesh.stages:
-        tiers = [tier.value for tier in mesh.stages[0].plan.bytes_per_tier]
-        widths = (-15, 10, 9, *(11 for _ in tiers), 9)
-        yield row(widths, f"{rank} of stage", "blocks", "params", *tiers, "works")
-        half, number = _STAGES_SHOWN // 2, len(mesh.stages)
-        for at, stage in enumerate(mesh.stages, 1):
-            if number <= _STAGES_SHOWN or at <= half or at > number - half:
-                blocks = f"{stage.blocks[0]}-{stage.blocks[1] - 1}"
-                held = map(human_bytes, stage.plan.bytes_per_tier.values())
-                params, works = human_count(stage.plan.trace.num_params), human_seconds(stage.timeline.step_seconds)
-                yield row(widths, f"  {at}", blocks, params, *held, works)
-            elif at == half + 1:
-                yield f"  ... {number - _STAGES_SHOWN} more ..."
+        yield from _stages(rank, mesh.stages)
     if best.bubble:
         share = _percent(best.bubble, best.step_seconds)
         yield fact("bubble", f"{human_seconds(best.bubble)} in which the slowest stage waits for others ({share})")
@@ -476,6 +465,29 @@ def _mesh(report: PlanReport) -> Iterator[str]:
         yield row(widths, f"{rank} sends for", "in its machine", "to others")
         for what, both in best.sent.items():
             yield row(widths, f"  {what}", *map(shown_bytes, both))
+
+
+def _stages(rank: str, stages: Sequence[StageOutcome]) -> Iterator[str]:
+    """A row for each stage of a pipeline; of a long one the first and the last of them. ``rank``: what it computes."""
+    tiers = [tier.value for tier in stages[0].plan.bytes_per_tier]
+    widths = (-15, 10, 9, *(11 for _ in tiers), 9)
+    yield row(widths, f"{rank} of stage", "blocks", "params", *tiers, "works")
+    rows = [_stage(widths, number, stage) for number, stage in enumerate(stages, 1)]
+    if len(rows) <= _STAGES_SHOWN:
+        yield from rows
+        return
+    half = _STAGES_SHOWN // 2
+    yield from rows[:half]
+    yield f"  ... {len(rows) - _STAGES_SHOWN} more ..."
+    yield from rows[-half:]
+
+
+def _stage(widths: tuple[int, ...], number: int, stage: StageOutcome) -> str:
+    first, stop = stage.blocks
+    held = map(human_bytes, stage.plan.bytes_per_tier.values())
+    params = human_count(stage.plan.trace.num_params)
+    works = human_seconds(stage.timeline.step_seconds)
+    return row(widths, f"  {number}", f"{first}-{stop - 1}", params, *held, works)
 
 
 def _runners_up(report: PlanReport) -> Iterator[str]:

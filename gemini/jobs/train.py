@@ -14,7 +14,7 @@ import json
 import math
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -141,37 +141,31 @@ class TrainRun:
     # ---- before the first step ---------------------------------------------------------------------------------------
 
     def _open_data(self, source: ModelSource) -> JobData:
+        """Open the data and the tokenizer, and refuse what does not go with each other or with the model.
+
+        Raises:
+            JobError: saying which.
+        """
         settings = self.settings
-        longest = getattr(source.config, "max_position_embeddings", None)
-        if longest is not None and settings.seq_len > longest:
-            default = " (the default)" if settings.seq_len == TrainSettings.seq_len else ""
-            raise JobError(
-                f"--seq-len {settings.seq_len}{default} is more than the model's {longest} positions. "
-                f"Use at most {longest}."
-            )
+        _check_length(settings, source)
         self._tokenizer = byte_tokenizer() if source.tokenizer is None else load_tokenizer(source.tokenizer)
         if settings.chat_template is not None:
             with as_job_error(asked=f"--chat-template {settings.chat_template}"):
                 self._tokenizer.chat_template = settings.chat_template.read_text(encoding="utf-8")
-        if source.tokenizer is None:
-            words = "byte-level tokens (ids 0..255, 256 ends a document; text need not be UTF-8)"
-        else:
-            end = self._tokenizer.eos_token_id
-            boundary = "no id between documents" if end is None else f"{end} ends a document"
-            words = f"tokenizer of {source.tokenizer} with {len(self._tokenizer)} ids, {boundary}"
+        # Bytes are read without a tokenizer: theirs is for samples and for what is saved.
         data = open_data(settings, None if source.tokenizer is None else self._tokenizer)
         if data.rows == ("messages",) and self._tokenizer.chat_template is None:
             raise JobError(
                 f"--data has messages, and the tokenizer of {source.tokenizer} has no chat template: give a Jinja file "
                 "with --chat-template, or rows of prompt and completion."
             )
-        vocabulary = BYTE_VOCABULARY if source.tokenizer is None else len(self._tokenizer)
-        if vocabulary > source.config.vocab_size:
+        tokens = _tokens_of(source, self._tokenizer)
+        if tokens.num_ids > source.config.vocab_size:
             raise JobError(
-                f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {words} needs "
-                f"{vocabulary}. Give a config with a vocab_size of at least {vocabulary}."
+                f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {tokens.words} needs "
+                f"{tokens.num_ids}. Give a config with a vocab_size of at least {tokens.num_ids}."
             )
-        self._console.print(f"{data.words[0]}; {words}", *data.words[1:], sep="\n")
+        self._console.print(f"{data.words[0]}; {tokens.words}", *data.words[1:], sep="\n")
         return data
 
     def _num_steps(self, sequences: int) -> int:
@@ -334,6 +328,36 @@ _IDENTITY = {
     "seed": "seed",
     "count": "number of sequences",
 }
+
+
+class _Tokens(NamedTuple):
+    """The ids in which text is given to the model: how many, and what they are in words."""
+
+    num_ids: int
+    words: str
+
+
+def _tokens_of(source: ModelSource, tokenizer: Any) -> _Tokens:
+    if source.tokenizer is None:
+        return _Tokens(BYTE_VOCABULARY, "byte-level tokens (ids 0..255, 256 ends a document; text need not be UTF-8)")
+    end = tokenizer.eos_token_id
+    boundary = "no id between documents" if end is None else f"{end} ends a document"
+    return _Tokens(len(tokenizer), f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids, {boundary}")
+
+
+def _check_length(settings: TrainSettings, source: ModelSource) -> None:
+    """Refuse sequences that are longer than the model has positions.
+
+    Raises:
+        JobError: saying how many it has.
+    """
+    longest = getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and settings.seq_len > longest:
+        default = " (the default)" if settings.seq_len == TrainSettings.seq_len else ""
+        raise JobError(
+            f"--seq-len {settings.seq_len}{default} is more than the model's {longest} positions. "
+            f"Use at most {longest}."
+        )
 
 
 def _check_tracker(name: str) -> None:

@@ -16,7 +16,7 @@ forward alone, they are not quite, so the form is where a search begins that pla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
@@ -89,25 +89,49 @@ def break_even(
     if not compute.growing or not timeline.tokens:
         return None
     if serial:
-        # The step grows by the part of the tracks that grows; all else stays.
-        growing = sum(track.growing for track in times.values())
-        stays = timeline.step_seconds - compute.total - growing
-        bounds = [(stays - tolerance * compute.fixed, tolerance * compute.growing - growing)]
+        bounds = [_serial_bound(timeline, compute, times.values(), tolerance)]
     else:
-        hidden = max([compute.total, *(track.total for track in times.values())])
-        rest = max(0.0, timeline.step_seconds - hidden)
-        bounds = [
-            (track.fixed + rest - (1 + tolerance) * compute.fixed, (1 + tolerance) * compute.growing - track.growing)
-            for track in times.values()
-        ]
-        bounds.append((rest - tolerance * compute.fixed, tolerance * compute.growing))
+        bounds = _overlapped_bounds(timeline, compute, times.values(), tolerance)
     scale = 0.0
-    for needed, gained in bounds:
-        if gained < 0 or (gained == 0 and needed > 0):
+    for bound in bounds:
+        if bound.gained < 0 or (bound.gained == 0 and bound.needed > 0):
             return None  # a track that grows faster than computing overtakes it, if not now then with more tokens
-        if needed > 0:
-            scale = max(scale, needed / gained)
+        if bound.needed > 0:
+            scale = max(scale, bound.needed / bound.gained)
     return math.ceil(scale * timeline.tokens)
+
+
+class _Bound(NamedTuple):
+    """A lower bound on how many times the tokens there must be: seconds to make up for, and those that each gains."""
+
+    needed: float
+    gained: float
+
+
+def _serial_bound(timeline: Timeline, compute: TrackTime, others: Iterable[TrackTime], tolerance: float) -> _Bound:
+    """The step is the sum of all tracks: it grows by the part of them that grows, and all else stays."""
+    growing = sum(track.growing for track in others)
+    stays = timeline.step_seconds - compute.total - growing
+    return _Bound(needed=stays - tolerance * compute.fixed, gained=tolerance * compute.growing - growing)
+
+
+def _overlapped_bounds(
+    timeline: Timeline, compute: TrackTime, others: Collection[TrackTime], tolerance: float
+) -> list[_Bound]:
+    """The step is the longest track and what no overlap hides: a bound for each track, and the last one for computing
+    itself.
+    """
+    longest = max([compute.total, *(track.total for track in others)])
+    rest = max(0.0, timeline.step_seconds - longest)
+    allowed = 1 + tolerance
+    bounds = [
+        _Bound(
+            needed=track.fixed + rest - allowed * compute.fixed,
+            gained=allowed * compute.growing - track.growing,
+        )
+        for track in others
+    ]
+    return [*bounds, _Bound(needed=rest - tolerance * compute.fixed, gained=tolerance * compute.growing)]
 
 
 def played_break_even(

@@ -95,6 +95,10 @@ _KIND_OF_FIGURE = {
 }
 
 
+_TO_DIVIDE_HOST = ("cpu_threads", "torch_threads", "update_cpu_one")
+"""The figures without which nothing is known of updates on threads of their own."""
+
+
 class Cost(NamedTuple):
     """Seconds that a task takes alone, and the share of each resource that it uses meanwhile."""
 
@@ -130,19 +134,25 @@ class Costs:
         self._local = local_ranks
         self._known: dict[tuple[str, str], float] = {}
         self._products: dict[Product, tuple[float, float]] = {}
-        self._computes_with = self._updates_with = 1.0  # the part of the host's cores
+        # The parts of the host's cores that computing and updates use: either takes all of them.
+        self._computes_with = 1.0
+        self._updates_with = 1.0
+        # Of an update that has threads of its own; None where it has the host's.
         self._update_threads: int | None = None
-        if (
-            beside
-            and compute is Tier.CPU
-            and all(map(hardware.has, ("cpu_threads", "torch_threads", "update_cpu_one")))
-        ):
-            cores = hardware.figures["cpu_threads"].value / local_ranks
-            threads = hardware.figures["torch_threads"].value
-            self._update_threads = update_threads or max(int(cores - threads), 1)
-            slower = hardware.figures["cpu_contention"].value if hardware.has("cpu_contention") else 1.0
-            self._computes_with = min(1.0, threads / cores * slower)
-            self._updates_with = min(1.0, self._update_threads / cores * slower)
+        if beside and compute is Tier.CPU and all(map(hardware.has, _TO_DIVIDE_HOST)):
+            self._divide_host(update_threads)
+
+    def _divide_host(self, update_threads: int | None) -> None:
+        """Give computing the threads that torch has, and updates threads of their own beside them."""
+        figures = self._hardware.figures
+        cores = figures["cpu_threads"].value / self._local
+        torch_threads = figures["torch_threads"].value
+        threads = update_threads or max(int(cores - torch_threads), 1)
+        # Threads that slow each other down use more of the cores than they are.
+        slower = figures["cpu_contention"].value if self._hardware.has("cpu_contention") else 1.0
+        self._update_threads = threads
+        self._computes_with = min(1.0, torch_threads / cores * slower)
+        self._updates_with = min(1.0, threads / cores * slower)
 
     def _get(self, key: str, needed_for: str) -> float:
         """A figure as one rank sees it."""

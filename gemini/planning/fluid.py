@@ -13,14 +13,19 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import truediv
 
 _EPSILON = 1e-9
 """Shares and fractions of a task below this are rounding."""
 
 
+NOTHING = -1
+"""In place of a task: nothing held this one up, or nothing ran there yet."""
+
+
 @dataclass(frozen=True)
 class TaskTimes:
-    """When each task ran, by number: seconds; and the task whose end let it start (-1: nothing held it up)."""
+    """When each task ran, by number: seconds; and the task whose end let it start, or ``NOTHING``."""
 
     start: list[float]
     stop: list[float]
@@ -32,24 +37,24 @@ class Fluid:
 
     def __init__(self, resources: Iterable[str]):
         self._resources = {name: number for number, name in enumerate(resources)}
-        self._queues: dict[str, int] = {}
-        self._queue: list[int] = []
-        self._length: list[float] = []
-        self._after: list[tuple[int, ...]] = []
-        self._urgency: list[float] = []
+        self.queues: dict[str, int] = {}
+        self.queue: list[int] = []
+        self.length: list[float] = []
+        self.after: list[tuple[int, ...]] = []
+        self.urgency: list[float] = []
         self._profile: list[int] = []
         self._profiles: dict[tuple[tuple[int, float], ...], int] = {}
-        self._takes: list[int] = []
-        self._gives: list[int] = []
-        self._buffer = 0
+        self.takes: list[int] = []
+        self.gives: list[int] = []
+        self.buffer = 0
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def __len__(self) -> int:
-        return len(self._length)
+        return len(self.length)
 
     def set_buffer(self, num_bytes: int) -> None:
         """What tasks may have taken at once of the buffer that is there for those that ``take`` of it."""
-        self._buffer = num_bytes
+        self.buffer = num_bytes
 
     def add(
         self,
@@ -73,92 +78,26 @@ class Fluid:
             takes: bytes of the buffer that it needs to start; another task gives them back.
             gives: bytes that it gives back at its end.
         """
-        number = len(self._length)
+        number = len(self.length)
         after = tuple(after)
         assert length >= 0 and all(0 <= other < number for other in after), (queue, length, after)
         shares = ((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
         profile = tuple(sorted(shares))
         assert all(share <= 1 + _EPSILON for _, share in profile), (queue, loads)
-        self._queue.append(self._queues.setdefault(queue, len(self._queues)))
-        self._length.append(length)
-        self._after.append(after)
-        self._urgency.append(urgency)
+        self.queue.append(self.queues.setdefault(queue, len(self.queues)))
+        self.length.append(length)
+        self.after.append(after)
+        self.urgency.append(urgency)
         self._profile.append(self._profiles.setdefault(profile, len(self._profiles)))
-        self._takes.append(takes)
-        self._gives.append(gives)
+        self.takes.append(takes)
+        self.gives.append(gives)
         return number
 
     def run(self) -> TaskTimes:
         """Play until every task is over."""
-        count = len(self)
-        start, stop, released_by = [-1.0] * count, [-1.0] * count, [-1] * count
-        missing = [len(set(after)) for after in self._after]
-        followers: list[list[int]] = [[] for _ in range(count)]
-        for number, after in enumerate(self._after):
-            for other in set(after):
-                followers[other].append(number)
-        waiting: list[list[tuple[float, int]]] = [[] for _ in self._queues]
-        last: list[int] = [-1] * len(self._queues)  # the task that a queue ran last
-        busy = [False] * len(self._queues)
-        free = self._buffer
-        parked: list[int] = []  # ready, but the buffer is too full for them
-        for number in range(count):
-            if not missing[number]:
-                heapq.heappush(waiting[self._queue[number]], (self._urgency[number], number))
-        active: list[int] = []
-        left: list[float] = []  # seconds at full speed that each active task has left
-        now, done, changed = 0.0, 0, set(range(len(self._queues)))
-        while done < count:
-            for queue in sorted(changed):
-                heap = waiting[queue]
-                while heap and not busy[queue]:
-                    number = heapq.heappop(heap)[1]
-                    if self._takes[number] > free:
-                        parked.append(number)
-                        continue
-                    free -= self._takes[number]
-                    busy[queue] = True
-                    start[number] = now
-                    before = last[queue]
-                    if before >= 0 and (released_by[number] < 0 or stop[before] > stop[released_by[number]]):
-                        released_by[number] = before
-                    active.append(number)
-                    left.append(self._length[number])
-            changed.clear()
-            assert active, "tasks wait for each other, or for more than the whole buffer"
-            speeds = self._speeds(active)
-            ahead = min(seconds / speed for seconds, speed in zip(left, speeds, strict=True))
-            now += ahead
-            still: list[int] = []
-            rest: list[float] = []
-            for number, seconds, speed in zip(active, left, speeds, strict=True):
-                seconds -= ahead * speed
-                if seconds > _EPSILON * self._length[number]:
-                    still.append(number)
-                    rest.append(seconds)
-                    continue
-                stop[number] = now
-                done += 1
-                queue = self._queue[number]
-                busy[queue], last[queue] = False, number
-                changed.add(queue)
-                if self._gives[number]:
-                    free += self._gives[number]
-                    for other in parked:
-                        released_by[other] = number
-                        heapq.heappush(waiting[self._queue[other]], (self._urgency[other], other))
-                        changed.add(self._queue[other])
-                    parked.clear()
-                for other in followers[number]:
-                    missing[other] -= 1
-                    if not missing[other]:
-                        released_by[other] = number
-                        heapq.heappush(waiting[self._queue[other]], (self._urgency[other], other))
-                        changed.add(self._queue[other])
-            active, left = still, rest
-        return TaskTimes(start, stop, released_by)
+        return _Play(self).run()
 
-    def _speeds(self, active: list[int]) -> tuple[float, ...]:
+    def speeds(self, active: list[int]) -> tuple[float, ...]:
         """Of each active task: 1 where nothing is short."""
         key = tuple([self._profile[number] for number in active])
         found = self._known.get(key)
@@ -166,6 +105,117 @@ class Fluid:
             by_number = list(self._profiles)
             found = self._known[key] = fair_speeds([by_number[profile] for profile in key])
         return found
+
+
+class _Play:
+    """One play of all tasks: which run, which are ready and wait for their queue, and what time it is."""
+
+    def __init__(self, tasks: Fluid):
+        count = len(tasks)
+        self._tasks = tasks
+        self._times = TaskTimes([0.0] * count, [0.0] * count, [NOTHING] * count)
+        self._now = 0.0
+        self._num_over = 0
+        # The tasks that each one still waits for, counted, and those that wait for it.
+        self._missing = [len(set(after)) for after in tasks.after]
+        self._followers: list[list[int]] = [[] for _ in range(count)]
+        for number, after in enumerate(tasks.after):
+            for other in set(after):
+                self._followers[other].append(number)
+        # By queue: a heap of its ready tasks, whether one of them runs, and the last one that did.
+        self._ready: list[list[tuple[float, int]]] = [[] for _ in tasks.queues]
+        self._busy = [False] * len(tasks.queues)
+        self._last = [NOTHING] * len(tasks.queues)
+        # Queues that may begin a task: one has ended there, or become ready.
+        self._changed: set[int] = set()
+        # Bytes that are left of the buffer, and tasks that are ready and need more.
+        self._free = tasks.buffer
+        self._parked: list[int] = []
+        # The tasks that run, and the seconds at full speed that each has left.
+        self._active: list[int] = []
+        self._left: list[float] = []
+        for number, missing in enumerate(self._missing):
+            if not missing:
+                self._make_ready(number)
+
+    def run(self) -> TaskTimes:
+        while self._num_over < len(self._tasks):
+            self._begin_ready()
+            self._advance()
+        return self._times
+
+    def _make_ready(self, number: int) -> None:
+        queue = self._tasks.queue[number]
+        heapq.heappush(self._ready[queue], (self._tasks.urgency[number], number))
+        self._changed.add(queue)
+
+    def _begin_ready(self) -> None:
+        """Begin what can: of each idle queue the most urgent task that the buffer has room for."""
+        takes = self._tasks.takes
+        # In the order of queues: those that come first get the buffer.
+        for queue in sorted(self._changed):
+            heap = self._ready[queue]
+            while heap and not self._busy[queue]:
+                number = heapq.heappop(heap)[1]
+                if takes[number] > self._free:
+                    self._parked.append(number)
+                else:
+                    self._begin(queue, number)
+        self._changed.clear()
+        assert self._active, "tasks wait for each other, or for more than the whole buffer"
+
+    def _begin(self, queue: int, number: int) -> None:
+        self._free -= self._tasks.takes[number]
+        self._busy[queue] = True
+        self._times.start[number] = self._now
+        self._active.append(number)
+        self._left.append(self._tasks.length[number])
+        # Held up by its queue, if that was at work for longer than what made the task ready.
+        before, released_by, stop = self._last[queue], self._times.released_by, self._times.stop
+        if before != NOTHING and (released_by[number] == NOTHING or stop[before] > stop[released_by[number]]):
+            released_by[number] = before
+
+    def _advance(self) -> None:
+        """Let time pass until the first of the running tasks is over."""
+        running, left = self._active, self._left
+        speeds = self._tasks.speeds(running)
+        ahead = min(map(truediv, left, speeds))
+        self._now += ahead
+        length = self._tasks.length
+        active: list[int] = []
+        self._active = active
+        self._left = []
+        for number, seconds, speed in zip(running, left, speeds, strict=True):
+            rest = seconds - ahead * speed
+            if rest > _EPSILON * length[number]:
+                active.append(number)
+                self._left.append(rest)
+            else:
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        """Note that a task is over, and what it has held up."""
+        queue = self._tasks.queue[number]
+        self._times.stop[number] = self._now
+        self._num_over += 1
+        self._busy[queue] = False
+        self._last[queue] = number
+        self._changed.add(queue)
+        given_back = self._tasks.gives[number]
+        if given_back:
+            self._free += given_back
+            for other in self._parked:
+                self._release(other, number)
+            self._parked.clear()
+        missing = self._missing
+        for other in self._followers[number]:
+            missing[other] -= 1
+            if not missing[other]:
+                self._release(other, number)
+
+    def _release(self, number: int, by: int) -> None:
+        self._times.released_by[number] = by
+        self._make_ready(number)
 
 
 def fair_speeds(loads: list[tuple[tuple[int, float], ...]]) -> tuple[float, ...]:

@@ -9,7 +9,8 @@ costs is counted afterwards, from its moves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gemini.planning.costs import Speeds
@@ -66,7 +67,8 @@ def cheapest_homes(
     for i, chunk in enumerate(problem.layout.chunks):
         form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
         if form not in alike:
-            alike[form] = _choices(problem, i, fetches, speeds, accumulate, streaming)
+            of_chunk = _ChunkChoices(problem, i, fetches[i], speeds, accumulate)
+            alike[form] = of_chunk.all(streaming=streaming)
         choices += [choice._replace(chunk=i) for choice in alike[form]]
     base, used = _all_on_cpu(problem, fetches, speeds, accumulate, streaming)
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
@@ -113,63 +115,126 @@ def _track(boundary: Boundary) -> str:
     return boundary.outer.value if boundary.outer.in_files else boundary.way.figure
 
 
-def _choices(
-    problem: Problem, index: int, fetches: Sequence[FetchCounts], speeds: Speeds, accumulate: int, streaming: bool
-) -> list[Choice]:
-    sizes, most = problem.plane_bytes(index), fetches[index].at_most
-    cpu = dict.fromkeys(sizes, Tier.CPU)
-    before = _seconds(problem, cpu, index, most, speeds, accumulate)
-    found: list[Choice] = []
+class _ChunkChoices:
+    """Lists the choices there are for one chunk, each against all its planes on the CPU tier.
 
-    def add(
-        homes: Mapping[PlaneKind, Tier],
+    Args:
+        accumulate: micro-batches of a step.
+    """
+
+    def __init__(self, problem: Problem, index: int, fetches: FetchCounts, speeds: Speeds, accumulate: int):
+        self._problem = problem
+        self._index = index
+        self._fetches = fetches
+        self._speeds = speeds
+        self._accumulate = accumulate
+        self._sizes = problem.plane_bytes(index)
+        self._all_on_cpu = dict.fromkeys(self._sizes, Tier.CPU)
+        self._seconds_on_cpu = self._seconds_with({}, fetches.at_most)
+
+    def all(self, *, streaming: bool) -> list[Choice]:
+        """List them in one order, by which ties between them are broken.
+
+        ``streaming``: an update may be streamed through the GPU.
+        """
+        found: list[Choice | None] = []
+        if self._problem.compute is Tier.GPU:
+            found += self._resident()
+            if streaming and self._problem.layout.chunks[self._index].trainable:
+                found += self._streamed()
+        for tier in Tier:
+            if tier.in_files:
+                found += self._in_files(tier)
+        return [choice for choice in found if choice is not None]
+
+    @property
+    def _saves_fetches(self) -> bool:
+        """Whether gathered weights that stay between forward and backward are gathered less often."""
+        return self._fetches.at_least < self._fetches.at_most
+
+    @property
+    def _fetches_from_gpu(self) -> int:
+        """How often weights that live on the GPU are gathered: among ranks each of them has only a part."""
+        return 0 if self._problem.layout.ranks == 1 else self._fetches.at_most
+
+    @property
+    def _grads(self) -> list[PlaneKind]:
+        return [kind for kind in GRADS if kind in self._sizes]
+
+    def _resident(self) -> Iterator[Choice | None]:
+        """List what may be on the GPU of a chunk whose update runs where its states live."""
+        everything = list(self._sizes)
+        yield self._make(everything, Tier.GPU, excludes=everything, times=self._fetches_from_gpu)
+        if len(everything) > 1:
+            yield self._make([WEIGHTS], Tier.GPU, excludes=[WEIGHTS], times=self._fetches_from_gpu)
+        if self._saves_fetches:
+            yield self._make([], Tier.GPU, excludes=[WEIGHTS], times=self._fetches.at_least, stays=True)
+
+    def _streamed(self) -> Iterator[Choice | None]:
+        """List what may be on the GPU of a chunk whose update is streamed through it: weights, gradients, or both."""
+        on_gpu: list[list[PlaneKind]] = [[], [WEIGHTS]]
+        if self._grads:
+            on_gpu += [self._grads, [WEIGHTS, *self._grads]]
+        # Each excludes every other choice: what an update brings depends on all homes at once.
+        everything = list(self._sizes)
+        for kinds in on_gpu:
+            fetched = self._fetches_from_gpu if WEIGHTS in kinds else self._fetches.at_most
+            yield self._make(kinds, Tier.GPU, excludes=everything, times=fetched, streamed=True)
+            if fetched == self._fetches.at_most and self._saves_fetches:
+                least = self._fetches.at_least
+                yield self._make(kinds, Tier.GPU, excludes=everything, times=least, stays=True, streamed=True)
+
+    def _in_files(self, tier: Tier) -> Iterator[Choice | None]:
+        """List what may be on a tier of files: weights, states, or gradients."""
+        most = self._fetches.at_most
+        yield self._make([WEIGHTS], tier, excludes=[WEIGHTS], times=most)
+        if self._saves_fetches:
+            yield self._make([WEIGHTS], tier, excludes=[WEIGHTS], times=self._fetches.at_least, stays=True)
+        rule = self._problem.rule
+        states = [kind for kind in rule.states if kind in self._sizes and kind not in rule.in_memory]
+        is_small = len(self._problem.layout.chunks) <= FINE
+        groups = [[kind] for kind in states] if is_small else [states]
+        for group in (*groups, self._grads):
+            if group:
+                yield self._make(group, tier, excludes=group, times=most)
+
+    def _make(
+        self,
+        kinds: Sequence[PlaneKind],
+        tier: Tier,
+        *,
         excludes: Sequence[PlaneKind],
         times: int,
-        *,
         stays: bool = False,
         streamed: bool = False,
-    ) -> None:
-        if any(tier not in problem.budgets for tier in homes.values()):
-            return
-        after = _seconds(problem, {**cpu, **homes}, index, times, speeds, accumulate, streamed)
-        change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
-        num_bytes: dict[Tier, int] = {}
-        for kind, tier in homes.items():
-            has_slots = tier is DRIVE and kind in problem.durable_bytes(index)  # wherever it lives
-            num_bytes[tier] = num_bytes.get(tier, 0) + (0 if has_slots else sizes[kind])
-            num_bytes[Tier.CPU] = num_bytes.get(Tier.CPU, 0) - sizes[kind]
-        if stays:
-            num_bytes[problem.compute] = num_bytes.get(problem.compute, 0) + problem.window_bytes(index)
-        found.append(Choice(index, homes, tuple(excludes), change, num_bytes, streamed))
+    ) -> Choice | None:
+        """Put planes of ``kinds`` on ``tier``; None where there is no such tier.
 
-    weights, grads = [WEIGHTS], [kind for kind in GRADS if kind in sizes]
-    least = fetches[index].at_least
-    if problem.compute is Tier.GPU:
-        resident = 0 if problem.layout.ranks == 1 else most
-        add(dict.fromkeys(sizes, Tier.GPU), list(sizes), resident)
-        if len(sizes) > 1:
-            add({WEIGHTS: Tier.GPU}, weights, resident)
-        if least < most:
-            add({}, weights, least, stays=True)
-        if streaming and problem.layout.chunks[index].trainable:
-            # Each excludes every other choice: what an update brings depends on all homes at once.
-            on_gpu: list[list[PlaneKind]] = [[], weights]
-            on_gpu += [[*kinds, *grads] for kinds in on_gpu] if grads else []
-            for kinds in on_gpu:
-                homes, fetched = dict.fromkeys(kinds, Tier.GPU), resident if WEIGHTS in kinds else most
-                add(homes, list(sizes), fetched, streamed=True)
-                if fetched == most and least < most:
-                    add(homes, list(sizes), least, stays=True, streamed=True)
-    states = [kind for kind in problem.rule.states if kind in sizes and kind not in problem.rule.in_memory]
-    groups = [[kind] for kind in states] if len(problem.layout.chunks) <= FINE else [states]
-    for tier in (tier for tier in Tier if tier.in_files):
-        add({WEIGHTS: tier}, weights, most)
-        if least < most:
-            add({WEIGHTS: tier}, weights, least, stays=True)
-        for group in (*groups, grads):
-            if all(kind in sizes for kind in group) and group:
-                add(dict.fromkeys(group, tier), group, most)
-    return found
+        Args:
+            excludes: the planes that no other choice may place as well.
+            times: how often the weights are gathered in a step.
+            stays: gathered weights stay between forward and backward.
+        """
+        problem = self._problem
+        if kinds and tier not in problem.budgets:
+            return None
+        after = self._seconds_with(dict.fromkeys(kinds, tier), times, streamed=streamed)
+        before = self._seconds_on_cpu
+        change = {track: after.get(track, 0.0) - before.get(track, 0.0) for track in {*after, *before}}
+        num_bytes: Counter[Tier] = Counter()
+        for kind in kinds:
+            # What is durable has slots on the drive wherever it lives: living there takes no more.
+            has_slots = tier is DRIVE and kind in problem.durable_bytes(self._index)
+            num_bytes[tier] += 0 if has_slots else self._sizes[kind]
+            num_bytes[Tier.CPU] -= self._sizes[kind]
+        if stays:
+            num_bytes[problem.compute] += problem.window_bytes(self._index)
+        return Choice(self._index, dict.fromkeys(kinds, tier), tuple(excludes), change, num_bytes, streamed)
+
+    def _seconds_with(self, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False) -> dict[str, float]:
+        """What the chunk costs in a step with ``homes`` and all else on the CPU tier."""
+        homes = {**self._all_on_cpu, **homes}
+        return _seconds(self._problem, homes, self._index, times, self._speeds, self._accumulate, streamed)
 
 
 def _all_on_cpu(

@@ -318,28 +318,45 @@ class Planner:
             return self.best(problem, placement, offload_activations)
         plans: list[Plan] = []
         refusal: BudgetExceeded | None = None
-        for where in (None, "cpu"):
-            if where is not None and (problem.compute is Tier.CPU or not self.trace.checkpoint_bytes):
-                continue
-            left = problem.activations if explicit else activation_bytes(self.trace, offloaded=where is not None)
-            left = 0 if problem.compute is Tier.CPU else left
-            quiet = quiet_at(self.trace, left, offloaded=where is not None) if problem.quiet else ()
-            posed = replace(
-                problem,
-                activations=left,
-                quiet=quiet,
-                waiting=problem.waiting + (0 if where is None or problem.quiet else self._waiting_activations()),
-                offloaded=0 if where is None else self.trace.checkpoint_bytes,
-                offload_to=None if where is None else Tier(where),
-            )
+        for where in self._homes_of_activations(problem):
+            posed = self._with_activations(problem, where, explicit=explicit)
             try:
                 plans.append(self.choose(posed, placement, where))
             except BudgetExceeded as e:
+                # Told of the first: where activations stay as the user has them.
                 refusal = refusal or e
         if not plans:
             assert refusal is not None
             raise refusal
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
+
+    def _homes_of_activations(self, problem: Problem) -> list[str | None]:
+        """List where checkpointed activations may wait for backward; None is where they were computed."""
+        if problem.compute is Tier.CPU or not self.trace.checkpoint_bytes:
+            return [None]
+        return [None, "cpu"]
+
+    def _with_activations(self, problem: Problem, where: str | None, *, explicit: bool) -> Problem:
+        """Pose the problem with the activations that are left on the computing tier when the others are ``where``."""
+        offloads = where is not None
+        if problem.compute is Tier.CPU:
+            left = 0  # they are on top of the cpu budget
+        elif explicit:
+            left = problem.activations
+        else:
+            left = activation_bytes(self.trace, offloaded=offloads)
+        quiet = quiet_at(self.trace, left, offloaded=offloads) if problem.quiet else ()
+        stays = replace(problem, activations=left, quiet=quiet, offloaded=0, offload_to=None)
+        if where is None:
+            return stays
+        # Where windows lend in quiet moments, what waits for its copy has their room too.
+        waiting = 0 if problem.quiet else self._waiting_activations()
+        return replace(
+            stays,
+            waiting=problem.waiting + waiting,
+            offloaded=self.trace.checkpoint_bytes,
+            offload_to=Tier(where),
+        )
 
     def _waiting_activations(self) -> int:
         return waiting_activations(self.trace) if self.overlapped else 0

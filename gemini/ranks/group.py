@@ -376,33 +376,32 @@ def _start_default(*, cuda: bool) -> bool:
 
 
 def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
+    """Make the groups of a process in a mesh. Collective over the mesh: every rank makes them in the same order."""
     names = names_of(mesh)
-    in_job = ranks_along(mesh, *names)
-    if len(in_job) == 1:
+    if len(ranks_along(mesh, *names)) == 1:
         return alone()
-    # Of the user's group only the timeout is taken over.
-    parent = mesh.get_group(0)
-
-    def along(*dims: str, within: Wire | None = None) -> Wire:
-        ranks = ranks_along(mesh, *dims)
-        return within if within is not None and within.global_ranks == ranks else _wire(ranks, parent)
-
-    # Every rank makes its groups in this order, the widest first: none of them waits for one that waits for it.
-    job = along(*names)
-    everyone = along("dp_replicate", *SHARDING, "ep", within=job)
-    alike = along("dp_replicate", *SHARDING, within=everyone)
-    wire = along(*SHARDING, within=alike)
-    replicas = along("dp_replicate", "ep")
-    same_batch, stages, context, experts = (along(dim) for dim in ("tp", "pp", "cp", "ep"))
-    copies = along("dp_replicate", within=replicas)
+    along = _Along(mesh)
+    # The widest first: none of the ranks waits for one that waits for it.
+    job = along.wire(*names)
+    everyone = along.wire("dp_replicate", *SHARDING, "ep", within=job)
+    alike = along.wire("dp_replicate", *SHARDING, within=everyone)
+    wire = along.wire(*SHARDING, within=alike)
+    replicas = along.wire("dp_replicate", "ep")
+    same_batch = along.wire("tp")
+    stages = along.wire("pp")
+    context = along.wire("cp")
+    experts = along.wire("ep")
+    copies = along.wire("dp_replicate", within=replicas)
     parts = alone_on_wire()
     if in_parts:
-        parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
-    # Also in one order on all ranks, for the same reason.
-    for group in (wire, context, experts) if cuda else ():
+        parts = along.wire("pp", "tp", within=same_batch if stages.size == 1 else stages)
+    if cuda:
         # The wire of shards even where it has one rank: sums over replicas of whole chunks stay on the device with it.
-        if group is wire or group.size > 1:
-            group.library = _collective(group.global_ranks)
+        wire.library = _collective(wire.global_ranks)
+        # Behind it on all ranks: these too are made by all of a group together.
+        for group in (context, experts):
+            if group.size > 1:
+                group.library = _collective(group.global_ranks)
     # One who gave a part of a mesh has neighbours in the rest of it, who take memory of this machine as well.
     local_size = _count_local(job, mesh._get_root_mesh().mesh.numel())
     sliced_by = tuple(name for name in SLICING if size_of(mesh, name) > 1)
@@ -426,6 +425,22 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         slice_=", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by),
         sliced_by=sliced_by,
     )
+
+
+class _Along:
+    """Makes wires to the ranks along dimensions of a mesh."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._mesh = mesh
+        # Of the user's group only the timeout is taken over.
+        self._parent = mesh.get_group(0)
+
+    def wire(self, *dims: str, within: Wire | None = None) -> Wire:
+        """The wire along ``dims``: ``within`` itself, if that has no other ranks. Collective over the mesh."""
+        ranks = ranks_along(self._mesh, *dims)
+        if within is not None and within.global_ranks == ranks:
+            return within
+        return _wire(ranks, self._parent)
 
 
 def _collective(ranks: list[int]) -> dist.ProcessGroup:

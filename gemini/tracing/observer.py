@@ -169,26 +169,33 @@ class Observer:
         ``sent``: where those who imagine other ranks count what they would send them.
         """
         self._model = model
-        self._index_of = {id(param): index for index, (param, _) in enumerate(distinct_params(model))}
         self._params = [param for param, _ in distinct_params(model)]
+        self._index_of = {id(param): index for index, param in enumerate(self._params)}
         self._target = target
         self._free_gradients = free_gradients
         self._listener = listener
         self._sent = Counter[str]() if sent is None else sent
         self._hooks: list[Any] = []
-        self._gathered: Counter[int] = Counter()
+        self.meter: Meter | None = None
+
+        # The step: what was seen of it, and whether none is under way.
+        self.step = ObservedStep()
+        self._resting = True
+        # The calls that run, with the paths of their modules, and the params that they have gathered.
         self._calls = Calls(self, self)
         self._path_of: dict[CallRecord, str] = {}
-        self._path = ""
-        self._in_backward = False
-        self._gradients: set[int] = set()
-        self._inner: CallRecord | None = None  # whose backward runs
-        self._since = self._away = 0.0
-        self._outside = False
-        self._resting = True
-        self.meter: Meter | None = None
+        self._gathered: Counter[int] = Counter()
         self.saved = SavedInputs(self)
-        self.step = ObservedStep()
+        # The backward: whether it runs, and the innermost call whose backward does.
+        self._in_backward = False
+        self._inner: CallRecord | None = None
+        # The moment that runs: the module it belongs to, gradients that are complete since the last operation, when it
+        # began, and the seconds since then that were not the model's.
+        self._path = ""
+        self._gradients: set[int] = set()
+        self._since = 0.0
+        self._away = 0.0
+        self._outside = False
 
     # ---- attaching ---------------------------------------------------------------------------------------------------
 
@@ -286,11 +293,13 @@ class Observer:
         self._gathered.clear()
         self._path_of.clear()
         self._gradients.clear()
-        self._path, self._in_backward, self._inner = "", False, None
+        self._path = ""
+        self._in_backward = False
+        self._inner = None
         self.step = ObservedStep()
         if self.meter is not None:
             self.meter.reset()
-        self._away, self._since = 0.0, self._listener.now()
+        self._begin_moment()
 
     def end_step(self) -> None:
         """Forward and backward are over."""
@@ -403,7 +412,11 @@ class Observer:
         step.keys.append(key)
         step.times.append(max(0.0, now - self._since - self._away))
         step.moment_at.append(self._close() if self.meter is not None else None)
-        self._away, self._since = 0.0, self._listener.now()
+        self._begin_moment()
+
+    def _begin_moment(self) -> None:
+        self._away = 0.0
+        self._since = self._listener.now()
 
     def _close(self) -> int | None:
         meter, moments = self.meter, self.step.moments

@@ -269,30 +269,46 @@ class SlotReader(TensorFile):
         if run.slot == ZEROS:
             return
         _, offset, size = self.slots[plane]
-        position, crc = offset + run.slot * size + run.first * PAGE, 0
-        buffer = torch.empty(min(_AT_ONCE, run.pages * PAGE), dtype=torch.uint8, device="cpu")
+        position = offset + run.slot * size + run.first * PAGE
         try:
-            with self._opened() as file:
-                for at in range(0, run.pages * PAGE, _AT_ONCE):
-                    # The last one may be shorter.
-                    part = buffer[: run.pages * PAGE - at]
-                    self._fill(file, position + at, bytes_of(part))
-                    crc = crc32(part, crc)
-            # Without a sum all that can be seen is that it can be read.
-            if crc == run.crc or run.crc is None:
-                return
-            what = "they are not what was written"
+            crc = self._crc_of(position, run.pages * PAGE)
         except StorageError as e:
-            what = str(e)
+            raise self._damage(plane, run, position, str(e)) from e
+        # Without a sum all that can be seen is that it can be read.
+        if run.crc is not None and crc != run.crc:
+            raise self._damage(plane, run, position, "they are not what was written")
+
+    def _crc_of(self, position: int, num_bytes: int) -> int:
+        """Read bytes of the file, a part of them at once, and sum them up."""
+        crc = 0
+        buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
+        with self._opened() as file:
+            for at in range(0, num_bytes, _AT_ONCE):
+                # The last one may be shorter.
+                part = buffer[: num_bytes - at]
+                self._fill(file, position + at, bytes_of(part))
+                crc = crc32(part, crc)
+        return crc
+
+    def _damage(self, plane: str, run: _Run, position: int, what: str) -> StorageError:
+        """Say what is wrong with a run, and whose values are in it."""
         kind, _, chunk = plane.rpartition("/")
-        span = run.first * PAGE, (run.first + run.pages) * PAGE
-        held = [name for name, (of, at) in self._places.items() if of == plane and at < span[1]
-                and span[0] < at + self.specs[name].num_bytes]  # fmt: skip
-        params = f", of {held[0]}{f' and {len(held) - 1} more' if held[1:] else ''}" if held else ""
-        raise StorageError(
+        held = self._names_in(plane, run.first * PAGE, (run.first + run.pages) * PAGE)
+        params = f", of {held[0]}" if held else ""
+        if len(held) > 1:
+            params += f" and {len(held) - 1} more"
+        return StorageError(
             f"{self.path} is damaged in the {kind} of chunk {chunk}{params}, {run.pages} pages from byte {position}: "
             f"{what}. Check the drive; resume from a checkpoint, or start anew in another folder"
         )
+
+    def _names_in(self, plane: str, start: int, stop: int) -> list[str]:
+        """Find the tensors that have any of the bytes ``[start, stop)`` of a plane."""
+        return [
+            name
+            for name, (of, at) in self._places.items()
+            if of == plane and at < stop and start < at + self.specs[name].num_bytes
+        ]
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gemini.planning.planes import shapes_of
-from gemini.rules import ADAM, LARGEST, UpdateRule, is_decoupled, number_of
+from gemini.rules import ADAM, LARGEST, RuleSpec, UpdateRule, is_decoupled, number_of
 from gemini.train.params.handle import handle_of
 
 Group = Mapping[str, Any]
@@ -151,33 +151,48 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
 
 
 def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
-    factors = shapes_of(rule.spec.factors, param.shape)
-    wanted = ["step", *(spec.kind for spec in rule.spec.planes), *factors]
-    # What completes the weights may stand beside them.
-    strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
-    missing = [key for key in wanted if key not in state]
-    those = f"the rule {rule.spec.name!r} has {', '.join(map(repr, wanted))}"
-    if missing:
-        names = " and no ".join(map(repr, missing))
-        raise ValueError(f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}")
-    if strange:
-        raise ValueError(
-            f"the loaded state of {name!r} has {strange[0]!r}, which {rule.spec.name} does not have: {those}"
-        )
+    """Refuse a loaded state of one param that is not of this rule.
+
+    Raises:
+        ValueError: naming the param and the key.
+    """
+    _check_keys(rule.spec, state, param, name)
     _step_of(state, name)
     if RESIDUAL_OF in state:
         checksum = number_of(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
         if not (0 <= checksum < 2**32 and checksum == int(checksum)):
             raise ValueError(f"{RESIDUAL_OF!r} of {name!r} is {checksum:g} in the loaded state: wanted a CRC-32")
-    tensors = {"residual": (param.shape, "int16"), "master": (param.shape, "float32")}
-    for spec in rule.spec.planes:
-        shape = param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())])
-        # A state dict has one number where the plane has it for every block.
-        tensors[spec.kind] = torch.Size() if spec.kind in rule.uniform else shape, spec.dtype
-    tensors.update({kind: (torch.Size(shape), "float32") for kind, shape in factors.items()})
-    for kind, (shape, dtype) in tensors.items():
+    for kind, (shape, dtype) in _tensors_of(rule, param).items():
         if kind in state:
             _check_tensor(state[kind], shape, dtype, f"{kind!r} of {name!r}")
+
+
+def _check_keys(spec: RuleSpec, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
+    """Refuse a loaded state that lacks something of the rule, or has what is of another one."""
+    wanted = ["step", *(plane.kind for plane in spec.planes), *shapes_of(spec.factors, param.shape)]
+    missing = [key for key in wanted if key not in state]
+    those = f"the rule {spec.name!r} has {', '.join(map(repr, wanted))}"
+    if missing:
+        names = " and no ".join(map(repr, missing))
+        raise ValueError(f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}")
+    # What completes the weights may stand beside them.
+    strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
+    if strange:
+        raise ValueError(f"the loaded state of {name!r} has {strange[0]!r}, which {spec.name} does not have: {those}")
+
+
+def _tensors_of(rule: UpdateRule, param: nn.Parameter) -> dict[str, tuple[torch.Size, str]]:
+    """The shape and dtype of every tensor that the state of a param may have."""
+    tensors = {"residual": (param.shape, "int16"), "master": (param.shape, "float32")}
+    for plane in rule.spec.planes:
+        shape = param.shape if plane.block == 1 else torch.Size([plane.num_items(param.numel())])
+        # A state dict has one number where the plane has it for every block.
+        if plane.kind in rule.uniform:
+            shape = torch.Size()
+        tensors[plane.kind] = (shape, plane.dtype)
+    for kind, factor_shape in shapes_of(rule.spec.factors, param.shape).items():
+        tensors[kind] = (torch.Size(factor_shape), "float32")
+    return tensors
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:

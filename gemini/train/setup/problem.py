@@ -273,26 +273,54 @@ def decide(
         BudgetExceeded: if it does not fit.
         PlanMismatch: for a trace or a plan of another model or of other settings.
     """
-    model = structure.model
     kept = kept_in_fp32(structure, config.precision, config.keep_fp32)
     own = trace_of(structure, config.precision, kept)
-    # What would be kept if the user had not said None, for the warning.
-    made = kept_in_fp32(structure, config.precision) if config.keep_fp32 is None else {}
+    if config.keep_fp32 is None:
+        _warn_of_cast(structure, config)
+    # Experts that are spread have chunks of their own, whose gradients other ranks add up.
+    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
+    own = replace(own, params=params)
+    if isinstance(config.placement, Plan):
+        _check_plan(config.placement, own, config, device, ranks)
+    trace = _trace_to_place(structure, own, config, ranks)
+    chooser = _Chooser(config, device, ranks)
+    try:
+        chosen = with_tiles(chooser.choose, trace)
+    except BudgetExceeded as e:
+        if structure.model.training or not any(param.requires_grad for param, _ in structure.params):
+            raise
+        raise BudgetExceeded(
+            f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
+            f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
+        ) from e
+    _warn_of_no_compact(config, chosen.problem)
+    # With "auto" the size of the tiles is that of the trace which was chosen.
+    tile_tokens = config.tile_tokens if isinstance(config.tile_tokens, int) else chosen.trace.tile_tokens
+    return chosen._replace(tile_tokens=tile_tokens, kept=kept)
+
+
+def _warn_of_cast(structure: Structure, config: GeminiConfig) -> None:
+    """Say which params ``keep_fp32=None`` casts that would stay as they are if it were left out."""
+    made = kept_in_fp32(structure, config.precision)
     cast = [names[0] for param, names in structure.params if made.get(id(param)) == MADE]
     if cast:
         warn(
             f"{len(cast)} params are float32 beside those in half precision (the first is {cast[0]!r}), and "
             f"keep_fp32=None casts them to {config.precision} like all others: leave it out, and they stay as they are"
         )
-    # Experts that are spread have chunks of their own, whose gradients other ranks add up.
-    params = tuple(replace(param, apart=param.apart or param.names[0] in apart) for param in own.params)
-    own, given = replace(own, params=params), config.placement
-    if isinstance(given, Plan):
-        _check_plan(given, own, config, device, ranks)
-    trace = given.trace if isinstance(given, Plan) else config.trace or own
-    if not isinstance(given, Plan):
+
+
+def _trace_to_place(structure: Structure, own: MemoryTrace, config: GeminiConfig, ranks: Ranks) -> MemoryTrace:
+    """The trace of the plan or the config, if there is one, as this model is run; else ``own``, that of its structure.
+
+    Raises:
+        PlanMismatch: if it is of another model or of other settings.
+    """
+    if isinstance(config.placement, Plan):
+        trace = config.placement.trace
+    else:
         # A trace may have been made without knowing what stays in fp32 here.
-        trace = trace.with_fp32({param.name for param in own.params if param.fp32})
+        trace = (config.trace or own).with_fp32({param.name for param in own.params if param.fp32})
     own.check_same_model(trace, what="the trace")
     trace = _of_tiles(trace, config)
     parts = ranks.context.size
@@ -304,37 +332,75 @@ def decide(
     if structure.read_as_a_whole:  # they read more at once than any trace
         read = {*trace.read_together, *(moment.params for moment in own.moments)}
         trace = replace(trace, read_together=tuple(sorted(read)))
-    # Measured once, before anything is allocated; all candidates below are compared within these.
-    budgets = measure_budgets(config, device, ranks)
-    beside = bytes_beside(config, device, ranks)
-    sharing = ranks.local_size
-    speeds = Speeds.typical() if config.hardware is None else Speeds.of(config.hardware, budgets, sharing=sharing)
-    schedule = "overlapped" if config.overlap else "serial"
-    offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+    return trace
 
-    def choose(trace: MemoryTrace, overlap: bool) -> Decision:
-        planner = Planner(trace, speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy)
-        problem = pose(trace, config, device, budgets, ranks, None if offload == "auto" else offload, overlap=overlap)
-        if isinstance(given, Plan) and device.windows_give_back:
+
+class _Chooser:
+    """Chooses homes for one trace after the other, in budgets that are measured once: candidates can be compared.
+
+    It is made before anything is allocated, by all ranks together.
+    """
+
+    def __init__(self, config: GeminiConfig, device: Device, ranks: Ranks):
+        self._config = config
+        self._device = device
+        self._ranks = ranks
+        # In this order on all ranks, which meet in both.
+        self._budgets = measure_budgets(config, device, ranks)
+        self._beside = bytes_beside(config, device, ranks)
+        if config.hardware is None:
+            self._speeds = Speeds.typical()
+        else:
+            self._speeds = Speeds.of(config.hardware, self._budgets, sharing=ranks.local_size)
+        given = config.placement
+        self._offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+
+    def choose(self, trace: MemoryTrace) -> Decision:
+        """Choose with staging for every worker, or else with less of it.
+
+        Raises:
+            BudgetExceeded: if it does not fit.
+        """
+        return with_staging(partial(self._choose, trace), overlap=self._config.overlap)
+
+    def _choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
+        problem = self._pose(trace, overlap=overlap)
+        given = self._config.placement
+        if isinstance(given, Plan):
+            check_fits(problem, given.placement)
+            return Decision(trace, problem, given.placement, given, self._offload)
+        if isinstance(given, StaticPlacement):
+            by_share = by_fractions(problem, _without_gpu(given, problem))
+            return Decision(trace, problem, by_share, None, self._offload)
+        if isinstance(given, Placement):
+            check_fits(problem, given)
+            return Decision(trace, problem, given, None, self._offload)
+        plan = self._plan(trace, problem)
+        return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
+
+    @property
+    def _offload_unless_auto(self) -> str | None:
+        return None if self._offload == "auto" else self._offload
+
+    def _pose(self, trace: MemoryTrace, *, overlap: bool) -> Problem:
+        problem = pose(
+            trace, self._config, self._device, self._budgets, self._ranks, self._offload_unless_auto, overlap=overlap
+        )
+        given = self._config.placement
+        if isinstance(given, Plan) and self._device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
-        return _choose(config, trace, replace(problem, beside=beside), planner, offload)
+        return replace(problem, beside=self._beside)
 
-    def choose_of(trace: MemoryTrace) -> Decision:
-        return with_staging(partial(choose, trace), overlap=config.overlap)
-
-    try:
-        chosen = with_tiles(choose_of, trace)
-    except BudgetExceeded as e:
-        if model.training or not any(param.requires_grad for param, _ in structure.params):
-            raise
-        raise BudgetExceeded(
-            f"{e}. If it is only evaluated, freeze it before it is wrapped (model.requires_grad_(False)): then it "
-            f"needs {COMPUTE_DTYPES[config.precision].itemsize} bytes per param"
-        ) from e
-    _warn_of_no_compact(config, chosen.problem)
-    given_tokens = config.tile_tokens
-    tile_tokens = given_tokens if isinstance(given_tokens, int) else chosen.trace.tile_tokens
-    return chosen._replace(tile_tokens=tile_tokens, kept=kept)
+    def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
+        config = self._config
+        schedule = "overlapped" if config.overlap else "serial"
+        planner = Planner(
+            trace, self._speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy
+        )
+        if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+            return planner.choose(problem, None, self._offload_unless_auto)
+        explicit = _declared_activations(trace, config) is not None
+        return planner.best_of(problem, None, self._offload, explicit=explicit)
 
 
 def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
@@ -371,27 +437,6 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
         "memory in the trace is wrong for this run. Trace again with gemini.trace(..., tile_tokens=), or set the same "
         'value here ("auto" takes the one of the trace or the plan)'
     )
-
-
-def _choose(
-    config: GeminiConfig, trace: MemoryTrace, problem: Problem, planner: Planner, offload: str | None
-) -> Decision:
-    given = config.placement
-    if isinstance(given, Plan):
-        check_fits(problem, given.placement)
-        return Decision(trace, problem, given.placement, given, offload)
-    if isinstance(given, StaticPlacement):
-        return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
-    if isinstance(given, Placement):
-        check_fits(problem, given)
-        return Decision(trace, problem, given, None, offload)
-    if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
-        plan = planner.choose(problem, None, None if offload == "auto" else offload)
-    else:
-        explicit = _declared_activations(trace, config) is not None
-        plan = planner.best_of(problem, None, offload, explicit=explicit)
-    problem = plan.problem
-    return Decision(trace, problem, plan.placement, plan, plan.offload_activations)
 
 
 def _check_plan(plan: Plan, structure: MemoryTrace, config: GeminiConfig, device: Device, ranks: Ranks) -> None:

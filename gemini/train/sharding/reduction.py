@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from gemini.errors import BudgetExceeded
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import Event, Window
+from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.movement.worker import Job
@@ -81,6 +83,16 @@ def _detail(is_full: bool, dtype: torch.dtype, plan: int) -> int:
     return int(is_full) | _DTYPES.index(dtype) << 1 | plan << _PLAN
 
 
+def _number_of(dtype: torch.dtype) -> int:
+    """The number that a rank brings to a reduction behind backward: the dtype of its gradient, from 1 on."""
+    return 1 + _DTYPES.index(dtype)
+
+
+def _dtype_of_number(number: int) -> torch.dtype:
+    """The opposite of :func:`_number_of`."""
+    return _DTYPES[number - 1]
+
+
 class _WholeGradient:
     """The gradient of a whole chunk as this rank computed it, until it is reduced."""
 
@@ -89,6 +101,36 @@ class _WholeGradient:
         self.flat = window.bytes[: window.num_bytes].view(dtype)
         self.arrived: set[str] = set()
         self.is_reduced = False
+
+
+class _PlannedUpdates(NamedTuple):
+    """The checksum of all that updates inside a backward depend on, and the number of that backward."""
+
+    backward: int
+    checksum: int
+
+
+def _is_any_off_device(chunks: Iterable[Chunk]) -> bool:
+    """Whether a plane of gradients is where the device does not see it: sums go there through staging."""
+    grads = [chunk.planes[GRAD] for chunk in chunks if GRAD in chunk.planes]
+    return any(plane.device_view(0, 0) is None for plane in grads)
+
+
+class _Landing(NamedTuple):
+    """A reduction behind backward, as the training thread has left it to the worker that lands it.
+
+    Attributes:
+        adding: by param, whether its plane has a gradient that this one is added to.
+        working: in which the worker moves and stages it.
+        backward: the number of the backward that it belongs to.
+    """
+
+    chunk: Chunk
+    handles: list[ParamHandle]
+    adding: dict[str, bool]
+    whole: _WholeGradient
+    working: Working
+    backward: int
 
 
 class Reduction(GradientSink):
@@ -107,33 +149,43 @@ class Reduction(GradientSink):
     def __init__(self, shards: Shards, into: GradientSink, *, dtype: torch.dtype, room: int, sums_each_backward: bool):
         store = into.store
         super().__init__(store, into.state, into.in_backward)
-        scaling, staging = into.in_backward.scaling, store.transfers.staging.get(Lane.REDUCE)
         self.reduces = True
         """Whether gradients that are complete are reduced now; False inside ``no_sync``."""
-        shards.reducing = self
-        self._shards, self._channel = shards, shards.channel
+        self._shards = shards
         self._ranks = shards.ranks
-        self._params, self._device = shards.params, store.device
-        self._mover, self._manager = store.mover, store.manager
+        self._channel = shards.channel
+        self._params = shards.params
+        self._device = store.device
+        self._mover = store.mover
+        self._manager = store.manager
+        self.has_replicas = self._ranks.num_replicas > 1
+        self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
+        self._sync = StepSync(shards, self._replicas, into.state, into.in_backward.scaling)
+
+        # Whole gradients: those that are open, by chunk, the dtype and the share of the mean that each rank gives, and
+        # the bytes that all of them may take.
+        self._whole: dict[int, _WholeGradient] = {}
         self._dtype = dtype
         self._scale = 1.0 / (self._ranks.size * self._ranks.num_replicas)
-        self._whole: dict[int, _WholeGradient] = {}
-        self._room, self._staging = room, staging
-        grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
-        self._stages = any(plane.device_view(0, 0) is None for plane in grads)
-        self._behind: dict[int, Job] = {}
-        """The reductions behind backward, by chunk; the first one is over first."""
-        self._completions = Completions()
+        self._room = room
         # Windows of gradients that were reduced, without memory, by their bytes.
         self._spare: dict[int, list[Window]] = {}
-        # The number of a backward, and the checksum of what its updates depend on.
-        self._plan = (0, 0)
-        self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
-        self._sync = StepSync(shards, self._replicas, into.state, scaling)
+
+        # Behind backward: the reductions by chunk, the first one is over first; what sums go through to planes that the
+        # device does not see, and what the next backward is expected to complete.
+        self._behind: dict[int, Job] = {}
+        self._staging = store.transfers.staging.get(Lane.REDUCE)
+        self._needs_staging = _is_any_off_device(store.chunks)
+        self._completions = Completions()
+
+        # Inside backward: what its updates depend on, once the first of them is planned.
+        self._plan: _PlannedUpdates | None = None
+
+        # Last: from here on others call this.
+        shards.reducing = self
         store.ledger.register(Turn.SUMS, self._reduce_early, store.device.tier)
         store.ledger.register_claim(store.device.tier, self.missing)
         store.ledger.register_remark("windows", self.explain)
-        self.has_replicas = self._ranks.num_replicas > 1
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep a param's gradient, divided by the number of ranks, until that of its chunk is complete."""
@@ -213,7 +265,7 @@ class Reduction(GradientSink):
         """The chunks that the next backward reduces behind it, as the last one has them; None if it cannot."""
         if not self.reduces:
             return {}
-        if self.in_backward.transient or (self._staging is None and self._stages):
+        if self.in_backward.transient or (self._staging is None and self._needs_staging):
             return None
         return self._completions.usual(
             index for index, own in self._params.by_chunk.items() if all(handle.trained for handle in own)
@@ -221,43 +273,53 @@ class Reduction(GradientSink):
 
     def _begin(self, step: ScriptedStep, index: int) -> None:
         """Reduce a chunk behind backward: it is its turn, and this rank has all of its gradients."""
-        chunk, whole, handles = self.store.chunks[index], self._whole[index], self._params.by_chunk[index]
+        chunk = self.store.chunks[index]
+        handles = self._params.by_chunk[index]
         # Now, on the training thread: the worker lands it later, when another backward may have begun.
         adding = {handle.name: handle.has_grad for handle in handles}
         if any(adding.values()) and not adds_up(chunk):
             step.part()  # sums need another plane first, for which room is made here only
             return
         chunk.settle()
-        working, backward = Working(self._mover.watch.moved, staging=self._staging), self.state.backward_number
-
-        # Runs on the landing worker, with all that it needs from the training thread in hand.
-        def add_up(brought: list[int]) -> None:
-            for handle in handles:
-                self.gradients.apply_clip(handle)
-                handle.norm_sums = []
-            senders = {rank: _DTYPES[number - 1] for rank, number in enumerate(brought)}
-            failure: BaseException | None = None
-            with self._mover.working(working), self._channel.reducing(chunk):
-                self._replicas.begin_landing(chunk, adding=any(adding.values()))
-                for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
-                    try:
-                        if failure is None:
-                            self._land(chunk, handles, adding, start, stop, total)
-                    except Exception as e:  # the others must get what they wait for
-                        failure = e
-            # Only now: all pieces were taken from the wire.
-            if failure is not None:
-                raise failure
-            whole.is_reduced = True
-            self._replicas.landed(index, backward)
-
+        whole = self._whole[index]
+        working = Working(self._mover.watch.moved, staging=self._staging)
+        landing = _Landing(chunk, handles, adding, whole, working, self.state.backward_number)
         # What computes the gradient is on the device still: the collective comes behind it.
         ready = self._device.mark()
+        launch = partial(self._channel.launch_reduce, chunk, whole.flat, ready)
+        self._behind[index] = step.reduce(_number_of(whole.flat.dtype), partial(self._add_up, landing), launch)
 
-        def launch() -> Event:
-            return self._channel.launch_reduce(chunk, whole.flat, ready)
+    def _add_up(self, landing: _Landing, brought: list[int]) -> None:
+        """Add up a chunk and land it. Runs on the landing worker, with all that it needs of the training thread in
+        hand.
 
-        self._behind[index] = step.reduce(1 + _DTYPES.index(whole.flat.dtype), add_up, launch)
+        ``brought``: of each rank the number of the dtype in which it has its gradient.
+        """
+        chunk, whole = landing.chunk, landing.whole
+        for handle in landing.handles:
+            self.gradients.apply_clip(handle)
+            handle.norm_sums = []
+        senders = {rank: _dtype_of_number(number) for rank, number in enumerate(brought)}
+        failure: BaseException | None = None
+        with self._mover.working(landing.working), self._channel.reducing(chunk):
+            self._replicas.begin_landing(chunk, adding=any(landing.adding.values()))
+            for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
+                # After a failure the rest is taken all the same: the others must get what they wait for.
+                if failure is None:
+                    failure = self._try_to_land(landing, start, stop, total)
+        # Only now: all pieces were taken from the wire.
+        if failure is not None:
+            raise failure
+        whole.is_reduced = True
+        self._replicas.landed(chunk.spec.index, landing.backward)
+
+    def _try_to_land(self, landing: _Landing, start: int, stop: int, total: torch.Tensor) -> Exception | None:
+        """Land a piece of the sum; the error, if that fails."""
+        try:
+            self._land(landing.chunk, landing.handles, landing.adding, start, stop, total)
+        except Exception as e:
+            return e
+        return None
 
     def _wait_for_first(self) -> None:
         """Wait until the first reduction behind backward is over, or will not be."""
@@ -294,9 +356,10 @@ class Reduction(GradientSink):
         if not self.in_backward.transient:
             return 0
         # Once per backward, before its first update: all ranks must mean the same moment.
-        if self._plan[0] != self.state.backward_number:  # counters change with the first update
-            self._plan = self.state.backward_number, self._sync.facts_of_updates().checksum
-        return self._plan[1]
+        backward = self.state.backward_number
+        if self._plan is None or self._plan.backward != backward:  # counters change with the first update
+            self._plan = _PlannedUpdates(backward, self._sync.facts_of_updates().checksum)
+        return self._plan.checksum
 
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""

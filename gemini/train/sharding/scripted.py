@@ -20,6 +20,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -80,6 +82,16 @@ class Launch(Event):
     def wait_on_device(self) -> None:
         self.await_launch()
         self.end.wait_on_device()
+
+
+@dataclass
+class _Reduction:
+    """A reduction of a script. The launcher notes what all ranks bring and the end of the launch; then it lands."""
+
+    add_up: Callable[[list[int]], None]
+    launch: Callable[[], Event]
+    heard: list[int] = field(default_factory=list)
+    end: Event = DONE
 
 
 class ScriptedStep:
@@ -180,32 +192,35 @@ class ScriptedStep:
             add_up: called on a worker with the numbers of all ranks, if none has parted.
             launch: lets it begin, before ``add_up``; the end of that.
         """
-        number, heard, end = len(self._jobs), [0], DONE
+        number = len(self._jobs)
+        reduction = _Reduction(add_up, launch)
 
         def run() -> None:
-            nonlocal heard, end
-            heard = self._hear(brings, "the beginning of a reduction")
+            reduction.heard = self._hear(brings, "the beginning of a reduction")
             with self._launching():
-                end = launch()
-
-        def land() -> None:
-            # In the order of the script: the landing worker takes one reduction after the other.
-            offered.wait_until_over()
-            if isinstance(offered.error, Parted):
-                return
-            offered.wait()
-            end.wait()
-            with self._channel.device.beside(_STREAM):
-                add_up(heard)
-                landed = self._channel.device.mark()
-            landed.wait()
+                reduction.end = reduction.launch()
 
         with WHOLE:
             offered = self._offer(number + self.script.gathers_before[number], run)
             # Both or neither: an interrupt in between would leave a launch that nobody lands.
-            job = self._landing.submit(land, number)
+            job = self._landing.submit(partial(self._land, reduction, offered), number)
             self._jobs.append(job)
         return job
+
+    def _land(self, reduction: _Reduction, offered: Job) -> None:
+        """Add up a reduction once it is over. Runs on the landing worker, in the order of the script: it takes one
+        after the other.
+        """
+        offered.wait_until_over()
+        if isinstance(offered.error, Parted):
+            return
+        offered.wait()
+        # Only behind the launch is its end known, and what the others bring.
+        reduction.end.wait()
+        with self._channel.device.beside(_STREAM):
+            reduction.add_up(reduction.heard)
+            landed = self._channel.device.mark()
+        landed.wait()
 
     def before_waiting_for(self, job: Job) -> None:
         """Part before this rank waits for a reduction whose gathers it has not begun: nobody else would begin them."""
