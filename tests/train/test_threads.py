@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,25 +231,31 @@ def test_each_thread_has_its_own_casts_around_a_norm_in_fp32(tmp_path: Path) -> 
     assert model(torch.ones(2, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16 and inside == [torch.float32]
 
 
-def test_who_evaluates_needs_nobody_whose_backward_never_began(tmp_path: Path) -> None:
+def test_who_evaluates_needs_nobody_whose_backward_never_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Interrupted while it waits for another forward, by an error that somebody keeps."""
     model, kept = wrap(Blocks(), "disk", tmp_path, slack=2**16), list[BaseException]()
     loss, is_inside, may_end = squares(model, 0), threading.Event(), threading.Event()
+    main = threading.current_thread()
 
     def hold(*_: Any) -> None:
-        if threading.current_thread() is beside:
+        if threading.current_thread() is not main:
             is_inside.set()
             may_end.wait(PATIENCE)
+
+    def interrupt(_: float) -> None:
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
 
     hook = model.layers[1].register_forward_hook(hold)
     beside = threading.Thread(target=evaluate, args=(model,))
     beside.start()
     assert is_inside.wait(PATIENCE)
-    threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
-    try:
-        loss.backward()
-    except KeyboardInterrupt as e:
-        kept.append(e)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+        try:
+            loss.backward()
+        except KeyboardInterrupt as e:
+            kept.append(e)
     assert kept, "it waits"
     may_end.set()
     beside.join(PATIENCE)
