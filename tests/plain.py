@@ -81,8 +81,11 @@ class Plain:
         param.data = self.states[name]["weights"].to(self._dtype_of(name), copy=True).view(param.shape)
 
     def backward(self, loss: torch.Tensor, share: float = 1.0, **kwargs: Any) -> None:
-        """``share``: what the loss counts. In fp16 it keeps a large scale finite where it begins."""
-        loss.backward(torch.tensor((self.scale or 1.0) * share, dtype=loss.dtype, device=loss.device), **kwargs)
+        """``share``: what the loss counts."""
+        grad = torch.tensor((self.scale or 1.0) * share, dtype=loss.dtype, device=loss.device)
+        # A scaler multiplies what the program has divided: of a loss in fp16 its scale alone may overflow.
+        scale = torch.full_like(grad, self.scale or 1.0)
+        loss.backward(grad if scale.isfinite() else scale, **kwargs)
         self.collect()
 
     def collect(self) -> None:
