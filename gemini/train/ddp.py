@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partialmethod
@@ -113,7 +114,7 @@ class GeminiDDP(nn.Module):
         before, engine = torch.is_grad_enabled(), _engine(self)
         depth = engine.forward.calls.depth
         occupancy = engine.state.occupancy
-        is_first = not occupancy.is_inside
+        is_first = threading.get_ident() not in occupancy.inside
         try:
             occupancy.enter()
             return super().__call__(*args, **kwargs)

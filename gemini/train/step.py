@@ -70,37 +70,28 @@ class Occupancy:
     """
 
     def __init__(self) -> None:
-        self._inside: dict[int, threading.Thread] = {}
-        """Threads in a forward of the whole model."""
+        self.inside: dict[int, threading.Thread] = {}
+        """Threads in a forward of the whole model, by identifier: looked at in every call of the model."""
         self._alone: dict[str, tuple[threading.Thread, Callable[[], Any]]] = {}
         """Who is alone, under its only key (``setdefault`` lets one of several have it): the thread, and what says
         whether it is at work still."""
 
     def enter(self) -> None:
         """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
-        if self.is_here:
+        own = threading.get_ident()
+        if own in self.inside or torch._C._current_graph_task_id() != -1 or (self._alone and self.is_own):
             return
         while True:
             # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
-            self._inside[threading.get_ident()] = threading.current_thread()
+            self.inside[own] = threading.current_thread()
             if not self._alone:
                 return
             self.leave()
             self._wait(self._is_taken)
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether this thread is in a forward."""
-        return threading.get_ident() in self._inside
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this thread is at work in the model."""
-        return self.is_inside or self.is_own or torch._C._current_graph_task_id() != -1
-
     def leave(self) -> None:
         """End the forward of this thread."""
-        self._inside.pop(threading.get_ident(), None)
+        self.inside.pop(threading.get_ident(), None)
 
     @property
     def is_own(self) -> bool:
@@ -109,18 +100,16 @@ class Occupancy:
         return holder is not None and holder[0].ident == threading.get_ident() and bool(holder[1]())
 
     def begin_alone(self, works: Callable[[], Any], inside: int | None = None) -> None:
-        """Be alone, when the forwards of other threads have ended; nothing if this thread is.
+        """Be alone, when the forwards of other threads have ended. Not called by who is.
 
         Args:
             works: says whether it is at work still, should nobody call :meth:`end_alone`.
             inside: a thread in a forward that waits for this one meanwhile, if there is one.
         """
-        if self.is_own:
-            return
         holder = threading.current_thread(), works
         while self._alone.setdefault("is", holder) is not holder:
             self._wait(self._is_taken)
-        if self._inside:
+        if self.inside:
             self._wait(lambda: self._has_others(inside))
 
     def end_alone(self, works: Callable[[], Any]) -> None:
@@ -157,10 +146,10 @@ class Occupancy:
         return False
 
     def _has_others(self, but: int | None = None) -> bool:
-        for ident, thread in list(self._inside.items()):
+        for ident, thread in list(self.inside.items()):
             if not thread.is_alive():  # it has died inside
-                self._inside.pop(ident, None)
-        return bool(self._inside.keys() - {threading.get_ident(), but})
+                self.inside.pop(ident, None)
+        return bool(self.inside.keys() - {threading.get_ident(), but})
 
     def _wait(self, is_busy: Callable[[], bool]) -> None:
         seen, since = PROGRESS.count, time.monotonic()
@@ -169,7 +158,7 @@ class Occupancy:
             if PROGRESS.count != seen:
                 seen, since = PROGRESS.count, time.monotonic()
             elif time.monotonic() - since > GIVE_UP_LOOKS:
-                there = {*self._inside.values(), *(thread for thread, _ in self._alone.values())}
+                there = {*self.inside.values(), *(thread for thread, _ in self._alone.values())}
                 names = ", ".join(sorted(thread.name for thread in there - {threading.current_thread()}))
                 raise GeminiError(
                     f"nothing has moved for {GIVE_UP_LOOKS} s while waiting for what another thread does with this "
@@ -192,15 +181,14 @@ def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwarg
     for two that wait for each other's forward would wait for good.
     """
     occupancy = state.occupancy
-    if occupancy.is_inside:
+    if threading.get_ident() in occupancy.inside or occupancy.is_own:
         return function(*args, **kwargs)
-    # Before `try`: whatever an interrupt cuts off from here on, what was begun is ended.
-    is_first = not occupancy.is_own
+    # Inside `try`: whatever an interrupt cuts off from here on, what was begun is ended.
     try:
         occupancy.begin_alone(ALIVE)
         return function(*args, **kwargs)
     finally:
-        if is_first and occupancy.is_own:
+        if occupancy.is_own:
             occupancy.end_alone(ALIVE)
 
 

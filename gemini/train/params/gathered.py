@@ -59,8 +59,9 @@ class Gathering:
         before: dict[str, torch.Tensor] = {}
         is_first = write and not self._occupancy.is_own
         try:
-            if write:
+            if is_first:
                 self._occupancy.begin_alone(ALIVE)
+            if write:
                 # Before the copies: an update in flight still changes weights that are in place.
                 for chunk in chunks:
                     chunk.settle()
