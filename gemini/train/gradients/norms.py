@@ -123,4 +123,5 @@ def _whole(handles: list[ParamHandle]) -> list[ParamHandle]:
     for handle in handles:
         if handle.leftover:
             handle.refuse_incomplete_gradient()
-    return [handle for handle in handles if handle.has_grad]
+    # Not `has_grad`: this is asked for every param in every step, and a property is a call.
+    return [handle for handle in handles if handle.norm_sums is not None]

@@ -315,7 +315,7 @@ class Stepping:
                 self.state.fetch_clipping()
                 clip = None
         # Params that take the step without a gradient of their own (`zero_grad(set_to_none=False)`).
-        missing = [handle for handle in handles if not handle.has_grad]
+        missing = [handle for handle in handles if handle.norm_sums is None]
         if missing:
             self._gradients.land_zeros(missing)
         coefficient = 1.0 if clip is not None else self.state.clip_coefficient
