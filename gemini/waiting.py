@@ -11,7 +11,7 @@ that it is done stands there, and all who wait for it. So whoever shares somethi
   :data:`gemini.interrupts.WHOLE` besides. A thread is started in there too: ``Thread.start`` waits for an Event.
 
 How long anything takes nobody can know; whether it goes on, somebody can. Who moves bytes or ends a job says so
-(:meth:`Progress.note`), and a wait gives up only when nobody has for a long time (:class:`Patience`).
+(:meth:`Progress.note`), and a wait gives up only when nobody has for a long time (:func:`patience`).
 """
 
 from __future__ import annotations
@@ -143,43 +143,34 @@ class Progress:
 PROGRESS = Progress()
 
 
-class Patience:
-    """How long one wait goes on: however long it takes while anything goes on in this process.
+def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator[None]:
+    """Go on for however long a wait takes while anything goes on in this process. Whoever waits calls ``next`` whenever
+    another ``LOOK_SECONDS`` have passed.
 
     Args:
         what: what is waited for, in words.
         is_elsewhere: whether it is for what has a longer limit of its own: all others that wait meanwhile go on, as
             long as the caller is in :meth:`Progress.elsewhere`.
+
+    Raises:
+        GeminiError: when nothing has gone on for too long; it says what every thread of ours is doing.
     """
-
-    def __init__(self, what: Callable[[], str], *, is_elsewhere: bool = False):
-        self._what = what
-        self._is_elsewhere = is_elsewhere
-        self._limit = GIVE_UP_DEVICE_LOOKS if is_elsewhere else GIVE_UP_LOOKS
-        self._seen = PROGRESS.count
-        self._idle = 0
-
-    def look(self) -> None:
-        """Note that another ``LOOK_SECONDS`` have passed, as whoever waits calls it.
-
-        Raises:
-            GeminiError: when nothing has gone on for too long; it says what every thread of ours is doing.
-        """
+    limit = GIVE_UP_DEVICE_LOOKS if is_elsewhere else GIVE_UP_LOOKS
+    seen, idle = PROGRESS.count, 0
+    while True:
         # Any change starts the count anew, also of other models: a slow drive is no fault as long as it moves
         # something.
-        has_moved = PROGRESS.count != self._seen or (PROGRESS.is_elsewhere and not self._is_elsewhere)
-        self._idle = 0 if has_moved else self._idle + 1
-        self._seen = PROGRESS.count
-        if self._idle not in (TELL_LOOKS, self._limit):
-            return
-        text = f"nothing has moved for {self._idle * LOOK_SECONDS:.0f} s while waiting for {self._what()}"
-        if self._idle < self._limit:
-            warn(f"{text}: {_threads()}")
-        else:
+        has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
+        seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
+        text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for "
+        if idle >= limit:
             raise GeminiError(
-                f"{text}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. Start again "
-                "from the last checkpoint"
+                f"{text}{what()}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. Start "
+                "again from the last checkpoint"
             )
+        if idle == TELL_LOOKS:
+            warn(f"{text}{what()}: {_threads()}")
+        yield
 
 
 def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] = lambda: None) -> None:
@@ -190,12 +181,12 @@ def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] 
         look: called every ``LOOK_SECONDS``; may raise.
 
     Raises:
-        GeminiError: when nothing has gone on for too long (:class:`Patience`).
+        GeminiError: when nothing has gone on for too long (:func:`patience`).
     """
-    patience = Patience(what)
+    looks = patience(what)
     while not latch.wait(LOOK_SECONDS):
         look()
-        patience.look()
+        next(looks)
 
 
 def _threads() -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -219,14 +219,11 @@ class Occupancy:
                 )
 
 
-class _Mark:
-    """Who is alone, or wants to be. A class of its own: marks are compared by identity."""
+class _Mark(NamedTuple):
+    """Who is alone, or wants to be. Marks are compared by identity."""
 
-    __slots__ = ("thread", "works")
-
-    def __init__(self, thread: threading.Thread, works: Callable[[], Any] | None):
-        self.thread = thread
-        self.works = works
+    thread: threading.Thread
+    works: Callable[[], Any] | None
 
     def is_valid(self) -> bool:
         """Whether its thread is at work still."""

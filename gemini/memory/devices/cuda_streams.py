@@ -63,12 +63,12 @@ class CudaEvent(Event):
             raise GeminiError(f"{self.what} failed: {e}") from e
 
     def _wait_long(self) -> None:
-        patience = waiting.Patience(lambda: self.what, is_elsewhere=True)
+        looks = waiting.patience(lambda: self.what, is_elsewhere=True)
         looked = time.perf_counter()
         while not self._event.query():
             time.sleep(_LONGEST)
             if time.perf_counter() - looked > waiting.LOOK_SECONDS:
-                patience.look()
+                next(looks)
                 looked = time.perf_counter()
 
     def wait_on_device(self) -> None:

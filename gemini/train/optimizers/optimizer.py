@@ -321,10 +321,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
         for number, state in result["state"].items():  # a copy: these are the states themselves
-            # What was loaded and waits for its weights is what there is to save.
-            whole = {**state, **state.get(states_of.WAITING, {})}
-            whole.pop(states_of.WAITING, None)
-            result["state"][number] = {name: states_of.shown(self.rule, name, value) for name, value in whole.items()}
+            result["state"][number] = {
+                name: states_of.shown(self.rule, name, value)
+                for name, value in state.items()
+                if name != states_of.BEFORE
+            }
         for index, param in enumerate(self._params()):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
@@ -448,12 +449,15 @@ class HybridOptimizer(torch.optim.Optimizer):
             handle = handle_of(param)
             if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
-                waiting = state.pop(states_of.WAITING, {})  # for a managed param as well
+                # What was loaded may wait for its weights there as well.
+                loaded = (
+                    {name: state[name] for name in states_of.REST & state.keys()} if states_of.BEFORE in state else {}
+                )
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.
                     states_of.complete_master(param, state)
                     owner_of(handle).by_names.write(handle, state["master"])
-                states_of.write_state(handle, {**state, **waiting})
+                states_of.write_state(handle, {**state, **loaded})
 
     def _owner_of(self, params: Iterable[Any]) -> Owner | None:
         handles = {handle.owner: handle for handle in map(handle_of, params) if handle is not None}
