@@ -62,6 +62,13 @@ def on_worker() -> bool:
     return _of_thread.works
 
 
+def lives(thread: threading.Thread) -> bool:
+    """Say whether a thread has begun and not ended. ``thread.is_alive()`` will not do: a KeyboardInterrupt in it notes a
+    thread that runs as ended, for good (its clean-up takes any lock that is held for one that it has taken).
+    """
+    return thread in threading.enumerate()
+
+
 class Latch:
     """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock. Any thread may set
     it and any may wait, several at once.

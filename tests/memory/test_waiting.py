@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
 from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.movement.worker import Job, Worker
-from gemini.waiting import PROGRESS, Latch, await_latch
+from gemini.waiting import PROGRESS, Latch, await_latch, lives
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +100,40 @@ def test_a_wait_does_not_end_while_another_thread_waits_for_other_ranks() -> Non
 def test_a_job_that_no_thread_got_is_named() -> None:
     with pytest.warns(UserWarning), pytest.raises(GeminiError, match="a job of a thread that never got it"):
         Job(lambda: None, 0).wait()
+
+
+def test_an_interrupt_in_a_look_whether_a_thread_runs_ends_no_thread() -> None:
+    """One that comes in ``Thread.is_alive()`` notes a thread that runs as ended."""
+    release = threading.Event()
+    thread = threading.Thread(target=release.wait)
+    thread.start()
+    try:
+        for number in range(1, 100):
+            if not interrupted_at(number, lambda: lives(thread)):
+                break
+        assert number > 3 and lives(thread) and thread.is_alive()
+    finally:
+        release.set()
+        thread.join()
+    assert not lives(thread)
+
+
+def interrupted_at(number: int, function: Callable[[], object]) -> bool:
+    """Whether ``function`` came as far as so many lines, where it was interrupted."""
+    left = number
+
+    def trace(frame: object, event: str, arg: object) -> object:
+        nonlocal left
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)  # type: ignore[arg-type]
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False

@@ -56,6 +56,8 @@ class BackwardPass:
         self._activations, self._updates = parts.activations, parts.updates
         self._in_backward, self._by_names = parts.in_backward, parts.by_names
         self.probe: Probe | None = None
+        self._task = _NONE
+        """The backward, by autograd's number, that has begun last."""
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
         self._works: Callable[[], Any] = _nobody
@@ -69,18 +71,22 @@ class BackwardPass:
         Args:
             record: of the call whose backward begins. A forward that it is part of waits for this backward.
         """
-        if self._state.in_backward:
+        # Not that of another thread, which is waited for. One inside of this one is part of it.
+        occupancy = self._state.occupancy
+        if self._state.in_backward and (self._task == _graph_task() or occupancy.is_own):
             return
         # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
         # off never calls it, and Recovery ends the phase.
         over = partial(self._is_over)
         torch.autograd.Variable._execution_engine.queue_callback(over)
-        if not self._state.occupancy.is_own:
-            self._works = weakref.ref(over)
+        if not occupancy.is_own:
+            works = weakref.ref(over)
             # From here on autograd alone keeps it, for as long as the backward runs, however that ends.
             del over
             around = None if record is None else self._calls.thread_of(record)
-            self._state.occupancy.begin_alone(self._works, around)
+            occupancy.begin_alone(works, around)
+            self._works = works
+        self._task = _graph_task()
 
     def begin(self) -> None:
         """Enter the backward phase: a gradient is about to flow into the model. Called under the lock."""
@@ -114,8 +120,13 @@ class BackwardPass:
     def _is_over(self) -> None:
         """Run as autograd's final callback, on the thread that ended the graph, and without a lock of ours."""
         with self._lock:
-            if self._state.in_backward:  # two threads of one backward may have come first
+            if not self._state.in_backward:  # two threads of one backward may have come first
+                return
+            try:
                 self._end_whole()
+            finally:
+                # Last: a forward that begins now interrupts what the schedule has of a step.
+                self._state.occupancy.end_alone(self._works)
 
     def _end_whole(self) -> None:
         if self.sink.divides:
@@ -144,11 +155,8 @@ class BackwardPass:
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
-        try:
-            # For it may raise (a write inside backward): the phase has ended by then.
-            self._exposure.rest_if_idle()
-        finally:
-            self._state.occupancy.end_alone(self._works)
+        # Last, for it may raise (a write inside backward): the phase has ended by then.
+        self._exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -320,7 +328,10 @@ class BackwardPass:
         # Asked before `end`, which forgets it: only a backward that gave gradients can have updated anything.
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
-        self.end()
+        try:
+            self.end()
+        finally:
+            self._state.occupancy.end_alone(self._works)
         if self._state.updated_in_backward and has_begun:
             self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
@@ -368,8 +379,9 @@ class Recovery:
         It also runs where all is in order (a second forward before the backward of the first), so each part of it
         leaves alone what nobody has interrupted; and all of it waits for another time while other threads are at work.
         """
-        if self._state.num_open and torch._C._current_graph_task_id() == -1:
-            self._state.occupancy.if_alone(self._forget)
+        state = self._state
+        if (state.num_open or state.occupancy.is_part) and torch._C._current_graph_task_id() == -1:
+            state.occupancy.if_alone(self._forget)
 
     def _forget(self) -> None:
         state = self._state

@@ -44,6 +44,7 @@ class ForwardPass:
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock."""
         state = self._state
+        state.occupancy.enter(is_part=True)
         if not state.computing:
             # Counted before anything can fail: an interrupt from here on is found by the next call.
             state.num_open += 1
@@ -107,6 +108,13 @@ class ForwardPass:
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
+        try:
+            return self._end_call(module)
+        finally:
+            if self._state.occupancy.is_part and not self.calls.depth:
+                self._state.occupancy.leave()  # last: whoever is alone from here on finds all in order
+
+    def _end_call(self, module: nn.Module) -> CallRecord | None:
         with self._lock, without_transforms():
             record = self.calls.end(module)
             # Hooks inside it would stay silent in the next forward too.
@@ -138,6 +146,8 @@ class ForwardPass:
         """End all calls of this thread, and those of threads that have died. Called by Recovery alone."""
         self.calls.abandon()
         self._state.unsettle()
+        if self._state.occupancy.is_part:
+            self._state.occupancy.leave()
         self._end_if_over()
         self.let_go_of_transformed()
 
@@ -206,11 +216,16 @@ class ForwardPass:
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Gather the weights of ``chunks`` and make their params ordinary ones, outside of a module's call."""
         # Noted first, as in `begin_call`: an interrupt inside is found by whoever comes next.
-        self._state.num_open += 1
+        occupancy = self._state.occupancy
+        is_first = threading.get_ident() not in occupancy.inside
         try:
+            occupancy.enter()
+            self._state.num_open += 1
             with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
                 yield
         finally:
+            if is_first:
+                occupancy.leave()
             with self._lock, without_transforms():
                 self.exposure.rest_if_idle()
                 # With autograd on a backward may follow that reads them: that one closes.
