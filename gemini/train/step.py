@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -247,6 +248,15 @@ def _is_in_module_call() -> bool:
 def _stands_still(ident: int) -> bool:
     frame = sys._current_frames().get(ident)
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS
+
+
+def at_end_of_backward(call: Callable[[], None]) -> Callable[[], object]:
+    """Have ``call`` called when the whole graph that runs here is done, on the thread that ends it. Gives what says
+    whether it runs still: autograd alone keeps the callback, and lets go of it where the graph breaks off too.
+    """
+    kept = partial(call)
+    torch.autograd.Variable._execution_engine.queue_callback(kept)
+    return weakref.ref(kept)
 
 
 def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
