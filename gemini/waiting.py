@@ -62,6 +62,13 @@ def on_worker() -> bool:
     return _of_thread.works
 
 
+def is_running(thread: threading.Thread) -> bool:
+    """Say whether a thread has begun and not ended. Not by ``Thread.is_alive``: a KeyboardInterrupt inside of it marks
+    a thread as ended for good that goes on.
+    """
+    return thread is threading.current_thread() or thread in threading.enumerate()
+
+
 class Latch:
     """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock. Any thread may set
     it and any may wait, several at once.

@@ -22,7 +22,7 @@ from torch import nn
 
 from gemini.errors import GeminiError, IllegalTransition
 from gemini.kernels import ClipFactor
-from gemini.waiting import GIVE_UP_LOOKS, PROGRESS
+from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, is_running
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -105,7 +105,9 @@ class Occupancy:
     def is_own(self) -> bool:
         """Whether this thread is alone."""
         mark = self._alone.get("is")
-        return mark is not None and mark.thread.ident == threading.get_ident() and mark.is_valid()
+        if mark is None or mark.thread.ident != threading.get_ident():
+            return False
+        return mark.works is None or bool(mark.works())
 
     def begin_alone(self, works: Callable[[], Any] | None = None, inside: int | None = None) -> None:
         """Be alone, when the forwards of other threads have ended. Not called by who is.
@@ -190,7 +192,7 @@ class Occupancy:
 
     def _others(self) -> set[int]:
         for ident, thread in list(self.inside.items()):
-            if not thread.is_alive():  # it has died inside
+            if not is_running(thread):  # it has died inside
                 self.inside.pop(ident, None)
         return self.inside.keys() - {threading.get_ident()}
 
@@ -228,7 +230,7 @@ class _Mark(NamedTuple):
 
     def is_valid(self) -> bool:
         """Whether its thread is at work still."""
-        return self.thread.is_alive() if self.works is None else bool(self.works())
+        return is_running(self.thread) if self.works is None else bool(self.works())
 
 
 _LOOK_SECONDS = 0.0005

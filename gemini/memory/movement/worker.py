@@ -21,7 +21,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
 from gemini.patches import register
-from gemini.waiting import await_latch, begin_work
+from gemini.waiting import await_latch, begin_work, is_running
 
 _END_SECONDS = 60.0
 """How long closing waits for a job that is under way."""
@@ -113,7 +113,7 @@ class JobThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and is_running(self._thread)
 
     @property
     def is_own_thread(self) -> bool:

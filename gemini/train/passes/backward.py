@@ -106,7 +106,11 @@ class BackwardPass:
         """Run as autograd's final callback, on the thread that ended the graph, and without a lock of ours."""
         with self._lock:
             if self._state.in_backward:  # two threads of one backward may have come first
-                self._end_whole()
+                try:
+                    self._end_whole()
+                finally:
+                    # Last: a forward of another thread would find the books half closed.
+                    self._state.occupancy.end_alone(self._works)
 
     def _end_whole(self) -> None:
         if self.sink.divides:
@@ -135,11 +139,8 @@ class BackwardPass:
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
-        try:
-            # For it may raise (a write inside backward): the phase has ended by then.
-            self._exposure.rest_if_idle()
-        finally:
-            self._state.occupancy.end_alone(self._works)
+        # Last, for it may raise (a write inside backward): the phase has ended by then.
+        self._exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -315,7 +316,10 @@ class BackwardPass:
         # Asked before `end`, which forgets it: only a backward that gave gradients can have updated anything.
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
-        self.end()
+        try:
+            self.end()
+        finally:
+            self._state.occupancy.end_alone(self._works)
         if self._state.updated_in_backward and has_begun:
             self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
