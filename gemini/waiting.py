@@ -62,11 +62,11 @@ def on_worker() -> bool:
     return _of_thread.works
 
 
-def lives(thread: threading.Thread) -> bool:
-    """Say whether a thread has begun and not ended. ``thread.is_alive()`` will not do: a KeyboardInterrupt in it notes a
-    thread that runs as ended, for good (its clean-up takes any lock that is held for one that it has taken).
+def is_running(thread: threading.Thread) -> bool:
+    """Say whether a thread has begun and not ended. Not by ``Thread.is_alive``: a KeyboardInterrupt inside of it marks
+    a thread as ended for good that goes on (its clean-up takes any lock that is held for one that it has taken).
     """
-    return thread in threading.enumerate()
+    return thread is threading.current_thread() or thread in threading.enumerate()
 
 
 class Latch:
@@ -169,14 +169,15 @@ def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator
         # something.
         has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
         seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
-        text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for "
-        if idle >= limit:
-            raise GeminiError(
-                f"{text}{what()}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. Start "
-                "again from the last checkpoint"
-            )
-        if idle == TELL_LOOKS:
-            warn(f"{text}{what()}: {_threads()}")
+        if idle == TELL_LOOKS or idle >= limit:
+            text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}"
+            if idle < limit:
+                warn(f"{text}: {_threads()}")
+            else:
+                raise GeminiError(
+                    f"{text}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. "
+                    "Start again from the last checkpoint"
+                )
         yield
 
 

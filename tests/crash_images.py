@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-
 from gemini.memory.durable.slots import SlotFile
-from gemini.memory.nvme import SpillFile
+from gemini.memory.nvme import Extent, SpillFile
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.tensor_file import bytes_of
 
@@ -61,13 +59,18 @@ class Log:
     def recording(self) -> Iterator[None]:
         begin_write, pwrite, sync = SpillFile.begin_write, os.pwrite, os.fdatasync
 
-        def slot_write(file: Any, source: torch.Tensor, offset: int) -> Any:
-            data = bytes(bytes_of(source.detach().contiguous().view(-1)))
-            event = begin_write(file, source, offset)
-            if isinstance(file, SlotFile):
-                self.entries.append(
-                    Write(str(file.path.resolve().relative_to(self.root)), offset, data, event, time.monotonic_ns())
-                )
+        def slot_write(file: Any, extents: Any) -> Any:
+            if not isinstance(file, SlotFile):
+                return begin_write(file, extents)
+            written: list[tuple[int, bytes]] = []
+
+            def noted() -> Iterator[Extent]:
+                for source, offset in extents:
+                    written.append((offset, bytes(bytes_of(source.detach().contiguous().view(-1)))))
+                    yield Extent(source, offset)
+
+            event, name = begin_write(file, noted()), str(file.path.resolve().relative_to(self.root))
+            self.entries += [Write(name, offset, data, event, time.monotonic_ns()) for offset, data in written]
             return event
 
         def record_write(fd: int, data: Any, offset: int) -> int:

@@ -15,9 +15,10 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -59,55 +60,66 @@ def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
 
 
+class Extent(NamedTuple):
+    """Page-aligned, contiguous host memory, and the place in a file that it is read from, or written to."""
+
+    tensor: torch.Tensor
+    offset: int
+
+
 class FileTransfer(Event):
-    """A read or a write under way. It keeps its memory alive until the disk is done with it. Any thread may wait for
-    it; the first one takes the ticket and the others the lock.
+    """Reads under way that were asked for at once, or writes. It keeps their memory alive until the disk is done with
+    it. Any thread may wait for it; the first one takes the tickets and the others the lock.
+
+    Args:
+        under_way: what has begun, with its tickets; it grows until the transfer is handed out.
     """
 
-    def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
+    def __init__(self, spill: SpillFile, what: str, under_way: list[tuple[int, Extent]]):
         super().__init__()
-        self._spill, self._ticket, self._tensor, self._what, self._offset = spill, ticket, tensor, what, offset
+        self._spill, self._what, self._under_way = spill, what, under_way
         self._lock = threading.Lock()
-        self._is_over = False
 
     def is_complete(self) -> bool:
         # Never blocks: whoever has the lock may be waiting for the disk.
         if not self._lock.acquire(blocking=False):
-            return self._is_over  # somebody waits, and so has the ticket
+            return not self._under_way  # somebody waits, and so has the tickets
         try:
-            return self._is_over or self._spill.queue.done(self._ticket)
+            return all(self._spill.queue.done(ticket) for ticket, _ in self._under_way)
         finally:
             self._lock.release()
 
-    def wait(self, timeout: float = 0.0) -> None:
-        """Block until the disk is done. (The system bounds this, not ``timeout``.)
+    def wait(self) -> None:
+        """Block until the disk is done.
 
         Raises:
-            StorageError: if it failed.
+            StorageError: if one of them failed: the first that did.
         """
         self.wait_until_over()
         if self._error is not None:
             raise self._error
 
-    def wait_until_over(self, timeout: float = 0.0) -> None:
+    def wait_until_over(self) -> None:
         """:meth:`wait` for who does not need to know how it ended."""
+        queue = self._spill.queue
         with self._lock:
-            if not self._is_over:
+            while self._under_way:
                 try:
-                    self._spill.queue.wait(self._ticket)
+                    queue.wait(self._under_way[0][0])
                 except (OSError, RuntimeError) as e:
-                    self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
+                    if self._error is None:
+                        num_bytes, offset = self._under_way[0][1].tensor.nbytes, self._under_way[0][1].offset
+                        self._error = self._spill.failed(self._what, num_bytes, offset, e)
                 except ValueError:
                     # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass
-                # Not after an interrupt, which may have come before the wait: the disk still has the memory.
-                self._is_over = True
-                # The disk is done with it: now its memory may go.
-                del self._tensor
+                # The disk is done with it: now its memory may go. Not after an interrupt, which may have come before
+                # the wait: the disk still has the memory.
+                del self._under_way[0]
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Nobody waits for it, but the disk may still have the memory, which goes with this object.
-        if not getattr(self, "_is_over", True) and not _ending():
+        if getattr(self, "_under_way", None) and not _ending():
             with contextlib.suppress(Exception):
                 self.wait()
 
@@ -188,24 +200,26 @@ class SpillFile:
                 f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
             ) from e
 
-    def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> FileTransfer:
-        """Start to fill the page-aligned, contiguous host tensor ``into`` from ``offset``.
+    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> FileTransfer:
+        """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
 
         ``urgent``: before other requests that have not been started.
         """
-        return self._transfer("read", into, offset, urgent)
+        return self._begin("read", self.queue.submit_read, extents, urgent)
 
-    def begin_write(self, source: torch.Tensor, offset: int) -> FileTransfer:
-        """Start to write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
-        return self._transfer("write", source, offset, False)
+    def begin_write(self, extents: Iterable[Extent]) -> FileTransfer:
+        """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
+        asked for when the one before it has been begun.
+        """
+        return self._begin("write", self.queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
-        self.begin_read(into, offset, urgent=True).wait()
+        self.begin_read([Extent(into, offset)], urgent=True).wait()
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write ``source`` at ``offset``."""
-        self.begin_write(source, offset).wait()
+        self.begin_write([Extent(source, offset)]).wait()
 
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
         """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
@@ -246,18 +260,27 @@ class SpillFile:
         error.__cause__ = cause
         return error
 
-    def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> FileTransfer:
-        num_bytes = tensor.numel() * tensor.element_size()
-        # O_DIRECT would refuse it with an error that says nothing of why.
-        assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
-        assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
-        submit = self.queue.submit_read if what == "read" else self.queue.submit_write
-        with WHOLE:  # until somebody has the ticket, nothing keeps the memory that the disk is given
-            try:
-                ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
-            except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-                raise self.failed(what, num_bytes, offset, e) from e
-            return FileTransfer(self, ticket, tensor, what, offset)
+    def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
+        under_way: list[tuple[int, Extent]] = []
+        transfer = FileTransfer(self, what, under_way)
+        try:
+            with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
+                for extent in extents:
+                    tensor, offset = extent
+                    num_bytes, address = tensor.nbytes, tensor.data_ptr()
+                    # O_DIRECT would refuse it with an error that says nothing of why.
+                    assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
+                    assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
+                    try:
+                        ticket = submit(self._fd, address, num_bytes, offset, urgent=urgent)
+                    except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
+                        raise self.failed(what, num_bytes, offset, e) from e
+                    under_way.append((ticket, extent))
+        except BaseException:
+            # Whoever asked gives this memory to others when it raises.
+            transfer.wait_until_over()
+            raise
+        return transfer
 
 
 def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:

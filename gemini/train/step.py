@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from gemini.errors import GeminiError, IllegalTransition
 from gemini.kernels import ClipFactor
-from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, lives
+from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, is_running
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,7 +130,11 @@ class Occupancy:
     def is_own(self) -> bool:
         """Whether this thread is alone."""
         mark = self._alone.get("is")
-        return mark is not None and mark.thread is threading.current_thread() and mark.is_valid()
+        return (
+            mark is not None
+            and mark.thread is threading.current_thread()
+            and (mark.works is None or bool(mark.works()))
+        )
 
     def begin_alone(self, works: Callable[[], Any] | None = None, inside: int | None = None) -> None:
         """Be alone, when the forwards of other threads have ended. Not called by who is.
@@ -216,7 +221,7 @@ class Occupancy:
 
     def _others(self) -> set[int]:
         for ident, thread in list(self.inside.items()):
-            if not lives(thread):  # it has died inside
+            if not is_running(thread):  # it has died inside
                 self.inside.pop(ident, None)
         return self.inside.keys() - {threading.get_ident()}
 
@@ -254,7 +259,7 @@ class _Mark(NamedTuple):
 
     def is_valid(self) -> bool:
         """Whether its thread is at work still."""
-        return lives(self.thread) if self.works is None else bool(self.works())
+        return is_running(self.thread) if self.works is None else bool(self.works())
 
 
 _LOOK_SECONDS = 0.0005
@@ -274,6 +279,15 @@ def _is_in_module_call() -> bool:
 def _stands_still(ident: int) -> bool:
     frame = sys._current_frames().get(ident)
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS
+
+
+def at_end_of_backward(call: Callable[[], None]) -> Callable[[], object]:
+    """Have ``call`` called when the whole graph that runs here is done, on the thread that ends it. Gives what says
+    whether it runs still: autograd alone keeps the callback, and lets go of it where the graph breaks off too.
+    """
+    kept = partial(call)
+    torch.autograd.Variable._execution_engine.queue_callback(kept)
+    return weakref.ref(kept)
 
 
 def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -29,7 +29,7 @@ def write_some(pair: SlotPair, expected: bytearray, rng: random.Random) -> None:
     data = rng.randbytes(count * PAGE)
     source = host_bytes(count * PAGE)
     source.numpy()[:] = memoryview(data)
-    pair.begin_write(source, first * PAGE).wait()
+    pair.write(source, first * PAGE)
     expected[first * PAGE : (first + count) * PAGE] = data
 
 
@@ -94,12 +94,12 @@ def made(path: Path) -> tuple[SlotFile, SlotPair]:
 def write(pair: SlotPair, first: int, values: list[int]) -> None:
     source = host_bytes(len(values) * PAGE)
     source.view(len(values), PAGE)[:] = torch.tensor(values, dtype=torch.uint8)[:, None]
-    pair.begin_write(source, first * PAGE).wait()
+    pair.write(source, first * PAGE)
 
 
 def read(pair: SlotPair) -> list[int]:
     into = host_bytes(PAGES * PAGE)
-    pair.begin_read(into, 0).wait()
+    pair.read(into, 0)
     assert (into.view(PAGES, PAGE) == into.view(PAGES, PAGE)[:, :1]).all()
     return into.view(PAGES, PAGE)[:, 0].tolist()
 

@@ -26,6 +26,7 @@ from gemini.jobs.doctor import doctor
 from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
+from gemini.memory.nvme import Extent
 from gemini.train.checkpoint import saver
 from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
 from gemini.train.update import worker as update_worker
@@ -380,12 +381,16 @@ class Failing:
     def drive(self) -> Iterator[None]:
         begin_write, refusing = SlotFile.begin_write, self._refusing(lambda: None)
 
-        def slot_write(file: SlotFile, source: Any, offset: int) -> Any:
-            try:
-                refusing()
-            except OSError as e:
-                raise file.failed("write", source.nbytes, offset, e) from e
-            return begin_write(file, source, offset)
+        def slot_write(file: SlotFile, extents: Any) -> Any:
+            def asked() -> Iterator[Extent]:
+                for source, offset in extents:
+                    try:
+                        refusing()
+                    except OSError as e:
+                        raise file.failed("write", source.nbytes, offset, e) from e
+                    yield Extent(source, offset)
+
+            return begin_write(file, asked())
 
         with (
             mock.patch.object(SlotFile, "begin_write", slot_write),

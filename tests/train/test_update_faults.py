@@ -36,7 +36,7 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
     reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
     backward(model, 1)
 
-    def full(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+    def full(self: SpillFile, extents: Any) -> Any:
         raise StorageError("no space left")
 
     name = next(iter(reference))

@@ -11,7 +11,7 @@ are one step, in whatever order their forwards and backwards come; it is recorde
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -160,18 +160,23 @@ class _Course:
 class Foresight:
     """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next.
     Called by the training thread alone.
+
+    Args:
+        schedule: what the model was wrapped with.
     """
 
-    def __init__(self, plan: Callable[[tuple[Access, ...]], Sequence[Moves]], schedule: Schedule | None = None):
-        """``plan``: makes the moves for recorded accesses. ``schedule``: what the model was wrapped with."""
+    def __init__(self, schedule: Schedule | None = None):
         self._usual, self._scoped = _Course(schedule), _Course()
         self._course = self._usual
-        self._plan = plan
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self._is_followed = False
         self.in_step = False
         """Whether a step is under way: from its first forward to the end of its backward, or of the scope."""
+
+    def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
+        """Make the moves for recorded accesses: here none."""
+        return [Moves()] * len(steps)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -227,7 +232,7 @@ class Foresight:
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
             steps = tuple(self._seen)
-            course.schedule, course.num_strange = Schedule(steps, self._plan(steps), chunks), 0
+            course.schedule, course.num_strange = Schedule(steps, self.plan(steps), chunks), 0
         elif course.schedule is not None and self.in_step:
             course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
         # What may be borrowed between two steps is that of the schedule that was followed: the next one begins it anew.

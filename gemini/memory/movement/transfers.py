@@ -67,7 +67,7 @@ class Transfer(Job):
     what = "a transfer"
 
     def __init__(self, lane: Lane, deadline: float = 0.0, *, key: Hashable = None, of: Any = None):
-        super().__init__(_nothing_on_the_host, deadline)
+        super().__init__(deadline)
         self.lane, self.key, self.of = lane, self if key is None else key, of
         self.copies: Event = DONE
         """The end of what the device copies."""
@@ -277,7 +277,3 @@ class Transfers:
                 assert transfer.key == key and transfer.lane is lane, (lane, key)
                 # A checkpoint goes on behind steps, and no drain of the model waits for it.
                 assert lane is Lane.CHECKPOINT or transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
-
-
-def _nothing_on_the_host() -> None:
-    """Do nothing: all of it is the device's work, or that of a thread with tiles of its own."""

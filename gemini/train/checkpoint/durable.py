@@ -105,7 +105,7 @@ class StoreHome(CheckpointHome):
         at = piece.start // piece.plane.block * piece.plane.dtype.itemsize
         pair = self._store.slots.pairs[slot_name(piece.kind, piece.chunk_index)]
         # Waited for, since the next piece comes into the same staging.
-        pair.begin_write(piece.staged(device, staging)[1], at).wait()
+        pair.write(piece.staged(device, staging)[1], at)
 
     def flush(self) -> None:
         self._layout = self._store.write_layout(layout_of(self._sources, self._store))

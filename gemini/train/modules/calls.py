@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from gemini.errors import BudgetExceeded, IllegalTransition
+from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.tiers import Want
@@ -273,6 +274,23 @@ class Calls:
     def _release_all(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self._release(chunk)
+
+
+def refuse_deleted() -> NoReturn:
+    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
+    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+
+
+def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
+    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
+
+    Raises:
+        GeminiError: if the model was deleted.
+    """
+    passes = ref()
+    if passes is None:
+        refuse_deleted()
+    passes.backward.begin_of(record)
 
 
 # ---- tensors in what modules take and return: tuples, lists, dicts, ModelOutputs, dataclasses ------------------------

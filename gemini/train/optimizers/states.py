@@ -23,7 +23,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
 
@@ -142,7 +142,7 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
 def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
     """The managed params that belong to an optimizer (none while it is being made)."""
     params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
-    return [handle for param in params if (handle := handle_of(param)) and optimizer_of(param) is optimizer]
+    return [handle for handle in handles_of(params) if optimizer_of(handle.param) is optimizer]
 
 
 def _cannot_write(handle: ParamHandle) -> GeminiError:
@@ -187,7 +187,7 @@ def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
     params = list(params)
     with WHOLE:
         # Before they are given away: what starts anew is what another optimizer has left.
-        start_anew(h for p in params if (h := handle_of(p)) is not None and optimizer_of(p) is not optimizer)
+        start_anew(h for h in handles_of(params) if optimizer_of(h.param) is not optimizer)
         give_to(optimizer, params)
 
 

@@ -171,6 +171,11 @@ def handle_of(param: Any) -> ParamHandle | None:
     return getattr(param, "_gemini", None)
 
 
+def handles_of(params: Iterable[Any]) -> list[ParamHandle]:
+    """The handles of those params that are managed."""
+    return [handle for handle in map(handle_of, params) if handle is not None]
+
+
 def is_in_stages(param: nn.Parameter) -> bool:
     """Whether several stages of a pipeline read a param. Its chunk holds nothing else then, so that ranks that have
     the same part of their stages' chunks have the same part of the param.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,17 +22,13 @@ from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backwa
 from gemini.train.params.owner import Probe, owner_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
+from gemini.train.step import at_end_of_backward
 from gemini.waiting import PROGRESS
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id
 _NONE = -2
 """No backward: autograd's own number for that is -1."""
-
-
-def refuse_deleted() -> NoReturn:
-    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
-    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
 
 
 def _nobody() -> None:
@@ -66,7 +61,7 @@ class BackwardPass:
     # ---- the pass -----------------------------------------------------------------------------------------------
 
     def be_alone(self, record: CallRecord | None = None) -> None:
-        """Wait for forwards of other threads, if the backward begins. Before the lock is taken: they end under it.
+        """Wait for forwards of other threads: the backward begins. Before the lock is taken: they end under it.
 
         Args:
             record: of the call whose backward begins. A forward that it is part of waits for this backward.
@@ -77,15 +72,11 @@ class BackwardPass:
             return
         # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
         # off never calls it, and Recovery ends the phase.
-        over = partial(self._is_over)
-        torch.autograd.Variable._execution_engine.queue_callback(over)
+        running = at_end_of_backward(self._is_over)
         if not occupancy.is_own:
-            works = weakref.ref(over)
-            # From here on autograd alone keeps it, for as long as the backward runs, however that ends.
-            del over
             around = None if record is None else self._calls.thread_of(record)
-            occupancy.begin_alone(works, around)
-            self._works = works
+            occupancy.begin_alone(running, around)
+            self._works = running
         self._task = _graph_task()
 
     def begin(self) -> None:
@@ -107,7 +98,8 @@ class BackwardPass:
     @own_work
     def begin_of(self, record: CallRecord) -> None:
         """Gather what the backward of one call reads, and let go of calls that are over."""
-        self.be_alone(record)
+        if self._task != _graph_task():
+            self.be_alone(record)
         with self._lock:
             self.begin()
             if self._moves:
@@ -171,7 +163,6 @@ class BackwardPass:
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
-        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
         if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
             self._leave(handle)
             return
@@ -188,14 +179,16 @@ class BackwardPass:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)
             chunk.num_missing_grads -= 1
-            if not chunk.num_missing_grads and chunk.window is not None:
-                # Nobody reads its weights again in this backward: its window is the first to go.
-                self._manager.grads_complete(chunk)
+            if not chunk.num_missing_grads:
+                PROGRESS.count += 1
+                if chunk.window is not None:
+                    self._manager.grads_complete(chunk)
 
     @own_work
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
-        self.be_alone()
+        if self._task != _graph_task():
+            self.be_alone()
         with self._lock:
             self.begin()
             if self.scaling.is_needed or scaling.are_any_scaled:
@@ -213,24 +206,27 @@ class BackwardPass:
                 self._plain_task = _graph_task()
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
-                self._complete(chunk)
+                self._note_complete(chunk)
+                self.sink.complete(chunk)
 
     @own_work
     def _leave(self, handle: ParamHandle) -> None:
         """Count a gradient that arrives and is not kept (a probe has taken it)."""
-        self.be_alone()
+        if self._task != _graph_task():
+            self.be_alone()
         with self._lock:
             self.begin()
             chunk = handle.chunk
             chunk.num_missing_grads -= 1
-            if not chunk.num_missing_grads and chunk.window is not None:
-                self._manager.grads_complete(chunk)
+            if not chunk.num_missing_grads:
+                self._note_complete(chunk)
 
-    def _complete(self, chunk: Chunk) -> None:
-        """Hand a chunk whose gradients are all there to the sink. Called under the lock."""
+    def _note_complete(self, chunk: Chunk) -> None:
+        """Note that all gradients of a chunk are there. Called under the lock."""
+        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
         if chunk.window is not None:
+            # Nobody reads its weights again in this backward: its window is the first to go.
             self._manager.grads_complete(chunk)
-        self.sink.complete(chunk)
 
     def _begin_gradients(self) -> None:
         """Make ready for gradients: the first of a param has arrived in this backward. Called under the lock.
@@ -345,18 +341,6 @@ def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
 def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
     owner = handle.owner()
     (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
-
-
-def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
-    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
-
-    Raises:
-        GeminiError: if the model was deleted.
-    """
-    passes = ref()
-    if passes is None:
-        refuse_deleted()
-    passes.backward.begin_of(record)
 
 
 # ---- after an interrupt ----------------------------------------------------------------------------------------------

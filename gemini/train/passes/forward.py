@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.calls import CallRecord, iter_tensors
+from gemini.train.modules.calls import CallRecord, begin_backward_of, iter_tensors
 from gemini.train.observers import innermost_transform, is_differentiating, own_work, without_transforms
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
@@ -266,11 +267,11 @@ class StrayReads:
     """Serves reads of one model's params outside of their own module's forward.
 
     Args:
-        begin_backward_of: what to call when the gradient of an operation's result arrives; it does not keep the model.
+        owner: the passes of the model: graphs keep this, and no model.
     """
 
-    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord, torch.Tensor], None]):
-        self._forward, self._begin_backward_of = forward, begin_backward_of
+    def __init__(self, forward: ForwardPass, owner: weakref.ref[Any]):
+        self._forward, self._owner = forward, owner
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that reads params outside their own module's forward, while the model computes.
@@ -287,12 +288,12 @@ class StrayReads:
         moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
         if not moving:
             return func(*args, **kwargs)
-        record, begin = CallRecord(None, moving, forward.calls.innermost), self._begin_backward_of
+        record = CallRecord(None, moving, forward.calls.innermost)
         with forward.opened(moving):
             result = func(*args, **kwargs)
         # After the block: the block itself looked into the window, and would count as somebody else.
         forward.lend_what_is_left(moving)
-        record.on_gradient(result, partial(begin, record))
+        record.on_gradient(result, partial(begin_backward_of, self._owner, record))
         # An operation that writes to a weight (`w.mul_(2)` in another module's forward) is refused here, by name.
         forward.exposure.refuse_writes()
         return result

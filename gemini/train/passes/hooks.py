@@ -24,6 +24,7 @@ from gemini.config import GeminiConfig
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.modules import injected
+from gemini.train.modules.calls import begin_backward_of, refuse_deleted
 from gemini.train.modules.compiled import (
     CompiledParts,
     hook_around,
@@ -33,10 +34,10 @@ from gemini.train.modules.compiled import (
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
 from gemini.train.observers import innermost_transform
-from gemini.train.params.gathered import Rewriting, handles_of, resident_chunks
-from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
-from gemini.train.passes.backward import BackwardPass, Recovery, begin_backward_of, refuse_deleted
+from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
+from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import ForwardPass
+from gemini.train.passes.gathered import Rewriting, resident_chunks
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
@@ -137,18 +138,14 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
     """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
         passes = passes_of(ref)
-        for param in layer.parameters():
-            if (handle := handle_of(param)) is not None and handle.chunk.resident:
+        for handle in handles_of(layer.parameters()):
+            if handle.chunk.resident:
                 passes.forward.exposure.expose(handle.chunk)  # after its update
         passes.rewriting.unmerge(layer)
 
 
 def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
-    chunks: dict[int, Chunk] = {}
-    for param in params:
-        handle = handle_of(param)
-        if handle is not None and not handle.chunk.resident:
-            chunks[handle.chunk.spec.index] = handle.chunk
+    chunks = {handle.chunk.spec.index: handle.chunk for handle in handles_of(params) if not handle.chunk.resident}
     return tuple(chunks.values())
 
 
@@ -164,9 +161,8 @@ def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
         # The root's path matches, so this ends.
         while ENTRANCE.fullmatch(around) is None:
             around = around.rpartition(".")[0]
-        for param in params:
-            handle = handle_of(param)
-            if handle is not None and handle.chunk.resident:
+        for handle in handles_of(params):
+            if handle.chunk.resident:
                 found.setdefault(around, {})[handle.chunk.spec.index] = handle.chunk
     return {path: tuple(chunks.values()) for path, chunks in found.items()}
 
@@ -175,11 +171,10 @@ def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
     """Forget a write that was none: PEFT's ParamWrapper registers a parametrization for each forward, in which torch
     sets the param to itself.
     """
-    for param in module.parameters():
-        handle = handle_of(param)
-        if handle is not None and not handle.poisoned:
-            # A poisoned param was not looked at by that forward: its count stays, so a real write to it is still seen.
-            handle.version = param._version
+    for handle in handles_of(module.parameters()):
+        # A poisoned param was not looked at by that forward: its count stays, so a real write to it is still seen.
+        if not handle.poisoned:
+            handle.version = handle.param._version
 
 
 def passes_of(ref: weakref.ref[Passes]) -> Passes:
@@ -194,7 +189,7 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     return passes
 
 
-def _taking_over(ref: weakref.ref[Passes], handles: tuple[ParamHandle, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
+def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Add to the hooks of a module that may write to ``handles`` what makes its writes the masters."""
     if not handles:
         return pre, post

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -137,7 +137,7 @@ def build(
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
-    foresight = _foresight(decision, owner, config.eviction_policy)
+    foresight = PlannedForesight(decision, owner, config.eviction_policy)
     return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
@@ -156,31 +156,38 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
-def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:
-    """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
-    some room to activations on their way if they can. ``policy``: who makes these; None for what costs least.
-    """
-    trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
-    homes = placement.homes
-    chunks = range(len(problem.layout.chunks))
-    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
-    schedule = None
-    if plan is not None and trace.source is not Source.STRUCTURE:
-        lent = borrowable(problem, placement, plan.accesses)
-        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
+class PlannedForesight(Foresight):
+    """Foresight that plans as the planner does: the plan's own moves, if it was made for a real step; else those for
+    the first step that is seen.
 
-    def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
-        # A weak reference: foresight outlives no model, nor keeps it alive.
-        model = owner()
+    Args:
+        owner: the passes of the model, weakly: foresight keeps no model.
+        policy: who makes the moves; None for what costs least.
+    """
+
+    def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None):
+        trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
+        self._trace, self._problem, self._placement = trace, problem, placement
+        self._owner, self._policy = owner, policy
+        schedule = None
+        if plan is not None and trace.source is not Source.STRUCTURE:
+            homes = enumerate(placement.homes)
+            moving = frozenset(i for i, home in homes if problem.needs_window(i, home[WEIGHTS]))
+            lent = borrowable(problem, placement, plan.accesses)
+            schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
+        super().__init__(schedule)
+
+    def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
+        """Make the moves for recorded accesses, which leave some room to activations on their way if they can."""
+        model, problem = self._owner(), self._problem
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
         for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+            smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps, policy=policy)[0]
+                return moves_for(self._trace, smaller, self._placement, steps=steps, policy=self._policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
-        return (Moves(),) * len(steps)
-
-    return Foresight(make_moves, schedule)
+        return super().plan(steps)
 
 
 def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
@@ -250,11 +257,10 @@ def _make_chunk(
     durable: StoreFolder | None,
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
-    pairs = {} if durable is None else durable.slots.pairs
-    planes = {
-        kind: make_plane(form, numel, homes[kind], device, files, pairs.get(slot_name(kind, spec.index)))
-        for kind, form in problem.plane_specs(spec.index).items()
-    }
+    planes = {}
+    for kind, form in problem.plane_specs(spec.index).items():
+        pair = None if durable is None else durable.slots.pairs.get(slot_name(kind, spec.index))
+        planes[kind] = make_plane(form, numel, homes[kind], device, files, pair)
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     # Its home is where modules read: the plane itself is what they see.

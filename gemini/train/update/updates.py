@@ -141,7 +141,7 @@ class Updates:
         """Whether the update is under way already, because it was guessed."""
         job = self.pending.get(update.chunk.spec.index)
         # `keep` drops it if the step asks for another update: then it is undone and made anew below.
-        if job is None or job.guess is None or not (job.is_undecided and job.guess.keep(update.params)):
+        if job is None or not (job.is_undecided and job.guess.keep(update.params)):
             return False
         update.chunk.is_guessed = False
         self.guesses.num_kept += 1
@@ -162,7 +162,7 @@ class Updates:
                 if self.pending.get(job.chunk.spec.index) is not job:
                     self._forget(job)
                     job.finish(e)
-                    if self._drop(job):
+                    if job.guess.drop():
                         self._undo(job)
                     self._manager.end_update(job.chunk)
             raise
@@ -241,7 +241,7 @@ class Updates:
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
-            guess=guess,
+            guess=Guess.certain(update.chunk, self._ledger) if guess is None else guess,
         )
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -336,7 +336,7 @@ class Updates:
         guesses = [(index, job) for index, job in self.pending.items() if job.is_undecided]
         jobs = [job for index, job in guesses if indices is None or index in indices]
         for job in jobs:
-            self._drop(job)  # so that none is worked on while another one is waited for
+            job.guess.drop()  # so that none is worked on while another one is waited for
         for job in jobs:
             self._await(job)
 
@@ -403,7 +403,7 @@ class Updates:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
         of what is needed.
         """
-        return self._await_first(lambda job: job.is_undecided and job.guess is not None and job.guess.holds_memory)
+        return self._await_first(lambda job: job.is_undecided and job.guess.holds_memory)
 
     def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
         """Wait for the first update of which ``which`` is true; False if there is none."""
@@ -415,7 +415,7 @@ class Updates:
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
         for job in self.pending.values():
-            self._drop(job)
+            job.guess.drop()
             with contextlib.suppress(Exception):
                 job.wait()
             with contextlib.suppress(Exception):
@@ -441,7 +441,7 @@ class Updates:
 
     def _await(self, job: UpdateJob) -> None:
         """Wait for an update, undo it if it is a guess, and take it off the list; its error is raised behind that."""
-        index, is_guess = job.chunk.spec.index, self._drop(job)
+        index, is_guess = job.chunk.spec.index, job.guess.drop()
         if not job.is_complete():
             assert self._worker is not None
             if self.order != "fifo":
@@ -467,17 +467,13 @@ class Updates:
         self._transfers.end(job)
         job.chunk.update = None
 
-    def _drop(self, job: UpdateJob) -> bool:
-        """Tell a guess that it is not wanted; False for an update that is."""
-        return job.guess is not None and job.guess.drop()
-
     def _undo(self, job: UpdateJob) -> None:
         """Undo a guess that was dropped, and is over; nothing is done for any other update.
 
         Raises:
             StorageError: if the spill file cannot take back what it had.
         """
-        if job.guess is not None and job.guess.is_dropped:
+        if job.guess.is_dropped:
             try:
                 with WHOLE:
                     job.guess.undo()

@@ -54,7 +54,7 @@ class UpdateJob(Transfer, PendingUpdate):
         threads: that share one call of the kernel.
         ready: what the computing device was given when this was handed over is done; its gradients are there then.
         observers: told before anything of the chunk changes, and when all of it has.
-        guess: of one that begins before anybody knows whether it is wanted.
+        guess: whether it is wanted, which one that begins inside backward may not know yet.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class UpdateJob(Transfer, PendingUpdate):
         threads: int,
         ready: Event,
         observers: WriteObservers,
-        guess: Guess | None = None,
+        guess: Guess,
     ):
         super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
         self.chunk, self.update = update.chunk, update
@@ -85,14 +85,13 @@ class UpdateJob(Transfer, PendingUpdate):
     @property
     def is_undecided(self) -> bool:
         """Whether it is a guess still, which may have to be undone."""
-        return self.guess is not None and not self.guess.is_kept
+        return not self.guess.is_kept
 
     def finish(self, error: BaseException | None = None) -> None:
         # Gradients that autograd left, and views of planes, must not live as long as somebody keeps the job.
         self.update = self.update._replace(params=[], in_place=None)
-        if self.guess is not None:
-            # Before anybody who waits wakes up: they look at the room that this gives back.
-            self.guess.in_memory.end()
+        # Before anybody who waits wakes up: they look at the room that this gives back.
+        self.guess.in_memory.end()
         super().finish(error)
 
 
@@ -207,7 +206,7 @@ class UpdateWorker(JobThread):
                 # chunk.
                 job.observers.before_write(job.chunk)
                 # Without params there are no tiles: it ends at once, and there is nothing to undo.
-                if job.guess is not None and not job.guess.begin():
+                if not job.guess.begin():
                     job.update = job.update._replace(params=[])
                 # The waiting above may have been long.
                 if self._is_closed:
@@ -247,11 +246,11 @@ class UpdateWorker(JobThread):
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            undo = None if job.guess is None else job.guess.in_memory
+            undo = job.guess.in_memory if job.is_undecided else None
             parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), undo=undo)
         for tile in parts:
             # Between two tiles, so that none is left half updated.
-            if job.guess is not None and job.guess.is_dropped:
+            if job.guess.is_dropped:
                 break
             yield job, tile
         job.all_begun = True
@@ -301,7 +300,7 @@ class UpdateWorker(JobThread):
             ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
             self._waiting = []
         # Guesses that nobody had asked for are undone, and lose nothing.
-        lost = [job for job in ended if job.guess is None or not job.guess.drop()]
+        lost = [job for job in ended if not job.guess.drop()]
         books = self.books()
         if lost and books is not None:
             # Before the jobs end: whoever waits for one looks at once whether the model is corrupted.
