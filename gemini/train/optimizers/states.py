@@ -430,6 +430,8 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], befo
             found[name] = value.to(param.device, dtype, copy=True).contiguous()
     if RESIDUAL in found and RESIDUAL_OF in state:
         found[RESIDUAL_OF] = torch.as_tensor(state[RESIDUAL_OF], device="cpu").clone()
-    if RESIDUAL in found or MASTER in found:
+    if _is_of(param, found):
+        found.pop(RESIDUAL_OF, None)
+    elif RESIDUAL in found or MASTER in found:
         found[BEFORE] = {name: before[name] for name in (RESIDUAL, MASTER) if name in before}
     return found
