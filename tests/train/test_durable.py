@@ -187,7 +187,7 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
         self.slots.sync()
 
     with mock.patch.object(StoreHome, "flush", late), mock.patch.object(StoreFolder, "commit", early):
-        assert images(tmp_path, 30)
+        assert images(tmp_path, 120)
     assert given
 
 
