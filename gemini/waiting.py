@@ -169,15 +169,14 @@ def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator
         # something.
         has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
         seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
-        if idle == TELL_LOOKS or idle >= limit:
-            text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}"
-            if idle < limit:
-                warn(f"{text}: {_threads()}")
-            else:
-                raise GeminiError(
-                    f"{text}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. "
-                    "Start again from the last checkpoint"
-                )
+        seconds = idle * LOOK_SECONDS
+        if idle >= limit:
+            raise GeminiError(
+                f"nothing has moved for {seconds:.0f} s while waiting for {what()}. A drive or a device that does not "
+                f"answer, or a fault of Gemini: {_threads()}. Start again from the last checkpoint"
+            )
+        if idle == TELL_LOOKS:
+            warn(f"nothing has moved for {seconds:.0f} s while waiting for {what()}: {_threads()}")
         yield
 
 
