@@ -78,7 +78,7 @@ class Occupancy:
     def __init__(self) -> None:
         self.inside: dict[int, threading.Thread] = {}
         """Threads in a forward, or in ``gathered()``, by identifier: looked at in every call of a module."""
-        self._parts: set[int] = set()
+        self.parts: set[int] = set()
         """Those of them that called a module, and not the model: perhaps for a forward of another thread."""
         self._alone: dict[str, _Mark] = {}
         """Who is alone ("is"), and who will be when all forwards are over ("wants"), so that none begins meanwhile.
@@ -95,7 +95,7 @@ class Occupancy:
             return
         while True:
             if is_part:
-                self._parts.add(own)
+                self.parts.add(own)
             # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
             self.inside[own] = threading.current_thread()
             if not self._alone or not self._must_wait():
@@ -119,12 +119,12 @@ class Occupancy:
         """End the forward of this thread."""
         own = threading.get_ident()
         self.inside.pop(own, None)
-        self._parts.discard(own)
+        self.parts.discard(own)
 
     @property
     def is_part(self) -> bool:
         """Whether this thread calls a module, and not the model; also if an interrupt has ended that."""
-        return bool(self._parts) and threading.get_ident() in self._parts
+        return bool(self.parts) and threading.get_ident() in self.parts
 
     @property
     def is_own(self) -> bool:
@@ -232,7 +232,7 @@ class Occupancy:
         """Say whether another thread than ``own`` computes in a forward, and is not parked."""
         computing = self._others() - self._parked - {own}
         # Threads that run a part of another's forward, which waits for them where Python's threads do.
-        num_parts = sum(ident in self._parts or ident not in self.inside for ident in self._parked)
+        num_parts = sum(ident in self.parts or ident not in self.inside for ident in self._parked.copy())
         return len(computing) > num_parts or not all(map(_stands_still, computing))
 
     def _wait(self, is_busy: Callable[[], bool]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -122,40 +120,3 @@ def test_an_interrupt_in_a_look_at_a_thread_does_not_end_it(monkeypatch: pytest.
     go.set()
     thread.join(30)
     assert not is_running(thread)
-
-
-def test_an_interrupt_in_a_look_whether_a_thread_runs_ends_no_thread() -> None:
-    """One that comes in ``Thread.is_alive()`` notes a thread that runs as ended."""
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait)
-    thread.start()
-    try:
-        for number in range(1, 100):
-            if not interrupted_at(number, lambda: is_running(thread)):
-                break
-        assert number > 3 and is_running(thread) and thread.is_alive()
-    finally:
-        release.set()
-        thread.join()
-    assert not is_running(thread)
-
-
-def interrupted_at(number: int, function: Callable[[], object]) -> bool:
-    """Whether ``function`` came as far as so many lines, where it was interrupted."""
-    left = number
-
-    def trace(frame: object, event: str, arg: object) -> object:
-        nonlocal left
-        left -= 1
-        if not left:
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)  # type: ignore[arg-type]
-    try:
-        function()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False

@@ -45,7 +45,8 @@ class ForwardPass:
     def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
         """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock."""
         state = self._state
-        state.occupancy.enter(is_part=True)
+        if threading.get_ident() not in state.occupancy.inside:
+            state.occupancy.enter(is_part=True)
         if not state.computing:
             # Counted before anything can fail: an interrupt from here on is found by the next call.
             state.num_open += 1
@@ -110,31 +111,28 @@ class ForwardPass:
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
         try:
-            return self._end_call(module)
+            with self._lock, without_transforms():
+                record = self.calls.end(module)
+                # Hooks inside it would stay silent in the next forward too.
+                if record is None or record.parent is None:
+                    self._state.unsettle()
+                self._end_if_over()
+                if self.observers.recording is not None:
+                    self.observers.recording.end_call()
+                if record is not None and record.parent is not None:
+                    # A view of weights that it gave, or left somewhere, may be read until the call around is over.
+                    for chunk in record.chunks:
+                        if chunk.is_lent:
+                            self.lend(chunk)
+                self.exposure.rest_if_idle()
+                if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
+                    self._state.close()
+            if self._activations.offloads and not self.calls.running:
+                self._activations.end_forward()
+            return record
         finally:
-            if self._state.occupancy.is_part and not self.calls.depth:
+            if self._state.occupancy.parts and self._state.occupancy.is_part and not self.calls.depth:
                 self._state.occupancy.leave()  # last: whoever is alone from here on finds all in order
-
-    def _end_call(self, module: nn.Module) -> CallRecord | None:
-        with self._lock, without_transforms():
-            record = self.calls.end(module)
-            # Hooks inside it would stay silent in the next forward too.
-            if record is None or record.parent is None:
-                self._state.unsettle()
-            self._end_if_over()
-            if self.observers.recording is not None:
-                self.observers.recording.end_call()
-            if record is not None and record.parent is not None:
-                # A view of weights that it gave, or left somewhere, may be read until the call around is over.
-                for chunk in record.chunks:
-                    if chunk.is_lent:
-                        self.lend(chunk)
-            self.exposure.rest_if_idle()
-            if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
-                self._state.close()
-        if self._activations.offloads and not self.calls.running:
-            self._activations.end_forward()
-        return record
 
     def unwind(self, depth: int) -> None:
         """End the calls of this thread beyond ``depth``, which an exception ended without their hooks."""
