@@ -110,7 +110,9 @@ def test_an_update_is_whole_before_it_is_interrupted(
     """Beside the update too: then the signal may find the program anywhere, and costs nothing anyway."""
     model, plain = wrap(where, tmp_path, overlap=overlap), Plain(Blocks())
     optimizer = adam(model)
-    for number in (1, 2, 3):
+    # On a stand-in half of the states are in host memory: without overlap a step has one transfer there and one back.
+    most = 2 if (where, moment) == ("standin", "transfer") else 3
+    for number in range(1, most + 1):
         squares(model, number).backward()
         with monkeypatch.context() as patch:
             calls = at_call(patch, *MOMENTS[moment], number, once=overlap)
