@@ -35,6 +35,7 @@ from gemini.planning.placement import bytes_per_tier
 from gemini.ranks.group import Ranks, alone
 from gemini.tiers import Tier
 from gemini.train.modules.reading import Structure
+from gemini.train.optimizers import states as states_of
 from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
 from tests.hunts import program_state
@@ -380,6 +381,10 @@ class PlainSide(Side):
         changed = param.detach() != old
         for optimizer in self._optimizers:
             state = optimizer.state.get(param, {})
+            if states_of.BEFORE in state and states_of.is_of(old, state):
+                states_of.complete_master(old, state)
+            # A loaded master that still waits for its weights is not what was written to.
+            state = state.get(states_of.BEFORE, state)
             if "residual" in state:
                 state["residual"][changed] = 0
             if "master" in state:
