@@ -29,7 +29,7 @@ from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
-from gemini.planning.planes import WEIGHTS, precision_of
+from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
@@ -95,7 +95,8 @@ def build(
     has_all = problem.activations > 0 or config.activations is not None
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
-    device.reserve_host(needed.get(Tier.CPU, 0))
+    kept, crossing = _host_planes(problem, placement)
+    device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     # Windows that are never given back count in full; others as they come and go.
@@ -233,6 +234,27 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, man
     return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
 
 
+def _crosses(kind: PlaneKind, index: int, placement: Placement) -> bool:
+    """Whether a plane of the host is copied to or from the device in a step: updates of the host need the others."""
+    return kind in (WEIGHTS, *GRADS) or index in placement.streamed
+
+
+def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
+    """Of the planes in host memory the bytes of those that stay there, and the others by name, in the order in which
+    they are made.
+    """
+    kept, crossing = 0, list[tuple[str, int]]()
+    for i, homes in enumerate(placement.homes):
+        for kind, num_bytes in problem.plane_bytes(i).items():
+            if homes[kind] is not Tier.CPU:
+                continue
+            if _crosses(kind, i, placement):
+                crossing.append((f"{kind} of chunk {i}", num_bytes))
+            else:
+                kept += num_bytes
+    return kept, crossing
+
+
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
     """Bytes of each plane that lives in the memory that computes."""
     planes = (
@@ -252,7 +274,15 @@ def _make_chunk(
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
     pairs = {} if durable is None else durable.slots.pairs
     planes = {
-        kind: make_plane(form, numel, homes[kind], device, files, pairs.get(slot_name(kind, spec.index)))
+        kind: make_plane(
+            form,
+            numel,
+            homes[kind],
+            device,
+            files,
+            pairs.get(slot_name(kind, spec.index)),
+            crosses=_crosses(kind, spec.index, placement),
+        )
         for kind, form in problem.plane_specs(spec.index).items()
     }
     weights = planes[WEIGHTS]
