@@ -5,8 +5,8 @@
 Compiles csrc/cuda/*.cu with the options of gemini/kernels/nvrtc.py, for each architecture that is asked for, and reads
 what ptxas says of every kernel, its PTX, and its machine code (SASS) where there is a disassembler: cuobjdump on PATH,
 beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). Where NVRTC of the same release is
-there (torch of CUDA brings it, or --nvrtc LIBRARY) its machine code of each kernel is compared byte by byte: that is
-what runs. No GPU is needed.
+there (torch of CUDA brings it, or --nvrtc LIBRARY) its machine code, which is what runs, is compared byte by byte, and
+where that differs the arithmetic and accesses of its PTX. No GPU is needed.
 
 Status 1, naming the kernel, where one uses local memory (a stack frame, spills, LDL or STL); where one for aligned
 arrays has fewer 128-bit loads or stores than a thread's elements fill; and where PTX holds a fused multiply-add, an
@@ -26,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
@@ -40,6 +41,7 @@ from gemini.kernels import nvrtc
 ROOT = Path(__file__).resolve().parents[1]
 ARCHITECTURES = ["80", "89", "90"]
 COMPACT = ("Adam<true>", "Adam<false>", "Lion", "PlainSgd", "Sgd")  # rules with a compact form
+_ENTRY = r"^\s*(?:\.visible |\.weak )?\.entry (\w+)\(", r"^}"
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
 DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate", "4": "first24", "5": "add24"}  # enum Doing
 STATES = {
@@ -156,7 +158,7 @@ def read_resources(said: str) -> dict[str, Kernel]:
 def read_ptx(text: str) -> dict[str, dict[str, int]]:
     """Counts by symbol."""
     found = {}
-    for symbol, body in _bodies(text, r"^\s*(?:\.visible )?\.entry (\w+)\(", r"^}"):
+    for symbol, body in _bodies(text, *_ENTRY):
         found[symbol] = {
             "wide loads": _count(body, r"\bld\.global\.(?:\w+\.)*v4\.\w?32|\bld\.global\.(?:\w+\.)*v2\.\w?64"),
             "wide stores": _count(body, r"\bst\.global\.(?:\w+\.)*v4\.\w?32|\bst\.global\.(?:\w+\.)*v2\.\w?64"),
@@ -235,12 +237,14 @@ def write_source(path: Path, chosen: Iterable[str] | None = None) -> None:
     path.write_text("\n".join([*lines, "}\n"]))
 
 
-def examine(nvcc: str, disassembler: str | None, architecture: str, folder: Path) -> list[Kernel]:
-    """Every kernel; leaves the machine code in ``folder``. Raises subprocess.CalledProcessError, with what the tool
+def examine(
+    nvcc: str, disassembler: str | None, architecture: str, folder: Path, chosen: Iterable[str] | None = None
+) -> list[Kernel]:
+    """Every kernel; leaves machine code and PTX in ``folder``. Raises subprocess.CalledProcessError, with what the tool
     said.
     """
     source, binary, ptx = folder / "kernels.cu", folder / f"{architecture}.cubin", folder / f"{architecture}.ptx"
-    write_source(source)
+    write_source(source, chosen)
     target = [*nvrtc.OPTIONS, f"-arch=sm_{architecture}"]
     said = _run(nvcc, *target, "-Xptxas=-v", "-cubin", str(source), "-o", str(binary))
     _run(nvcc, *nvrtc.OPTIONS, f"-arch=compute_{architecture}", "-ptx", str(source), "-o", str(ptx))
@@ -265,16 +269,29 @@ def machine_code(binary: bytes) -> dict[str, bytes]:
     return {key.removeprefix(".text."): code for key, code in found.items() if key.startswith(".text.")}
 
 
+def arithmetic(body: str) -> Counter[str]:
+    """The instructions of PTX that compute with floating point, reach memory or wait, and how often each is there."""
+    found = re.findall(r"^\s+(?:@!?%p\d+\s+)?((?:[a-z0-9_]+\.)+[a-z0-9]+)", body, re.MULTILINE)
+    return Counter(name for name in found if re.search(r"\.f(32|64)\b|^(ld|st|atom|bar|membar|shfl)\.", name))
+
+
 def others(
-    binary: bytes, compiler: nvrtc.Compiler, architecture: str, chosen: Iterable[str] | None = None
-) -> list[str]:
-    """The kernels of which NVRTC makes other machine code than what is in ``binary``, and those that are not in it."""
-    wanted, found = machine_code(binary), []
+    folder: Path, compiler: nvrtc.Compiler, architecture: str, chosen: Iterable[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The kernels of which NVRTC makes other machine code than nvcc, whose files are in ``folder``; and those among
+    them in whose PTX more differs than how addresses are computed.
+    """
+    wanted = machine_code((folder / f"{architecture}.cubin").read_bytes())
+    texts = dict(_bodies((folder / f"{architecture}.ptx").read_text(), *_ENTRY))
+    other, worse = [], []
     for kernel in all_kernels() if chosen is None else chosen:
         symbol, code = compiler.compile(kernel, f"sm_{architecture}")
         if machine_code(code)[symbol] != wanted.get(symbol):
-            found.append(kernel)
-    return found
+            other.append(kernel)
+            text = compiler.compile(kernel, f"compute_{architecture}")[1].decode()
+            if arithmetic(dict(_bodies(text, *_ENTRY))[symbol]) != arithmetic(texts.get(symbol, "")):
+                worse.append(kernel)
+    return other, worse
 
 
 def _run(*command: str) -> str:
@@ -361,21 +378,25 @@ def main() -> int:
     version = re.search(r"release [\d.]+, V[\d.]+", _run(nvcc, "--version"))
     tools = f"nvcc {version[0] if version else 'of an unknown release'}; machine code "
     tools += "not looked at (no cuobjdump)." if disassembler is None else "read with cuobjdump."
-    found, other, compared = {}, dict[str, list[str]](), ""
+    found, compared = {}, ""
+    other: dict[str, list[str]] = {}
+    worse: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for architecture in arguments.architecture or ARCHITECTURES:
             found[architecture] = examine(nvcc, disassembler, architecture, Path(folder))
             if compiler is not None:
-                binary = (Path(folder) / f"{architecture}.cubin").read_bytes()
-                other[architecture] = others(binary, compiler, architecture)
+                other[architecture], worse[architecture] = others(Path(folder), compiler, architecture)
     if compiler is not None:
         same = (f"{len(found[name]) - len(names)} of {len(found[name])} for sm_{name}" for name, names in other.items())
-        compared = f" NVRTC {compiler.version} makes the same machine code of {', '.join(same)}."
+        compared = (
+            f" NVRTC {compiler.version} makes the same machine code of {', '.join(same)}; of the others the same "
+        )
+        compared += "but for how addresses are computed."
     _report.publish([report(found, tools + compared, told_command(sys.argv))], arguments.out)
-    for architecture, names in other.items():
+    for architecture, names in worse.items():
         for name in names:
-            print(f"sm_{architecture}, {name}: NVRTC makes other machine code", file=sys.stderr)
-    return int(any(other.values()) or any(kernel.faults() for kernels in found.values() for kernel in kernels))
+            print(f"sm_{architecture}, {name}: NVRTC makes other code", file=sys.stderr)
+    return int(any(worse.values()) or any(kernel.faults() for kernels in found.values() for kernel in kernels))
 
 
 if __name__ == "__main__":

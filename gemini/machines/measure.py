@@ -22,10 +22,11 @@ import torch
 
 from gemini import kernels
 from gemini.errors import human_bytes
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
-from gemini.memory.nvme import FileTransfer, SpillFile, free_bytes
+from gemini.memory.nvme import SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
@@ -347,12 +348,12 @@ def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
     before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
     places = [[(number * sum(_STATE_BYTES) + at) * part for at in before] for number in range(steps)]
 
-    def begin(transfer: Callable[[torch.Tensor, int], FileTransfer], number: int) -> list[FileTransfer]:
+    def begin(transfer: Callable[[torch.Tensor, int], Event], number: int) -> list[Event]:
         return [transfer(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
 
     def stream() -> None:
         reading = {number: begin(spill.begin_read, number) for number in range(min(2, steps))}
-        writing: dict[int, list[FileTransfer]] = {}
+        writing: dict[int, list[Event]] = {}
         for number in range(steps):
             for transfer in reading.pop(number):
                 transfer.wait()

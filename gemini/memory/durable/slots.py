@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from gemini.errors import StorageError
 from gemini.kernels import crc32
-from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.nvme import SpillFile, probe
+from gemini.memory.nvme import SpillFile, StripedFile, probe, together
 
 ZEROS = 2
 """In place of a slot's number: never written, all zeros."""
@@ -70,7 +70,7 @@ class SlotPair:
     def begin_read(self, into: torch.Tensor, start: int, *, urgent: bool = False) -> Event:
         """Start to fill ``into`` from byte ``start`` of the plane."""
         parts = list(self._parts(self._now, start, into.nbytes))
-        return _all(
+        return together(
             self._file.begin_read(_cut(into, first, last), at, urgent=urgent)
             for first, last, slot, at in parts
             # Pages that were never written have no place in the file: they are zeroed here.
@@ -89,7 +89,7 @@ class SlotPair:
             self._now[page : page + count] = bytes([slot]) * count
             # While it is being written: summing costs no time of its own.
             self._keep_sum(slot, page, count, crc32(part))
-        return _all(events)
+        return together(events)
 
     def _occupied(self, start: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
         """Ranges within ``[0, num_bytes)``, with the slot that is committed and the one that can be gone back to."""
@@ -210,33 +210,55 @@ class SlotPair:
             yield (begin - first) * PAGE, (end - first) * PAGE, slot, self._place(slot % ZEROS, begin * PAGE)
 
 
-class SlotFile(SpillFile):
-    """The slots of one rank, in a file with a name.
+class NamedFile(SpillFile):
+    """A file that is kept: made if it is not there, and its content is not touched."""
 
-    Args:
-        path: made if it is not there. One that is must be of the same sizes; its content is kept.
-        sizes: bytes of each plane, whole pages, by a name.
-
-    Raises:
-        StorageError: if the folder cannot be written, or the disk cannot hold two slots of each.
-    """
-
-    def __init__(self, path: Path, sizes: Mapping[str, int]):
+    def __init__(self, path: Path):
         self.path = path
-        super().__init__(path.parent, 2 * sum(sizes.values()))
-        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
-        self._refusal: BaseException | None = None
+        super().__init__(path.parent, 0)
+
+    def _open_file(self) -> tuple[int, bool]:
+        direct = probe(self.path.parent).direct
+        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
+        try:
+            return os.open(self.path, flags, 0o600), direct
+        except OSError as e:
+            raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
 
     def sync(self) -> None:
-        """Every write that is over has reached the drive when this returns.
-
-        Raises:
-            StorageError: if the drive says that it has not.
-        """
+        """As :meth:`SlotFile.sync`, of this file."""
         try:
             barrier(self._fd)
         except OSError as e:
             raise self.failed("write out", self.num_bytes, 0, e) from e
+
+
+class SlotFile(StripedFile):
+    """The slots of one rank, in a file with a name, or striped over several on a drive each.
+
+    Args:
+        paths: made if they are not there. Those that are must be of the same sizes; their content is kept.
+        sizes: bytes of each plane, whole pages, by a name.
+
+    Raises:
+        StorageError: if a folder cannot be written, or a disk cannot hold two slots of each.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Mapping[str, int]):
+        self.path = paths[0]
+        self._files = [NamedFile(path) for path in paths]
+        super().__init__(self._files, 2 * sum(sizes.values()))
+        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
+        self._refusal: BaseException | None = None
+
+    def sync(self) -> None:
+        """Every write that is over has reached its drive when this returns.
+
+        Raises:
+            StorageError: if a drive says that it has not.
+        """
+        for file in self._files:
+            file.sync()
 
     def refuse_writes(self, why: BaseException) -> None:
         """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
@@ -251,14 +273,6 @@ class SlotFile(SpillFile):
                 "program again and load the store: it goes on from its last commit"
             ) from self._refusal
         return super().begin_write(source, offset)
-
-    def _open_file(self) -> tuple[int, bool]:
-        direct = probe(self.path.parent).direct
-        flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        try:
-            return os.open(self.path, flags, 0o600), direct
-        except OSError as e:
-            raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
 
 
 def slot_name(kind: str, index: int) -> str:
@@ -302,8 +316,3 @@ def _clear(tensor: torch.Tensor) -> bool:
     """Fill it with zeros; nothing is to be read."""
     tensor.zero_()
     return False
-
-
-def _all(events: Iterable[Event]) -> Event:
-    found = list(events)
-    return DONE if not found else found[0] if len(found) == 1 else AllOf(found)

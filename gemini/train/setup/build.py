@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.nvme import SpillFile
+from gemini.memory.nvme import SpillFile, spill_file
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
@@ -107,9 +108,9 @@ def build(
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
     files = {
-        tier: SpillFile(path, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        tier: spill_file([Path(path) for path in paths], needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
         for tier in FILED
-        if (path := config.memory.path_of(tier)) is not None
+        if (paths := config.memory.paths_of(tier))
     }
     chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in layout.chunks]
     handles = [
@@ -146,15 +147,15 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     """Open the durable store, with two slots of every plane that outlives the process; None without one."""
     if not problem.durable:
         return None
-    assert config.memory.nvme_path is not None
+    directories = config.memory.paths_of(DRIVE)
     sizes = {
         slot_name(kind, i): num_bytes
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
     if ranks.size == 1:
-        return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
+        return StoreFolder(directories, sizes)
+    return StoreFolder(directories, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
 def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:
