@@ -217,13 +217,13 @@ class SpillFile:
         Raises:
             StorageError: if the system refuses.
         """
-        pages = Pages(num_bytes)
+        pages = Pages(-(-num_bytes // PAGE) * PAGE)
         for drive, at, start, size in self._parts(offset, num_bytes):
             try:
                 pages.show(start, size, drive._fd, at)
             except OSError as e:
                 raise self.failed("map", num_bytes, offset, e) from e
-        return pages.tensor()
+        return pages.tensor()[:num_bytes]
 
     def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
         """Of bytes of the file: the one that has them, where in it, where among them, and how many."""

@@ -270,8 +270,9 @@ def test_a_refusal_in_the_middle_keeps_what_there_is_and_says_from_which_plane_o
     with pytest.warns(UserWarning, match="it took 98 GiB, and not the 64 GiB from weights of chunk 6 on"):
         device.reserve_host(162 * GIB, planes)
     assert runtime.said() == ["the last error is forgotten"]
-    found = [device.make_host_buffer(num_bytes).data_ptr() for _, num_bytes in planes]
-    inside = [any(base <= at < base + size for base, size in runtime.registered.items()) for at in found]
+    buffers = [device.make_host_buffer(num_bytes) for _, num_bytes in planes]
+    ranges = [(base, base + size) for base, size in runtime.registered.items()]
+    inside = [any(first <= buffer.data_ptr() < last for first, last in ranges) for buffer in buffers]
     assert inside == [True] * 12 + [False] * 8 and sum(runtime.registered.values()) == 98 * GIB
 
 

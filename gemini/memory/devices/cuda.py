@@ -121,13 +121,13 @@ class CudaDevice(Device):
         except (RuntimeError, MemoryError) as e:
             self._refuse_to_pin(str(e))
             return
-        if self.pinned.num_refused:
-            _forget_error(self.torch_device)
         if count < len(named):
             left = sum(size for _, size in named[count:])
             self._refuse_to_pin(
                 f"it took {human_bytes(num_bytes - left)}, and not the {human_bytes(left)} from {named[count][0]} on"
             )
+        elif self.pinned.num_refused:
+            _forget_error(self.torch_device)
 
     def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
         # Read and written by the threads of updates, wherever they run: all memory controllers share it.
