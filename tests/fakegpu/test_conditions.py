@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,14 +78,18 @@ def _little_at_a_time(monkeypatch: pytest.MonkeyPatch, allowed: int = 10**9) -> 
     """Reserve one page, and stretches as small as what is asked for; the driver agrees so many times. Bytes by call."""
     register, reserve, sizes = PinnedPages.register, PinnedArena.reserve, list[int]()
 
-    def registered(pages: PinnedPages) -> None:
+    def registered(pages: PinnedPages, node: int | None) -> None:
         sizes.append(pages.num_bytes)
         if len(sizes) > allowed:
             raise RuntimeError("CUDA error 2")
-        register(pages)
+        register(pages, node)
+
+    def reserved(arena: PinnedArena, wanted: Sequence[int]) -> int:
+        reserve(arena, [PAGE])
+        return len(wanted)
 
     monkeypatch.setattr(PinnedPages, "register", registered)
-    monkeypatch.setattr(PinnedArena, "reserve", lambda arena, num_bytes: reserve(arena, PAGE))
+    monkeypatch.setattr(PinnedArena, "reserve", reserved)
     monkeypatch.setattr(pinned_memory, "HUGE_PAGE", PAGE)
     return sizes
 

@@ -108,6 +108,12 @@ TOUCHED_BY_ONE = 8 * 2**30 / 2.8
 1.1 s when many threads had touched them before).
 """
 
+
+def seconds_to_register(num_bytes: int, *, touched: bool = True) -> float:
+    """How long a driver takes for so many bytes by the published rates; ``touched``: by many threads before."""
+    return num_bytes / (REGISTERED_PER_SECOND if touched else TOUCHED_BY_ONE)
+
+
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
