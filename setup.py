@@ -63,6 +63,7 @@ setup(
     ],
     package_dir={"gemini.integrations": "integrations", "gemini.kernels.csrc": "csrc"},
     package_data={"gemini.kernels.csrc": ["*.h", "cuda/*.cu*"]},
+    exclude_package_data={"gemini.kernels.csrc": ["*.cpp"]},
     ext_modules=extensions(),
     cmdclass={"build": CleanBuild},
 )

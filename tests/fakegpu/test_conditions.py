@@ -71,7 +71,7 @@ def test_small_arenas(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     wanted = train(where, tmp_path)
     sizes = _little_at_a_time(monkeypatch)
     assert_same(train(where, tmp_path), wanted)
-    assert len(sizes) > 10
+    assert len(sizes) > 5, "weights, gradients and staging: states are not registered"
 
 
 def _little_at_a_time(monkeypatch: pytest.MonkeyPatch, allowed: int = 10**9) -> list[int]:
