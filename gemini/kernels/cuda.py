@@ -10,9 +10,10 @@ compiles and launches them.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
-from functools import cache, lru_cache
-from itertools import accumulate, groupby, islice
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -113,30 +114,38 @@ class CudaKernels:
         ``grad_scale``: fp32, one element on the device, instead of the one of the scalars; ``stop``: int32, one element
         there: nothing is updated if it is not 0 by then.
         """
-        addresses = at.weights, at.residual, at.grad, *at.states
-        is_aligned = _cpp(not any(address % 16 for address in addresses))
-        kind = "" if is_compact else f"{_cpp(at.residual != 0)}, "
-        where = self._where(arrays.weights)
-        planes = _ArraysThere(
-            at.weights, at.residual, at.grad, len(at.states), (*at.states,), (*at.scales,) if is_compact else ()
-        )
-        with_scalars = [(segment, *kernel_and_scalars(segment.scalars)) for segment in segments]
-        for rule, own in groupby((one for one in with_scalars if one[0].end > one[0].begin), key=lambda one: one[1]):
-            named = _RULES.get(rule) or "".join(word.capitalize() for word in rule.split("_"))
-            kernel = (
-                f"{'compact' if is_compact else 'update'}_kernel"
-                f"<gemini::{named}, {_DTYPES[arrays.grad.dtype]}, {kind}{is_aligned}>"
-            )
-            while some := list(islice(own, _MOST_SEGMENTS)):
-                launch = _launch_type(len(some[0][2]))(planes, _address(grad_scale), _address(stop), len(some))
-                blocks = 0
-                for number, (segment, _, scalars) in enumerate(some):
-                    part = launch.segments[number]
-                    part.begin, part.end, part.rule[:] = segment.begin, segment.end, scalars
-                    launch.dithers[number] = segment.dither if is_compact else 0
-                    blocks += -(-(segment.end - segment.begin // _PER_THREAD * _PER_THREAD) // _PER_BLOCK)
-                    launch.first_block[number + 1] = blocks
-                self._launcher.launch(*where, kernel, blocks, launch)
+        is_aligned = not any(address % 16 for address in (at.weights, at.residual, at.grad, *at.states))
+        split = "" if is_compact else f"{_cpp(at.residual != 0)}, "
+        arguments = f"{_DTYPES[arrays.grad.dtype]}, {split}{_cpp(is_aligned)}"
+        states = (*at.states, *(0,) * (4 - len(at.states)))
+        scales = (*at.scales, *(0,) * (4 - len(at.scales)))
+        given = at.weights, at.residual, at.grad, len(at.states), *states, *scales, _address(grad_scale), _address(stop)
+        where, name = self._where(arrays.weights), "compact" if is_compact else "update"
+        parts: list[bytes] = []
+        dithers: list[int] = []
+        blocks = [0]
+        rule = ""
+
+        def launch() -> None:
+            launched = _launch(given, parts, dithers, blocks)
+            kernel = f"{name}_kernel<gemini::{rule}, {arguments}>"
+            self._launcher.launch(*where, kernel, blocks[-1], launched)
+            # For the next one, which begins with its first block.
+            del parts[:], dithers[:], blocks[1:]
+
+        for segment in segments:
+            begin, end = segment.begin, segment.end
+            if end <= begin:
+                continue
+            of, scalars = _packed(segment.scalars)
+            if parts and (of != rule or len(dithers) == _MOST_SEGMENTS):
+                launch()
+            rule = of
+            parts += _BOUNDS.pack(begin, end), scalars
+            dithers.append(segment.dither if is_compact else 0)
+            blocks.append(blocks[-1] - (begin // _PER_THREAD * _PER_THREAD - end) // _PER_BLOCK)
+        if parts:
+            launch()
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
         self._each("split_kernel", master, hi, lo)
@@ -223,35 +232,31 @@ def _pointers(*addresses: int) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-class _ArraysThere(ctypes.Structure):
-    """Arrays of csrc/rules.h."""
+_HEAD = struct.Struct("<3Qi4x8Q2Qi4x")
+"""Of Launch in csrc/cuda/update_body.cuh what is before its segments: Arrays of csrc/rules.h, two pointers, a count."""
 
-    _fields_ = (
-        ("weights", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("grad", ctypes.c_void_p),
-        ("num_states", ctypes.c_int),
-        ("states", ctypes.c_void_p * 4),
-        ("scales", ctypes.c_void_p * 4),
-    )
+_BOUNDS = struct.Struct("<2q")
+"""How a segment begins; scalars follow."""
 
 
-@cache
-def _launch_type(num_scalars: int) -> type[Any]:
-    """Launch of csrc/cuda/update_body.cuh, of a rule with so many scalars."""
+@lru_cache(maxsize=256)
+def _packed(scalars: tuple[Any, ...]) -> tuple[str, bytes]:
+    """The struct of csrc/rules.h that scalars are of, and its bytes, to the next multiple of 8."""
+    rule, values = kernel_and_scalars(scalars)
+    packed = struct.pack(f"<{len(values)}f", *values)
+    return _RULES.get(rule) or "".join(map(str.capitalize, rule.split("_"))), packed + bytes(-len(packed) % 8)
 
-    class Part(ctypes.Structure):
-        _fields_ = (("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("rule", ctypes.c_float * num_scalars))
 
-    class Launch(ctypes.Structure):
-        _fields_ = (
-            ("arrays", _ArraysThere),
-            ("grad_scale", ctypes.c_void_p),
-            ("stop", ctypes.c_void_p),
-            ("count", ctypes.c_int),
-            ("segments", Part * _MOST_SEGMENTS),
-            ("dithers", ctypes.c_uint32 * _MOST_SEGMENTS),
-            ("first_block", ctypes.c_int64 * (_MOST_SEGMENTS + 1)),
+def _launch(given: Sequence[int], parts: Sequence[bytes], dithers: Sequence[int], blocks: Sequence[int]) -> Any:
+    """Launch of csrc/cuda/update_body.cuh."""
+    count = len(dithers)
+    missing = _MOST_SEGMENTS - count
+    whole = b"".join(
+        (
+            _HEAD.pack(*given, count),
+            *parts,
+            bytes(missing * (_BOUNDS.size + len(parts[1]))),
+            struct.pack(f"<{count}I{4 * missing}x{count + 1}q{8 * missing}x", *dithers, *blocks),
         )
-
-    return Launch
+    )
+    return (ctypes.c_char * len(whole)).from_buffer_copy(whole)

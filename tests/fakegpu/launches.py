@@ -19,7 +19,7 @@ from gemini.kernels import COMPACT_BLOCK, NORM_BLOCK, NORM_TILE, Arrays, nvrtc
 from gemini.kernels.cuda import CudaKernels
 from gemini.train import engine
 from tests.fakegpu.computing import Computing, alias, host_uses, launch
-from tests.native.emulated_cuda import doing, function_of, library
+from tests.native.emulated_cuda import doing, function_of, launch_in, library
 
 _HOST = {
     "update": ("weights", "residual", "states"),
@@ -92,6 +92,7 @@ def _used(kernel: str, arguments: Sequence[Any]) -> tuple[list[Range], list[Rang
 
 
 def _used_by_update(given: Any, grad: int, *, is_compact: bool) -> tuple[list[Range], list[Range]]:
+    given = launch_in(given)
     begin, end = given.segments[0].begin, given.segments[given.count - 1].end
     at, states = given.arrays, given.arrays.num_states
 
@@ -110,12 +111,11 @@ def _aliased(argument: Any) -> Any:
     """The same with addresses that the host can touch."""
     if isinstance(argument, ctypes.c_void_p):
         return ctypes.c_void_p(argument.value and alias(argument.value))
-    if not isinstance(argument, ctypes.Structure | ctypes.Array):
+    if not isinstance(argument, ctypes.Array):
         return argument
-    own = type(argument).from_buffer_copy(argument)
-    if isinstance(own, ctypes.Array):
-        own[:] = [address and alias(address) for address in argument]
-        return own
+    if argument._type_ is ctypes.c_void_p:
+        return type(argument)(*(address and alias(address) for address in argument))
+    own = launch_in(argument)
     arrays = own.arrays
     for name in ("weights", "residual", "grad"):
         setattr(arrays, name, _aliased(ctypes.c_void_p(getattr(arrays, name))).value)

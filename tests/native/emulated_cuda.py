@@ -56,10 +56,42 @@ class EmulatedLauncher:
     def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
         self.launches[function_of(kernel)] += 1
         if kernel.startswith("update_kernel"):
-            self.segments.append(arguments[0].count)
+            self.segments.append(launch_in(arguments[0]).count)
         places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         wrong = self._library.run(kernel.encode(), ctypes.c_int64(blocks), places)
         assert wrong is None, (kernel, wrong)
+
+
+class ArraysThere(ctypes.Structure):
+    """Arrays of csrc/rules.h."""
+
+    _fields_ = (
+        ("weights", ctypes.c_void_p), ("residual", ctypes.c_void_p), ("grad", ctypes.c_void_p),
+        ("num_states", ctypes.c_int), ("states", ctypes.c_void_p * 4), ("scales", ctypes.c_void_p * 4),
+    )  # fmt: skip
+
+
+@cache
+def launch_type(num_scalars: int) -> type[Any]:
+    """Launch of csrc/cuda/update_body.cuh, of a rule with so many scalars."""
+
+    class Part(ctypes.Structure):
+        _fields_ = (("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("rule", ctypes.c_float * num_scalars))
+
+    class Launch(ctypes.Structure):
+        _fields_ = (
+            ("arrays", ArraysThere), ("grad_scale", ctypes.c_void_p), ("stop", ctypes.c_void_p),
+            ("count", ctypes.c_int), ("segments", Part * 44), ("dithers", ctypes.c_uint32 * 44),
+            ("first_block", ctypes.c_int64 * 45),
+        )  # fmt: skip
+
+    return Launch
+
+
+def launch_in(argument: Any) -> Any:
+    """The argument of an update, as a struct of its own."""
+    found = next(launch_type(n) for n in range(1, 16) if ctypes.sizeof(launch_type(n)) == ctypes.sizeof(argument))
+    return found.from_buffer_copy(argument)
 
 
 _FUNCTIONS = {
