@@ -97,6 +97,8 @@ def build(
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
     kept, crossing = _host_planes(problem, placement)
+    # Nor do factors cross, and what updates of whole params compute beside them.
+    kept += problem.factors + problem.temporaries
     device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
