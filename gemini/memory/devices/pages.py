@@ -90,6 +90,9 @@ class Pages:
             MemoryError: if the system has no more.
         """
         starts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
+        if len(starts) == 1:  # in the middle of a step too: no thread is begun for it
+            self._touch_from(0)
+            return
         threads = min(len(os.sched_getaffinity(0)), _MOST_TOUCHING, len(starts))
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(self._touch_from, starts):
