@@ -181,9 +181,8 @@ def remove_store(store: Path) -> None:
         with contextlib.suppress(OSError):
             target = Path(os.readlink(link))
             target.unlink()
-            # Its folders too, with the last file in them.
+            # With the last file in it. Not the one above: another rank may be about to make the next store there.
             target.parent.rmdir()
-            target.parent.parent.rmdir()
     shutil.rmtree(store, ignore_errors=True)
 
 
