@@ -270,9 +270,12 @@ def machine_code(binary: bytes) -> dict[str, bytes]:
 
 
 def arithmetic(body: str) -> Counter[str]:
-    """The instructions of PTX that compute with floating point, reach memory or wait, and how often each is there."""
+    """The instructions of PTX that compute with floating point, reach memory or wait, and how often each is there: not
+    what copies registers and arguments.
+    """
     found = re.findall(r"^\s+(?:@!?%p\d+\s+)?((?:[a-z0-9_]+\.)+[a-z0-9]+)", body, re.MULTILINE)
-    return Counter(name for name in found if re.search(r"\.f(32|64)\b|^(ld|st|atom|bar|membar|shfl)\.", name))
+    wanted = r"^(?!mov|ld\.param).*\.f(32|64)\b|^(ld(?!\.param)|st|atom|bar|membar|shfl)\."
+    return Counter(name for name in found if re.search(wanted, name))
 
 
 def others(
