@@ -577,6 +577,7 @@ FACE cudaError_t cudaHostRegister(void* at, size_t size, unsigned flags) {
         locked += length;
     }
     if (flags & ~0x1fu) return fail(cudaErrorInvalidValue, "there are no such flags");
+    if (size > uint64_t{64} << 30) return fail(cudaErrorMemoryAllocation, "more in one piece than drivers take");
     if (locked > limit) return fail(cudaErrorMemoryAllocation, "so much memory cannot be locked");
     page_locked[Address(at)] = size;
     ++counts["cudaHostRegister"];
