@@ -163,6 +163,10 @@ class Device(ABC):
         """
         return host_bytes(num_bytes)
 
+    def copies_beside(self, memory: torch.Tensor) -> bool:
+        """Whether copies to and from this host memory run beside the thread that begins them."""
+        return True
+
     @abstractmethod
     def copy(
         self,
