@@ -30,7 +30,7 @@ import torch
 from gemini import kernels
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices import device
-from gemini.memory.devices.device import WAIT_SECONDS, Event
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.windows import FramePool, PageWindow, Window
 from gemini.memory.movement.worker import Job, JobThread
 from gemini.testing import StandinDevice
@@ -330,7 +330,8 @@ class VirtualClock:
             goes_on = sleep(thread)
             with clock._change:
                 clock._me().asleep = None
-            clock.arrive()
+            if goes_on:  # else the thread ends, and somebody may be waiting for that
+                clock.arrive()
             return goes_on
 
         def timed_run(thread: JobThread) -> None:
@@ -391,7 +392,7 @@ class TimedEvent(Event):
         self._clock.arrive()
         return self.at <= self._clock.now
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         self._clock.until(self.at, self.what)
 
     def wait_on_device(self) -> None:

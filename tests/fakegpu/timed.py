@@ -84,9 +84,9 @@ class RuntimeClock(VirtualClock):
         clock, wait, is_complete = self, CudaEvent.wait, CudaEvent.is_complete
         copy, mark, fetch = CudaDevice.copy, CudaDevice.mark, CudaKernels.fetch
 
-        def timed_wait(event: CudaEvent, *timeout: float) -> None:
+        def timed_wait(event: CudaEvent) -> None:
             clock.until(_runtime.fake_over_at(event._event.cuda_event), event.what)
-            wait(event, *timeout)
+            wait(event)
 
         def timed_look(event: CudaEvent) -> bool:
             clock.arrive()
