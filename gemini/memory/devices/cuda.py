@@ -141,6 +141,9 @@ class CudaDevice(Device):
             self._refuse_to_pin(str(e))
         return super().make_host_buffer(num_bytes) if buffer is None else buffer
 
+    def copies_beside(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
     def _refuse_to_pin(self, why: str) -> None:
         self._can_pin = False
         # Before anything is launched: the next kernel would raise it as its own.

@@ -170,6 +170,10 @@ class Device(ABC):
         """Page-aligned host memory of zeros that the host alone works on: this device may copy it, but slowly."""
         return self.make_host_buffer(num_bytes)
 
+    def copies_beside(self, memory: torch.Tensor) -> bool:
+        """Whether copies to and from this host memory run beside the thread that begins them."""
+        return True
+
     @abstractmethod
     def copy(
         self,
