@@ -199,7 +199,7 @@ class Calls:
         not.
         """
         stack = self.running.get(threading.get_ident())
-        if not stack or not any([call.module is module for call in stack[-1].inside]):
+        if not stack or not any(call.module is module for call in stack[-1].inside):
             return None
         while True:
             left = self._leave(stack[-1])
