@@ -321,11 +321,20 @@ class SavedWeights:
             # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
             # node ends with it, our hooks too.
             self._push()
-        with self._lock, self._manager.reading(place.chunk):
-            face = place.chunk.face
-            # Made inside the block: outside of it the window may go, and from here on the view itself keeps it.
-            view = torch.empty(0, dtype=place.dtype, device=face.device)
-            return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+        chunk = place.chunk
+        with self._lock:
+            if chunk.pins:  # as nearly always: backward keeps what the call reads that this node is of
+                self._manager.fetches.let_compute_wait(chunk)
+                return _view_of(place)
+            with self._manager.reading(chunk):
+                # Made inside the block: outside of it the window may go, and from here on the view itself keeps it.
+                return _view_of(place)
+
+
+def _view_of(place: _Place) -> torch.Tensor:
+    face = place.chunk.face
+    view = torch.empty(0, dtype=place.dtype, device=face.device)
+    return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
 
 
 _disable = torch.autograd.graph.disable_saved_tensors_hooks
