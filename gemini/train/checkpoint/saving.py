@@ -19,7 +19,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
-from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.planes import ADAM
 from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
 from gemini.replacing import find, place_of
@@ -119,10 +119,7 @@ def _save(
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )
-        make_draft = partial(
-            _draft, optimizer=optimizer, scheduler=scheduler, extra=extra, precision=engine.config.precision,
-            rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
-        )  # fmt: skip
+        make_draft = partial(_draft, engine, optimizer, scheduler, extra)
         own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
     ranks = engine.ranks
@@ -226,21 +223,19 @@ def _load(
     return rest.extra
 
 
-def _draft(
-    part: ModelPart, *, optimizer: HybridOptimizer, scheduler: Any, extra: Any, precision: str, rule: RuleSpec,
-    piece: int,
-) -> Draft:  # fmt: skip
+def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: Any, part: ModelPart) -> Draft:
     """Note all but masters and states as it is now.
 
     Raises:
         TypeError: what :func:`save_checkpoint` says.
     """
     tensors: list[torch.Tensor] = []
+    rule = engine.stepping.rule.spec
     manifest = {
         "format": checkpoint_format.FORMAT,
         "version": checkpoint_format.VERSION,
-        "precision": precision,
-        "piece": piece,
+        "precision": engine.config.precision,
+        "piece": engine.store.mover.tile,
         "params": part.params,
         "groups": encode(part.groups, tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),

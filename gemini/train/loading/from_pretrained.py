@@ -204,41 +204,12 @@ def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:
     """The tensors of one file without their values."""
-    try:
-        if not file.endswith(".safetensors"):
-            found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-            return {name: tensor.to("meta") for name, tensor in found.items()}
-        from safetensors import safe_open
+    from transformers.modeling_utils import load_state_dict
 
-        with safe_open(file, framework="pt") as opened:
-            return {name: _shape(opened.get_slice(name)) for name in opened.keys()}
+    try:
+        return {name: tensor.to("meta") for name, tensor in load_state_dict(file, map_location="meta").items()}
     except Exception as e:  # of many classes, and none of them names the file
         raise damaged_file(file, e) from e
-
-
-def _shape(part: Any) -> torch.Tensor:
-    return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-}
-"""The names of safetensors' header."""
 
 
 def _tie_equal(model: Any, files: list[str], found: Any) -> None:
