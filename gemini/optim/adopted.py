@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -91,13 +92,9 @@ def make(kind: type[Optimizer], params: list[nn.Parameter], hypers: Mapping[str,
 
 
 def _arguments(kind: type[Optimizer]) -> set[str]:
+    """The names of what its constructor takes beside the params."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[2:]  # without self and params
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def takes(kind: type[Optimizer], name: str) -> bool:
-    """Whether its constructor has such an argument."""
-    return name in _arguments(kind)
 
 
 def step(optimizer: Optimizer) -> None:
@@ -243,10 +240,11 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
         raise TypeError(f"adopt takes a class of torch optimizers (torch.optim.NAdam), got {kind!r}")
     if issubclass(kind, HybridOptimizer):
         raise TypeError(f"{called(kind)} is an optimizer of Gemini already: give its rule to GeminiConfig(optimizer=)")
+    taken = _arguments(kind)
     for name in hypers:
-        if not takes(kind, name):
+        if name not in taken:
             raise TypeError(f"{called(kind)} has no {name}=")
-    if takes(kind, "foreach"):
+    if "foreach" in taken:
         hypers.setdefault("foreach", False)
     try:
         return _adopted(kind, tuple((name, frozen(value)) for name, value in _defaults(kind, hypers).items()))
@@ -439,12 +437,8 @@ def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, 
         for number in range(1, STEPS + 1):
             param.grad = gradient(number, shape)
             step(optimizer)
-            state = {
-                name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in optimizer.state[param].items()
-            }
             group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-            found.append(Snapshot(param.detach().clone(), state, group))
+            found.append(Snapshot(param.detach().clone(), deepcopy(dict(optimizer.state[param])), group))
     except Refusal:
         raise
     except Exception as e:

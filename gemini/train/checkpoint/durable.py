@@ -312,21 +312,19 @@ class SlotReader(TensorFile):
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]
-        runs, offset, size = self.slots[plane]
+        _, offset, size = self.slots[plane]
         view = bytes_of(into)
         first = at + start * into.element_size()
-        last, page = first + len(view), 0
+        last = first + len(view)
         with self._opened() as file:
-            for count, slot, _ in runs:
+            for run in self._runs(plane, first, last):
                 # What of the wanted bytes is in this run, in bytes of the plane.
-                begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
-                page += count
-                if begin < end:
-                    part = view[begin - first : end - first]
-                    if slot == ZEROS:
-                        part[:] = bytes(len(part))
-                    else:
-                        self._fill(file, offset + slot * size + begin, part)
+                begin, end = max(first, run.first * PAGE), min(last, (run.first + run.pages) * PAGE)
+                part = view[begin - first : end - first]
+                if run.slot == ZEROS:
+                    part[:] = bytes(len(part))
+                else:
+                    self._fill(file, offset + run.slot * size + begin, part)
 
     def _fill(self, file: BinaryIO, position: int, view: memoryview) -> None:
         if not read_all(file, self.path, position, view):

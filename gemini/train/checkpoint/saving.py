@@ -27,7 +27,7 @@ from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
-from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
+from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in
 from gemini.train.checkpoint.states import (
     ModelPart,
     joined,
@@ -108,8 +108,8 @@ def _save(
         # A commit of the store in the background takes updates in flight as they come out.
         if wait or not commits:
             engine.drain()
-        for pending in pending_in(engine.write_observers):
-            pending.end(engine.write_observers)
+        for before in pending_in(engine.write_observers):
+            before.end(engine.write_observers)
         if not commits:
             checkpoint_format.check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
@@ -142,12 +142,12 @@ def _save(
         home = StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         home = FolderHome(final, draft, sources, tile)
-    saver = Saver(home, ranks.waiting.group, engine.store.device)
+    pending = PendingCheckpoint(home, ranks.waiting.group, engine.store.device)
     if wait:
-        saver.run(engine.store.mover)
+        pending.run(engine.store.mover)
     else:
-        saver.start(engine.store, engine.write_observers)
-    return PendingCheckpoint(saver)
+        pending.start(engine.store, engine.write_observers)
+    return pending
 
 
 def load_checkpoint(

@@ -32,7 +32,7 @@ from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
 from gemini.train.params.codes import scales_in
-from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of
+from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
 from gemini.train.params.state_dict import beside_params
 
 
@@ -53,7 +53,7 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
 def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Params of the optimizer that are not managed, with their states, by number."""
     found = {}
-    for number, param in enumerate(_params(optimizer)):
+    for number, param in enumerate(params_of(optimizer)):
         if handle_of(param) is None:
             state = dict(optimizer.state[param])
             if BEFORE in state:
@@ -197,7 +197,7 @@ def check_plain_states(path: Path, optimizer: HybridOptimizer, states: Any) -> d
         Malformed: if it holds what no optimizer can have.
         PlanMismatch: if it is of other params.
     """
-    here = {f"#{i}": (i, param) for i, param in enumerate(_params(optimizer)) if handle_of(param) is None}
+    here = {f"#{i}": (i, param) for i, param in enumerate(params_of(optimizer)) if handle_of(param) is None}
     if not isinstance(states, dict) or states.keys() != here.keys():
         raise Malformed("plain is not of the params that groups names")
     found = {}
@@ -242,7 +242,7 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
 
 def load_plain_states(optimizer: HybridOptimizer, states: dict[int, dict[str, Any]]) -> None:
     """Put back what :func:`check_plain_states` found good."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     with torch.no_grad():
         for number, saved in states.items():
             param = params[number]
@@ -250,10 +250,6 @@ def load_plain_states(optimizer: HybridOptimizer, states: dict[int, dict[str, An
             optimizer.state[param] = {
                 name: value if name == "step" else value.to(param.device) for name, value in saved["state"].items()
             }
-
-
-def _params(optimizer: HybridOptimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None:
@@ -320,7 +316,7 @@ def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
-def rng_states() -> dict[str, Any]:
+def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
     """The random states of this process: Python's, torch's, numpy's if it is loaded."""
     # A tensor in place of 625 numbers: it goes to the file of values.
     version, internal, gauss = random.getstate()
@@ -328,7 +324,7 @@ def rng_states() -> dict[str, Any]:
         "python": [version, torch.tensor(internal, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if of_gpus and torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
     # Not imported for this: a generator that nobody has loaded has no state.
     if "numpy" in sys.modules:
@@ -491,7 +487,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
         TypeError: for params of the optimizer that are not managed, of a model in stages: there are no names for them.
     """
     handles = params.handles
-    if params.of_stages and any(handle_of(p) is None for group in optimizer.param_groups for p in group["params"]):
+    if params.of_stages and any(handle_of(param) is None for param in params_of(optimizer)):
         raise TypeError(
             "a checkpoint of a pipeline over ranks holds managed params alone, and this optimizer has others too: give "
             "those to an optimizer of their own"

@@ -30,7 +30,7 @@ from gemini.rules import UpdateRule
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of, params_of
 from gemini.train.params.state_dict import model_state
 
 _readers = WeakTensorKeyDictionary()
@@ -53,8 +53,7 @@ class Promises:
     def optimizer_state(self, optimizer: HybridOptimizer) -> dict[str, Any]:
         """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
         state = torch.optim.Optimizer.state_dict(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
+        for index, param in enumerate(params_of(optimizer)):
             handle = handle_of(param)
             # As in torch, a param has no state before its first step.
             if handle is not None and handle.num_steps:

@@ -31,6 +31,7 @@ from gemini.train.loading.stored_model import (
     StoredModel,
     internal_step,
     noting_how,
+    open_tensors,
     without_progress,
 )
 from gemini.train.params.codes import WHAT_WORKS
@@ -154,7 +155,7 @@ class _Loading:
                 found, _ = convert(model, shapes, on_meta)
             self.source = StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
             # Before transformers ties: it compares values, which are not here.
-            _tie_equal(model, files, found)
+            _tie_equal(model, file_of, found)
             return found, None
 
         def finish(model: Any, settings: Any, found: Any) -> Any:
@@ -212,7 +213,7 @@ def _shapes(file: str) -> dict[str, torch.Tensor]:
         raise damaged_file(file, e) from e
 
 
-def _tie_equal(model: Any, files: list[str], found: Any) -> None:
+def _tie_equal(model: Any, file_of: dict[str, str], found: Any) -> None:
     """Tie params of which a checkpoint has both, if they are equal, as transformers does.
 
     It compares values, which meta tensors do not have; so the files are compared here. Unequal ones stay apart.
@@ -221,28 +222,23 @@ def _tie_equal(model: Any, files: list[str], found: Any) -> None:
         if target in found.missing_keys or source in found.missing_keys:
             continue
         # Taken from the ties, so that transformers keeps two params.
-        if not _equal_in_files(files, target, source):
+        if not _equal_in_files(file_of, target, source):
             model.all_tied_weights_keys.pop(target)
             continue
         owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
 
 
-def _equal_in_files(files: list[str], first: str, second: str) -> bool:
-    from safetensors import safe_open
-
-    found = {}
+def _equal_in_files(file_of: dict[str, str], first: str, second: str) -> bool:
+    if not all(file.endswith(".safetensors") for file in file_of.values()):
+        return True  # what torch.save wrote twice was one tensor
+    if not {first, second} <= file_of.keys():
+        return False
     with contextlib.ExitStack() as stack:
-        for file in files:
-            if not file.endswith(".safetensors"):
-                return True  # what torch.save wrote twice was one tensor
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            found.update({name: opened.get_slice(name) for name in opened.keys() if name in (first, second)})
-        if len(found) < 2 or found[first].get_shape() != found[second].get_shape():
+        one, other = open_tensors(file_of, [first, second], stack)
+        if one.get_shape() != other.get_shape():
             return False
-        if not found[first].get_shape():  # one number each
-            return torch.equal(found[first][...], found[second][...])
-        rows, step = found[first].get_shape()[0], 4096
-        return all(
-            torch.equal(found[first][at : at + step], found[second][at : at + step]) for at in range(0, rows, step)
-        )
+        if not one.get_shape():  # one number each
+            return torch.equal(one[...], other[...])
+        rows, step = one.get_shape()[0], 4096
+        return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.ranks.group import Ranks
+from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import manage
 from gemini.train.loading.paging import stand_in
 from gemini.train.params.by_name import ByName
@@ -60,20 +60,11 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the random generators back afterwards: what is drawn inside is drawn again."""
-    python, torchs = random.getstate(), torch.get_rng_state()
-    try:
-        import numpy
-
-        numpys = numpy.random.get_state()
-    except ImportError:
-        numpys = None
+    states = rng_states(of_gpus=False)
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(torchs)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+        set_rng_states(states)
 
 
 @contextlib.contextmanager

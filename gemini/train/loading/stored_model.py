@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -302,7 +302,8 @@ class StoredModel(Skeleton):
         with contextlib.ExitStack() as stack:
             opened = None
             if names is not None:
-                opened = self._open({key for name in names if name in made for key in made[name].keys}, stack)
+                keys = list({key for name in names if name in made for key in made[name].keys})
+                opened = dict(zip(keys, open_tensors(self._source.file_of, keys, stack), strict=True))
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
@@ -313,21 +314,6 @@ class StoredModel(Skeleton):
             stack.enter_context(reading_slices(self._metas, readings or {}))
             stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
-
-    def _open(self, keys: set[str], stack: contextlib.ExitStack) -> dict[str, Any]:
-        """Open the files for these tensors, which are not read yet."""
-        from safetensors import safe_open
-
-        found: dict[str, Any] = {}
-        for file in sorted({self._source.file_of[key] for key in keys}):
-            here = [key for key in keys if self._source.file_of[key] == file]
-            if file.endswith(".safetensors"):
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                found |= {key: opened.get_slice(key) for key in here}
-            else:
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                found |= {key: tensors[key] for key in here}
-        return found
 
     def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
         """Find what of the files is read for params of which slices are here."""
@@ -369,6 +355,19 @@ class _ReadAtTouch(Away):
         alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
         if alike and same_bits(now, value):
             self._put_away(param, param.shape)
+
+
+def open_tensors(file_of: Mapping[str, str], keys: Sequence[str], stack: contextlib.ExitStack) -> list[Any]:
+    """Open the files for these tensors, which are not read yet."""
+    from safetensors import safe_open
+
+    opened: dict[str, Any] = {}
+    for file in sorted({file_of[key] for key in keys}):
+        if file.endswith(".safetensors"):
+            opened[file] = stack.enter_context(safe_open(file, framework="pt")).get_slice
+        else:
+            opened[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True).__getitem__
+    return [opened[file_of[key]](key) for key in keys]
 
 
 def _is_shared(param: nn.Parameter) -> bool:

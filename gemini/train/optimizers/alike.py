@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,18 +10,16 @@ import torch
 from gemini.ranks.agree import Facts, checksum_text, plain
 from gemini.ranks.agreement import Point
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.passes.stepping import Stepping
+from gemini.train.params.owner import Owner
 
 
-def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """See that every rank is about to load the same state into managed params; this one has nothing against it.
+def agree_on_state(optimizer: Any, owner: Owner, state: Mapping[str, Any], refusal: BaseException | None) -> None:
+    """See that every rank is about to load the same state into managed params, and has nothing against it.
 
     Raises:
         RankMismatch: on every rank, naming what differs; nothing was changed.
+        GeminiError: on every rank, if one refuses; there its ``refusal``.
     """
-    stepping = _stepping_of(optimizer)
-    if stepping is None:
-        return
 
     def facts() -> Facts:
         values: dict[str, str] = {}
@@ -38,7 +35,7 @@ def agree_on_state(optimizer: Any, state: Mapping[str, Any]) -> None:
                     values.update(_facts_of(handle, state["state"].get(key, {})))
         return Facts(values)
 
-    stepping.company.agree(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts)
+    owner.stepping.company.agree(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts, refusal)
 
 
 def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
@@ -49,22 +46,3 @@ def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
         is_values = isinstance(value, torch.Tensor) and value.dim() > 0
         values[f"{name} of {handle.name!r}"] = checksum_text(value) if is_values else repr(plain(value))
     return values
-
-
-@contextmanager
-def told_to_all(optimizer: Any, doing: str) -> Iterator[None]:
-    """What is raised in the block, before :func:`agree_on_state`, is told to all ranks."""
-    stepping = _stepping_of(optimizer)
-    before = 0 if stepping is None else stepping.company.num_meetings
-    try:
-        yield
-    except Exception as e:
-        # If the block has met the other ranks, they have heard of it: a second meeting would wait for ever.
-        if stepping is not None and stepping.company.num_meetings == before:
-            stepping.company.agree(Point.LOAD_OPTIMIZER, doing, refusal=e)
-        raise
-
-
-def _stepping_of(optimizer: Any) -> Stepping | None:
-    owner = optimizer.owner()
-    return None if owner is None else owner.stepping

@@ -135,7 +135,8 @@ def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
 
 
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
-    """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts; of Adam values too.
+    """Refuse loaded states that are not of this rule (names, shapes, dtypes, step counts; of Adam values too), and
+    those of params that are frozen here, and have nowhere to keep them.
 
     Raises:
         ValueError, TypeError: naming the param and the key.
@@ -148,6 +149,12 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             _check_state(rule, state, param, name)
             if rule == ADAM:
                 _check_moments(state, name)
+            handle = handle_of(param)
+            if handle is not None and not handle.chunk.trained:
+                raise ValueError(
+                    f"the loaded state has states of {name!r}, which is frozen here: call requires_grad_(True) before "
+                    "GeminiDDP(model), or leave its state out"
+                )
 
 
 def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:

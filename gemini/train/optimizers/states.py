@@ -23,7 +23,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
 
@@ -141,7 +141,7 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
 
 def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
     """The managed params that belong to an optimizer (none while it is being made)."""
-    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    params = params_of(optimizer) if hasattr(optimizer, "param_groups") else []
     return [handle for handle in handles_of(params) if optimizer_of(handle.param) is optimizer]
 
 
@@ -286,20 +286,6 @@ def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
     if kind not in rule.uniform:
         return value
     return value[0].clone() if value.numel() else value.new_zeros(())
-
-
-def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
-    """Refuse states for params that are frozen here, and have nowhere to keep them.
-
-    Raises:
-        ValueError: naming the param.
-    """
-    for handle, state in handles:
-        if state and not handle.chunk.trained:
-            raise ValueError(
-                f"the loaded state has states of {handle.name!r}, which is frozen here: call requires_grad_(True) "
-                "before GeminiDDP(model), or leave its state out"
-            )
 
 
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
