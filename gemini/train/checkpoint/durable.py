@@ -327,8 +327,7 @@ class SlotReader(TensorFile):
                     self._fill(file, offset + run.slot * size + begin, part)
 
     def _fill(self, file: BinaryIO, position: int, view: memoryview) -> None:
-        if not read_all(file, self.path, position, view):
-            raise StorageError(f"{self.path} is cut short at byte {position}. Use a checkpoint")
+        read_all(file, self.path, position, view, f"is cut short at byte {position}. Use a checkpoint")
 
 
 def open_store(directory: Path) -> Stored:

@@ -60,9 +60,10 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coded: bool = False
     fp32: bool = False
 
-    def slice_of(self, rank: int) -> TensorSlice | None:
-        """Make the slice that a rank had; None for all of it."""
-        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
+    @property
+    def first_slice(self) -> TensorSlice | None:
+        """The slice that the first rank had; None for all of it."""
+        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], 0, self.cut[2])
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -361,7 +362,7 @@ def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
     dim, groups, size = param.cut
     if dim >= len(param.shape) or groups < 1 or size < 2 or param.shape[dim] % (groups * size):
         raise Malformed(f"params.{name}.cut is {schema.shown(param.cut)}, which does not divide {list(param.shape)}")
-    cut = param.slice_of(0)
+    cut = param.first_slice
     assert cut is not None
     return cut.own_shape
 

@@ -285,7 +285,7 @@ class Reader:
 
     def _fill_from_slices(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
         """Read them from slices that are others than those of here."""
-        cut, saved = handle.cut, self._params[handle.whole_name].slice_of(0)
+        cut, saved = handle.cut, self._params[handle.whole_name].first_slice
         last = first + len(values)
         # By their numbers in the whole param, then by which slice has them and where.
         elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)

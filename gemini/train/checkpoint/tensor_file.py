@@ -80,7 +80,6 @@ class TensorFileWriter:
         self.header_checksum = zlib.crc32(self._header)
         self._remaining = offset
         self._file: BinaryIO | None = None
-        self._closed = False
 
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
@@ -97,11 +96,9 @@ class TensorFileWriter:
         return checksum
 
     def close(self) -> None:
-        """Let the file reach the disk, when everything was written. Idempotent."""
+        """Let the file reach the disk, when everything was written."""
         # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
-        if self._closed:
-            return
         try:
             if self._file is None:
                 self._open()
@@ -110,7 +107,6 @@ class TensorFileWriter:
             self.abandon()
         except OSError as e:
             raise StorageError(f"could not write {self.path}: {e.strerror}") from e
-        self._closed = True
 
     def abandon(self) -> None:
         """Let go of a file that was not written to its end."""
@@ -200,17 +196,15 @@ class TensorFile:
 
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
-        view = bytes_of(into)
         position = self._start + self._offsets[name] + start * into.element_size()
-        if not read_all(file, self.path, position, view):
-            raise StorageError(f"{self.path} ends in the middle of {name!r}")
+        read_all(file, self.path, position, bytes_of(into), f"ends in the middle of {name!r}")
 
 
-def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> bool:
-    """Fill ``view`` from byte ``position`` of a file on, which one read need not do; False if the file ends before.
+def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_short: str) -> None:
+    """Fill ``view`` from byte ``position`` of a file on, which one read need not do.
 
     Raises:
-        StorageError: if the drive refuses.
+        StorageError: if the drive refuses; or with the words ``too_short``, if the file ends before.
     """
     while view:
         try:
@@ -218,9 +212,8 @@ def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> boo
         except OSError as e:
             raise StorageError(f"cannot read {path}: {e.strerror}") from e
         if not done:
-            return False
+            raise StorageError(f"{path} {too_short}")
         view, position = view[done:], position + done
-    return True
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -103,71 +103,65 @@ def skeleton_from_pretrained(
         model_class = class_of(hf_config)
     attention = Attention() if attention is None else attention
     kwargs |= attention.keyword(hf_config, model_class)
-    loading = _Loading()
     # transformers runs as ever; only the two steps that touch values are ours.
-    with naming_files(path), loading.replacing_steps(), attention.refused_by_transformers(hf_config):
+    with naming_files(path), _on_meta_tensors() as sources, attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     # It took a way that does not pass through the replaced steps.
-    if loading.source is None:
+    if not sources:
         raise GeminiError(
             f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
             "from_pretrained(...) and wrap it with GeminiDDP(model, config)"
         )
-    skeleton = StoredModel(model, loading.source)
+    skeleton = StoredModel(model, sources[-1])
     if adapt is not None:
         skeleton.adapt(adapt)
     return skeleton, info
 
 
-class _Loading:
-    """One run of transformers' ``from_pretrained`` on meta tensors."""
+@contextlib.contextmanager
+def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
+    """Within: transformers loads shapes instead of values; of what, is in the list then.
 
-    def __init__(self) -> None:
-        self.source: StoredFiles | None = None
+    Raises:
+        GeminiError: if this version of transformers has no such steps.
+    """
+    from transformers import modeling_utils
 
-    @contextlib.contextmanager
-    def replacing_steps(self) -> Iterator[None]:
-        """Within: transformers loads shapes instead of values.
+    base = modeling_utils.PreTrainedModel
+    finalize = internal_step(base, "_finalize_model_loading")
+    convert = internal_step(modeling_utils, "convert_and_load_state_dict_in_model")
+    sources: list[StoredFiles] = []
 
-        Raises:
-            GeminiError: if this version of transformers has no such steps.
-        """
-        from transformers import modeling_utils
+    def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
+        if settings.hf_quantizer is not None:
+            raise ValueError(
+                "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
+                "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
+            )
+        # Copies: transformers notes in the mapping what it has matched, and the files are read again later.
+        on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
+        shapes, file_of = {}, {}
+        for file in files:
+            for key, shape in _shapes(file).items():
+                shapes[key], file_of[key] = shape, file
+        made: dict[str, Made] = {}
+        with without_progress(), noting_how(made, shapes):
+            found, _ = convert(model, shapes, on_meta)
+        sources.append(StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made))
+        # Before transformers ties: it compares values, which are not here.
+        _tie_equal(model, file_of, found)
+        return found, None
 
-        base = modeling_utils.PreTrainedModel
-        finalize = internal_step(base, "_finalize_model_loading")
-        convert = internal_step(modeling_utils, "convert_and_load_state_dict_in_model")
+    def finish(model: Any, settings: Any, found: Any) -> Any:
+        with generators_kept():  # some initializations draw real numbers for meta tensors
+            return finalize(model, replace(settings, device_map={"": "meta"}), found)
 
-        def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
-            if settings.hf_quantizer is not None:
-                raise ValueError(
-                    "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
-                    "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
-                )
-            # Copies: transformers notes in the mapping what it has matched, and the files are read again later.
-            on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
-            shapes, file_of = {}, {}
-            for file in files:
-                for key, shape in _shapes(file).items():
-                    shapes[key], file_of[key] = shape, file
-            made: dict[str, Made] = {}
-            with without_progress(), noting_how(made, shapes):
-                found, _ = convert(model, shapes, on_meta)
-            self.source = StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
-            # Before transformers ties: it compares values, which are not here.
-            _tie_equal(model, file_of, found)
-            return found, None
-
-        def finish(model: Any, settings: Any, found: Any) -> Any:
-            with generators_kept():  # some initializations draw real numbers for meta tensors
-                return finalize(model, replace(settings, device_map={"": "meta"}), found)
-
-        with (
-            LOCK,
-            replaced(base, "_load_pretrained_model", staticmethod(load)),
-            replaced(base, "_finalize_model_loading", staticmethod(finish)),
-        ):
-            yield
+    with (
+        LOCK,
+        replaced(base, "_load_pretrained_model", staticmethod(load)),
+        replaced(base, "_finalize_model_loading", staticmethod(finish)),
+    ):
+        yield sources
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:

@@ -27,13 +27,12 @@ class Skeleton(ABC):
 
     model: Any
 
-    def manage(self, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> Any:
+    def manage(self, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None) -> Any:
         """Place the chunks, write the values to their homes; returns the model, managed.
 
         Raises:
             BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
         """
-        config = GeminiConfig() if config is None else config
         return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self.fill)
 
     @abstractmethod
@@ -70,9 +69,6 @@ def generators_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def generator_of_first(ranks: Ranks) -> Iterator[None]:
     """Let all ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
-    if ranks.are_alone:
-        yield
-        return
     own = torch.get_rng_state()
     shared = own.clone()
     # Into a copy: the generator itself is set when all have it.

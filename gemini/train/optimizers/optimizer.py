@@ -24,7 +24,6 @@ from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaling import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
-from gemini.train.optimizers.alike import agree_on_state
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import (
     ParamHandle,
@@ -373,7 +372,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             states = [dict(state_dict["state"].get(key, {})) for key in keys]
         # The last look before the first change: ranks with other states go on as they were.
         if owner is not None:
-            agree_on_state(self, owner, state_dict, attempt.refusal)
+            checks.agree_on_state(self, owner, state_dict, attempt.refusal)
         elif attempt.refusal is not None:
             raise attempt.refusal
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
@@ -420,8 +419,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._check_mode(stepping_of(handle))
             self._backward_checked = backward_number
             # Once per backward, since its first update cannot be taken back.
-            for number, group in enumerate(self.param_groups):
-                self.check_group(group, f"param group {number}")
+            if (refusal := self._refusal()) is not None:
+                raise refusal
         # By identity: == of tensors compares values.
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         return self.rule.scalars(group, handle.num_steps + 1, scale)
