@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch, RankMismatch, warn
-from gemini.planning.planes import RuleSpec, shapes_of
+from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.format import ALL_OF_MODEL
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
-from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, loaded_group
+from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, layout_of, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
@@ -226,15 +226,11 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
         raise Malformed(f"{where}.step is not a number of updates")
     if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
         raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
-    specs = {spec.kind: spec for spec in rule.planes}
-    factors = shapes_of(rule.factors, param.shape)
-    if not specs.keys() | factors.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
+    layout = layout_of(rule, param)
+    if not layout.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
         raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
     for name, value in state.items():
-        dtype = getattr(torch, specs[name].dtype) if name in specs else _MASTERS.get(name, torch.float32)
-        whole = name not in specs or specs[name].block == 1
-        shape = param.shape if whole else torch.Size([specs[name].num_items(param.numel())])
-        shape = torch.Size(factors.get(name, shape))
+        shape, dtype = layout.get(name, (param.shape, _MASTERS.get(name, torch.float32)))
         alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
         if name != "step" and not alike:
             raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")

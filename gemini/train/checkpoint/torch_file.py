@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
-from gemini.planning.planes import PlaneSpec
+from gemini.planning.planes import PlaneKind
 from gemini.replacing import atomic_write
-from gemini.rules import UpdateRule
+from gemini.train.optimizers.checks import shown_layout_of
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
 from gemini.train.params.by_name import ByName
@@ -57,7 +57,11 @@ class Promises:
             handle = handle_of(param)
             # As in torch, a param has no state before its first step.
             if handle is not None and handle.num_steps:
-                states = {spec.kind: _state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
+                layout = shown_layout_of(optimizer.rule, handle.param)
+                states = {
+                    spec.kind: _promise(*layout[spec.kind], partial(_read, handle, spec.kind))
+                    for spec in optimizer.rule.spec.planes
+                }
                 step = torch.tensor(float(handle.num_steps), device="cpu")
                 factors = {name: value.clone() for name, value in handle.factors.items()}
                 state["state"][index] = {"step": step, **states, **factors}
@@ -68,11 +72,8 @@ class Promises:
         return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
 
 
-def _state(handle: ParamHandle, spec: PlaneSpec, rule: UpdateRule) -> torch.Tensor:
-    """A promise of a state as the optimizer's rule has it."""
-    shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
-    shape = torch.Size() if spec.kind in rule.uniform else shape
-    return _promise(shape, getattr(torch, spec.dtype), lambda: read_state(handle, spec.kind)[spec.kind])
+def _read(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+    return read_state(handle, kind)[kind]
 
 
 def write(content: Any, path: Path) -> None:
