@@ -266,11 +266,7 @@ def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any
 
 
 def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
-    """The rule, tried.
-
-    Raises:
-        Refusal: if what it makes of tiles is not what the class makes of a param.
-    """
+    """The rule, tried. Raises Refusal if what it makes of tiles is not what the class makes of a param."""
     given = dict(hypers)
     for name, why in _NOT_HERE.items():
         if given.get(name):
@@ -337,11 +333,7 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _check_dims(rule: AdoptedRule, hypers: Hypers, dims: int, what: str) -> None:
-    """Refuse params of so many dimensions that a rule of whole params cannot update.
-
-    Raises:
-        ValueError: saying why.
-    """
+    """Refuse params of so many dimensions that a rule of whole params cannot update. Raises ValueError, saying why."""
     shape, given = SHAPES.get(dims, (2,) * dims), _not_still(dict(hypers))
     try:
         wanted = trained(rule.kind, given, shape)
@@ -460,11 +452,7 @@ def _told(error: Exception) -> str:
 
 
 def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
-    """Sort what an optimizer has kept.
-
-    Raises:
-        Refusal: for a state that has no place.
-    """
+    """Sort what an optimizer has kept. Raises Refusal for a state that has no place."""
     names = steps[-1].state.keys()
     if any(snapshot.state.keys() != names for snapshot in steps):
         raise Refusal("it keeps other states in later steps than in its first one")

@@ -331,11 +331,7 @@ class SlotReader(TensorFile):
 
 
 def open_store(directory: Path) -> Stored:
-    """The last commit that all ranks of the run have.
-
-    Raises:
-        StorageError: if there is none, or it is damaged.
-    """
+    """The last commit that all ranks of the run have. Raises StorageError if there is none, or it is damaged."""
     commit = last_commit(directory)
     with as_damage(commit.folder):
         opened: dict[str, SlotReader] = {}

@@ -40,10 +40,8 @@ from gemini.train.checkpoint.states import (
     check_scheduler,
     factors_of,
     form_of,
-    groups_of,
     load_factors,
     load_plain_states,
-    own_groups,
     own_values,
     set_rng_states,
 )
@@ -335,9 +333,7 @@ class Rest:
         # All has been decoded: a tensor that nothing refers to is damage.
         decoder.end()
         # Groups, plain params and factors are compared with those of here before anything is taken over.
-        self._groups = check_groups(
-            path, own_groups(groups, params), own_groups(groups_of(optimizer), params), optimizer
-        )
+        self._groups = check_groups(path, groups, optimizer, params)
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         self._path, self._model, self._by_names = path, model, engine.by_names

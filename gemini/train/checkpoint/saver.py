@@ -63,11 +63,7 @@ class PendingCheckpoint(WriteObserver):
         self._was_told = False
 
     def run(self, mover: Mover) -> None:
-        """Write it now.
-
-        Raises:
-            StorageError: if it cannot be written; an existing checkpoint is as it was.
-        """
+        """Write it now. Raises StorageError if it cannot be written; an existing checkpoint is as it was."""
         assert self._parts is not None
         in_place = self._parts[0].in_place
         # Staging that nothing passes through is not reserved.

@@ -224,11 +224,7 @@ def _load(
 
 
 def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: Any, part: ModelPart) -> Draft:
-    """Note all but masters and states as it is now.
-
-    Raises:
-        TypeError: what :func:`save_checkpoint` says.
-    """
+    """Note all but masters and states as it is now. Raises TypeError, as :func:`save_checkpoint` says."""
     tensors: list[torch.Tensor] = []
     rule = engine.stepping.rule.spec
     manifest = {

@@ -98,10 +98,8 @@ def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torc
                 value.zero_()
 
 
-def check_groups(
-    path: Path, saved: Any, here: list[dict[str, Any]], optimizer: HybridOptimizer
-) -> list[dict[str, Any]]:
-    """Check that an optimizer with groups ``here`` can go on with saved ones, and return what is to be taken over.
+def check_groups(path: Path, saved: Any, optimizer: HybridOptimizer, params: ParamSet) -> list[dict[str, Any]]:
+    """Check that an optimizer can go on with saved groups, and return what is to be taken over.
 
     Raises:
         Malformed: if they hold what no optimizer can have.
@@ -113,6 +111,7 @@ def check_groups(
         names = group.get("params")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Malformed(f"groups[{i}].params is not a list of names")
+    saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
     if [group["params"] for group in saved] != [group["params"] for group in here]:
         raise PlanMismatch(
             f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
@@ -526,19 +525,15 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     )  # fmt: skip
 
 
-def own_groups(groups: Any, params: ParamSet) -> Any:
+def own_groups(groups: list[dict[str, Any]], params: ParamSet) -> list[dict[str, Any]]:
     """Pick from groups of all stages the params that are here, in the order of the whole model."""
-    if not params.of_stages or not isinstance(groups, list):
+    if not params.of_stages:
         return groups
     own = {handle.whole_name for handle in params.handles}
-
-    def of_group(group: Any) -> Any:
-        names = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(names, list):
-            return group
-        return {**group, "params": [name for name in params.of_stages if name in own and name in names]}
-
-    return [of_group(group) for group in groups]
+    return [
+        {**group, "params": [name for name in params.of_stages if name in own and name in group["params"]]}
+        for group in groups
+    ]
 
 
 def own_values(saved: Any, params: ParamSet, own: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -57,7 +58,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorFileWriter:
-    """A safetensors file under way. It is made with the first write, and is on the disk after ``close``.
+    """A safetensors file under way. It is on the disk after ``close``.
 
     Raises:
         StorageError: from every method, if the disk is full or fails.
@@ -79,19 +80,17 @@ class TensorFileWriter:
         self._header = len(text).to_bytes(8, "little") + text
         self.header_checksum = zlib.crc32(self._header)
         self._remaining = offset
-        self._file: BinaryIO | None = None
+        with self._writing():
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
+            self._put(memoryview(self._header), 0)
 
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
         view = bytes_of(piece)
         # Of memory, not of what the disk has: what it did to the bytes shows when they are read.
         checksum = zlib.crc32(view)
-        try:
-            if self._file is None:
-                self._open()
+        with self._writing():
             self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
-        except OSError as e:
-            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
         self._remaining -= len(view)
         return checksum
 
@@ -99,30 +98,28 @@ class TensorFileWriter:
         """Let the file reach the disk, when everything was written."""
         # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
-        try:
-            if self._file is None:
-                self._open()
-            # On the disk before the manifest names its checksums.
+        # On the disk before the manifest names its checksums.
+        with self._writing():
             sync(self.path)
             self.abandon()
-        except OSError as e:
-            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
 
     def abandon(self) -> None:
-        """Let go of a file that was not written to its end."""
-        if self._file is not None:
-            self._file.close()
-
-    def _open(self) -> None:
-        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
-        self._put(memoryview(self._header), 0)
+        """Let go of a file, also of one that was not written to its end."""
+        self._file.close()
 
     def _put(self, view: memoryview, position: int) -> None:
-        assert self._file is not None
         while view:
             # The system may write less than it is asked to.
             done = os.pwrite(self._file.fileno(), view, position)
             view, position = view[done:], position + done
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the system says inside into our error."""
+        try:
+            yield
+        except OSError as e:
+            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
 
 
 class TensorFile:
@@ -231,11 +228,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def parse_json(text: bytes) -> Any:
-    """A JSON document in which no name stands twice.
-
-    Raises:
-        Malformed: if it is none.
-    """
+    """A JSON document in which no name stands twice. Raises Malformed if it is none."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -269,11 +262,7 @@ def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
 
 
 def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
-    """A tensor as JSON describes it.
-
-    Raises:
-        Malformed: if there is no such dtype or shape.
-    """
+    """A tensor as JSON describes it. Raises Malformed if there is no such dtype or shape."""
     sizes = shape if isinstance(shape, list) else [None]
     if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(sizes) > 64:
         raise Malformed(f"its header gives {name!r} no possible place")

@@ -161,11 +161,7 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
 
 
 def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
-    """Refuse a loaded state of one param that is not of this rule.
-
-    Raises:
-        ValueError: naming the param and the key.
-    """
+    """Refuse a loaded state of one param that is not of this rule. Raises ValueError, naming the param and the key."""
     _check_keys(rule.spec, state, param, name)
     _step_of(state, name)
     if RESIDUAL_OF in state:
