@@ -25,7 +25,7 @@ from gemini.memory.devices.device import torch_device_of
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import torch_file
-from gemini.train.checkpoint.torch_file import Promises
+from gemini.train.checkpoint.torch_file import promised_model_state, promised_optimizer_state
 from gemini.train.ddp import GeminiDDP
 from gemini.train.engine import Engine
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
@@ -248,7 +248,7 @@ class GeminiStrategy(DDPStrategy):
         self.engine.state.check_whole()
         if not self.engine.state.in_method:
             self.engine.recovery.forget_interrupted()
-        return Promises(self.engine.by_names).model_state(super(GeminiDDP, self.managed))
+        return promised_model_state(super(GeminiDDP, self.managed))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """As ``torch.optim.AdamW`` has it, the states named but not read."""
@@ -256,7 +256,7 @@ class GeminiStrategy(DDPStrategy):
         if not isinstance(optimizer, HybridOptimizer):
             return super().optimizer_state(optimizer)
         self.engine.state.check_whole()
-        return Promises(self.engine.by_names).optimizer_state(optimizer)
+        return promised_optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Written by rank 0 while the others serve its reads; a failure is raised on all of them."""

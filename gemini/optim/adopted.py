@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -91,13 +92,9 @@ def make(kind: type[Optimizer], params: list[nn.Parameter], hypers: Mapping[str,
 
 
 def _arguments(kind: type[Optimizer]) -> set[str]:
+    """The names of what its constructor takes beside the params."""
     parameters = list(inspect.signature(kind.__init__).parameters.values())[2:]  # without self and params
     return {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-
-
-def takes(kind: type[Optimizer], name: str) -> bool:
-    """Whether its constructor has such an argument."""
-    return name in _arguments(kind)
 
 
 def step(optimizer: Optimizer) -> None:
@@ -243,10 +240,11 @@ def adopt(kind: type[Optimizer], **hypers: Any) -> AdoptedRule:
         raise TypeError(f"adopt takes a class of torch optimizers (torch.optim.NAdam), got {kind!r}")
     if issubclass(kind, HybridOptimizer):
         raise TypeError(f"{called(kind)} is an optimizer of Gemini already: give its rule to GeminiConfig(optimizer=)")
+    taken = _arguments(kind)
     for name in hypers:
-        if not takes(kind, name):
+        if name not in taken:
             raise TypeError(f"{called(kind)} has no {name}=")
-    if takes(kind, "foreach"):
+    if "foreach" in taken:
         hypers.setdefault("foreach", False)
     try:
         return _adopted(kind, tuple((name, frozen(value)) for name, value in _defaults(kind, hypers).items()))
@@ -268,11 +266,7 @@ def _defaults(kind: type[Optimizer], hypers: Mapping[str, Any]) -> dict[str, Any
 
 
 def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
-    """The rule, tried.
-
-    Raises:
-        Refusal: if what it makes of tiles is not what the class makes of a param.
-    """
+    """The rule, tried. Raises Refusal if what it makes of tiles is not what the class makes of a param."""
     given = dict(hypers)
     for name, why in _NOT_HERE.items():
         if given.get(name):
@@ -339,11 +333,7 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=512)
 def _check_dims(rule: AdoptedRule, hypers: Hypers, dims: int, what: str) -> None:
-    """Refuse params of so many dimensions that a rule of whole params cannot update.
-
-    Raises:
-        ValueError: saying why.
-    """
+    """Refuse params of so many dimensions that a rule of whole params cannot update. Raises ValueError, saying why."""
     shape, given = SHAPES.get(dims, (2,) * dims), _not_still(dict(hypers))
     try:
         wanted = trained(rule.kind, given, shape)
@@ -439,12 +429,8 @@ def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, 
         for number in range(1, STEPS + 1):
             param.grad = gradient(number, shape)
             step(optimizer)
-            state = {
-                name: value.detach().clone() if isinstance(value, Tensor) else value
-                for name, value in optimizer.state[param].items()
-            }
             group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
-            found.append(Snapshot(param.detach().clone(), state, group))
+            found.append(Snapshot(param.detach().clone(), deepcopy(dict(optimizer.state[param])), group))
     except Refusal:
         raise
     except Exception as e:
@@ -466,11 +452,7 @@ def _told(error: Exception) -> str:
 
 
 def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
-    """Sort what an optimizer has kept.
-
-    Raises:
-        Refusal: for a state that has no place.
-    """
+    """Sort what an optimizer has kept. Raises Refusal for a state that has no place."""
     names = steps[-1].state.keys()
     if any(snapshot.state.keys() != names for snapshot in steps):
         raise Refusal("it keeps other states in later steps than in its first one")

@@ -25,11 +25,7 @@ from gemini.rules import ElementwiseRule, UpdateRule, Where, rule_of
 
 @dataclass(frozen=True)
 class CompactRule(ElementwiseRule):
-    """``exact`` with compact states.
-
-    Raises:
-        ValueError: for a rule that has no such form.
-    """
+    """``exact`` with compact states. Raises ValueError for a rule that has no such form."""
 
     exact: UpdateRule
 

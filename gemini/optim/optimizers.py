@@ -24,7 +24,7 @@ from gemini.planning.rules import RULES, rule_named
 from gemini.rules import Hyper, UpdateRule
 from gemini.train.gradients.hutchinson import HessianProbe
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handle_of, params_of
 
 AdamW = HybridAdam
 
@@ -153,7 +153,7 @@ class _Sophia(RuleOptimizer):
         Raises:
             GeminiError: where gradients of a training step are still there.
         """
-        for param in self._params():
+        for param in params_of(self):
             handle = handle_of(param)
             if param.grad is not None if handle is None else handle.has_grad:
                 raise GeminiError(
@@ -210,7 +210,7 @@ class SophiaH(_Sophia, rule=SophiaHRule()):
                 differentiated twice (with context parallel, attention over gathered keys and values cannot); and what
                 :meth:`step` raises.
         """
-        params = self._params()
+        params = params_of(self)
         owner = self.owner()
         if owner is not None and owner.config.precision == "fp16":
             raise GeminiError(
@@ -251,10 +251,4 @@ class SophiaH(_Sophia, rule=SophiaHRule()):
 
     def _num_updates(self) -> int:
         """The number of updates that params have had: in their states, so that it goes on from a checkpoint."""
-        return max(
-            (
-                int(self.state[param].get("step", 0)) if handle is None else handle.num_steps
-                for param, handle in ((param, handle_of(param)) for param in self._params())
-            ),
-            default=0,
-        )
+        return max((int(self.state[param].get("step", 0)) for param in params_of(self)), default=0)

@@ -25,7 +25,7 @@ from gemini.errors import GeminiError, PlanMismatch, StorageError
 from gemini.kernels import reference
 from gemini.optim import adopted
 from gemini.train.checkpoint.format import write_manifest
-from gemini.train.checkpoint.torch_file import Promises, write
+from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
 from tests import models
 from tests.train import helpers
 from tests.train.test_update_rules import bits, config_for, loss_of, make_model
@@ -480,7 +480,7 @@ def test_factors_are_counted_kept_and_compared(tmp_path: Path) -> None:
     assert not any(value.any() for handle in world_of(model).handles for value in handle.factors.values())
     gemini.load_checkpoint(tmp_path / "kept", model, optimizer)
     assert all(torch.equal(value, kept[kind]) for kind, value in optimizer.full_state(name).items())
-    write(Promises(world_of(model).by_names).optimizer_state(optimizer), tmp_path / "states.pt")
+    write(promised_optimizer_state(optimizer), tmp_path / "states.pt")
     assert torch.equal(torch.load(tmp_path / "states.pt")["state"][index]["col_var"], kept["col_var"])
     manifest = tmp_path / "kept" / "manifest.json"
     body = json.loads(manifest.read_text())

@@ -145,7 +145,7 @@ def test_params_go_home_and_come_back_while_they_are_drawn(monkeypatch: pytest.M
 
         def spy(self: Any, param: Any, *args: Any, _log: list = log, _original: Any = original, **kw: Any) -> None:
             _original(self, param, *args, **kw)
-            _log.append((id(param), sum(self._inside.values())))
+            _log.append((id(param), sum(p.nbytes for p in self._inside.values())))
 
         monkeypatch.setattr(paging.Pager, name, spy)
     managed = gemini.from_config(FAMILIES["gpt2"][0](), config_of())

@@ -318,21 +318,19 @@ class SlotReader(TensorFile):
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         plane, at = self._places[name]
-        runs, offset, size = self.slots[plane]
+        _, offset, size = self.slots[plane]
         view = bytes_of(into)
         first = at + start * into.element_size()
-        last, page = first + len(view), 0
+        last = first + len(view)
         with self._all_opened() as files:
-            for count, slot, _ in runs:
+            for run in self._runs(plane, first, last):
                 # What of the wanted bytes is in this run, in bytes of the plane.
-                begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
-                page += count
-                if begin < end:
-                    part = view[begin - first : end - first]
-                    if slot == ZEROS:
-                        part[:] = bytes(len(part))
-                    else:
-                        self._fill(files, offset + slot * size + begin, part)
+                begin, end = max(first, run.first * PAGE), min(last, (run.first + run.pages) * PAGE)
+                part = view[begin - first : end - first]
+                if run.slot == ZEROS:
+                    part[:] = bytes(len(part))
+                else:
+                    self._fill(files, offset + run.slot * size + begin, part)
 
     @contextmanager
     def _all_opened(self) -> Iterator[list[BinaryIO]]:
@@ -341,16 +339,12 @@ class SlotReader(TensorFile):
 
     def _fill(self, files: Sequence[BinaryIO], position: int, view: memoryview) -> None:
         for drive, at, start, size in stripes(position, len(view), len(files)):
-            if not read_all(files[drive], self._paths[drive], at, view[start : start + size]):
-                raise StorageError(f"{self._paths[drive]} is cut short at byte {at}. Use a checkpoint")
+            too_short = f"is cut short at byte {at}. Use a checkpoint"
+            read_all(files[drive], self._paths[drive], at, view[start : start + size], too_short)
 
 
 def open_store(directory: Path) -> Stored:
-    """The last commit that all ranks of the run have.
-
-    Raises:
-        StorageError: if there is none, or it is damaged.
-    """
+    """The last commit that all ranks of the run have. Raises StorageError if there is none, or it is damaged."""
     commit = last_commit(directory)
     with as_damage(commit.folder):
         opened: dict[str, SlotReader] = {}

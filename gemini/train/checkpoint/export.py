@@ -77,47 +77,34 @@ class Export:
             StorageError: if it cannot be written.
         """
         ranks = self._ranks
-        if ranks.is_cut:
-            return self._run_in_parts(ranks)
+        writes = ranks.is_first and ranks.part_rank == 0
+        takes = writes and not self._is_given()
         result: Any = None
-        attempt = Attempt(BaseException)
         # What fails is kept: raised now, the others would wait at the next meeting until the timeout.
-        if ranks.is_first:
-            with attempt, _naming_the_disk(self._directory):
-                self._collect()
-        self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
-        if ranks.is_first and attempt.refusal is None:
-            with attempt, _naming_the_disk(self._directory):
-                result = self._write()
-        self._end_together(attempt)
-        return result
-
-    def _end_together(self, attempt: Attempt) -> None:
-        """Let what has failed on one rank fail on all. The others may wait long for the one that writes."""
-        self._ranks.waiting.wait_for_all("save_pretrained")
-        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, attempt.refusal)
-
-    def _run_in_parts(self, ranks: Ranks) -> Any:
-        """The same of a model in slices or stages: one rank of each reads, and the first of these writes."""
-        result: Any = None
-        reads, writes = ranks.reads_parts, ranks.is_first and ranks.part_rank == 0
         attempt = Attempt(BaseException)
         if writes:
             with attempt, _naming_the_disk(self._directory):
                 self._begin()
         views: dict[str, torch.Tensor] = {}
-        # Gone through to the end even after a failure: the other ranks send and serve every param.
-        for name, whole in self._wholes(ranks) if reads else ():
-            if writes and attempt.refusal is None and not self._is_given():
+        # Of slices and stages one rank each reads. Gone through to the end even after a failure: the other ranks send
+        # and serve every param.
+        for name, whole in self._wholes(ranks) if ranks.is_cut and ranks.reads_parts else ():
+            if takes and attempt.refusal is None:
                 with attempt, _naming_the_disk(self._directory):
                     kept = self._file_backed(whole.numel(), whole.dtype).copy_(whole.reshape(-1))
                     views[name] = kept.view(whole.shape)
-        self._company.meet_all(Point.EXPORT)
+        if takes and attempt.refusal is None:
+            with attempt, _naming_the_disk(self._directory):
+                if not ranks.is_cut:
+                    views = {h.name: self._mapped(h).view(h.param.shape) for h in self._by_names.handles}
+                self._give(views)
+        self._company.meet_all(Point.EXPORT)  # until here the others serve what the first one reads
         if writes and attempt.refusal is None:
             with attempt, _naming_the_disk(self._directory):
-                self._give(views)
                 result = self._write()
-        self._end_together(attempt)
+        # What has failed on one rank fails on all. The others may wait long for the one that writes.
+        ranks.waiting.wait_for_all("save_pretrained")
+        self._company.agree_on_folder(Point.EXPORT, "save_pretrained", self._directory, attempt.refusal)
         return result
 
     def _wholes(self, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,21 +139,8 @@ class Export:
         if not self._is_given():
             directory.mkdir(parents=True, exist_ok=True)
 
-    def _collect(self) -> None:
-        """Make all weights tensors that take no memory, and give them to transformers."""
-        self._begin()
-        if not self._is_given():
-            views = {h.name: self._mapped(h).view(h.param.shape) for h in self._by_names.handles}
-            self._give(views)
-
     def _give(self, views: dict[str, torch.Tensor]) -> None:
-        """Give weights as the ``state_dict`` argument, unless the caller gave one.
-
-        Args:
-            views: by the first name of a param its weights, of all stages.
-        """
-        if self._is_given():
-            return
+        """Give weights, by the first names of the params of all stages, as the ``state_dict`` argument."""
         state = own_state(self._model)
         # By every name that the model's state has now, tied ones too; all but params is copied to the CPU.
         for name, value in state.items():

@@ -60,9 +60,10 @@ class SavedParam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coded: bool = False
     fp32: bool = False
 
-    def slice_of(self, rank: int) -> TensorSlice | None:
-        """Make the slice that a rank had; None for all of it."""
-        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], rank, self.cut[2])
+    @property
+    def first_slice(self) -> TensorSlice | None:
+        """The slice that the first rank had; None for all of it."""
+        return None if self.cut is None else TensorSlice(self.shape, self.cut[0], self.cut[1], 0, self.cut[2])
 
 
 class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -206,11 +207,7 @@ def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:
 
 
 def read_values(path: Path, manifest: Manifest, opened: Mapping[str, TensorFile]) -> list[torch.Tensor]:
-    """The tensors that plain values refer to, by number.
-
-    Raises:
-        StorageError: if one is not what was written.
-    """
+    """The tensors that plain values refer to, by number. Raises StorageError if one is not what was written."""
     file, listed = opened[VALUES], manifest.files[VALUES].tensors
     for name, entry in listed.items():
         compare_sums(file, name, max(file.specs[name].numel, 1), entry)
@@ -218,22 +215,14 @@ def read_values(path: Path, manifest: Manifest, opened: Mapping[str, TensorFile]
 
 
 def compare_sums(file: TensorFile, name: str, piece: int, entry: SavedTensor) -> None:
-    """Compare the checksums of a tensor.
-
-    Raises:
-        StorageError: if it is not what was written.
-    """
+    """Compare the checksums of a tensor. Raises StorageError if it is not what was written."""
     if tuple(file.checksums(name, piece)) != entry.sums:
         raise StorageError(f"{file.path} is damaged: {name!r} is not what was written. Use an older checkpoint")
 
 
 @contextlib.contextmanager
 def as_damage(path: Path) -> Iterator[None]:
-    """Turn what cannot be into the error that a user gets.
-
-    Raises:
-        StorageError: for a Malformed inside.
-    """
+    """Turn what cannot be into the error that a user gets. Raises StorageError for a Malformed inside."""
     try:
         yield
     except (Malformed, RecursionError) as e:
@@ -349,11 +338,7 @@ def key_in_file(of: str, rank: int, size: int) -> str:
 
 
 def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
-    """The shape of one slice of a param.
-
-    Raises:
-        Malformed: if it cannot have been cut so.
-    """
+    """The shape of one slice of a param. Raises Malformed if it cannot have been cut so."""
     if param.cut is None:
         return param.shape
     if len(param.cut) != 3:
@@ -361,7 +346,7 @@ def _shape_of_slices(name: str, param: SavedParam) -> tuple[int, ...]:
     dim, groups, size = param.cut
     if dim >= len(param.shape) or groups < 1 or size < 2 or param.shape[dim] % (groups * size):
         raise Malformed(f"params.{name}.cut is {schema.shown(param.cut)}, which does not divide {list(param.shape)}")
-    cut = param.slice_of(0)
+    cut = param.first_slice
     assert cut is not None
     return cut.own_shape
 

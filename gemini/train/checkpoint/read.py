@@ -11,7 +11,7 @@ together. From compact to exact nothing is lost that was there; what exact state
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -40,10 +40,8 @@ from gemini.train.checkpoint.states import (
     check_scheduler,
     factors_of,
     form_of,
-    groups_of,
     load_factors,
     load_plain_states,
-    own_groups,
     own_values,
     set_rng_states,
 )
@@ -226,16 +224,9 @@ class Reader:
         for handle in others.values():
             self._convert(handle)
         for source in self._sources:
-            if source.handle.whole_name in others:
-                continue
-            if source.key in self._saved and is_cut_anew(self._params[source.handle.whole_name], source.handle):
+            if source.handle.whole_name not in others:
                 for start, stop in tiles(0, source.numel, self._mover.tile):
-                    self._store(source, self._from_slices(source, start, stop), start)
-            elif source.key in self._saved:
-                for start, stop, run, at in self._ranges(source):
-                    self._fill(source, start, stop, run, at)
-            else:  # trained here, frozen when it was saved
-                self._clear(source)
+                    self._read_range(source, start, stop)
         for chunk in chunks:
             observers.after_write(chunk)
 
@@ -259,20 +250,45 @@ class Reader:
             for kind, values in converted(saved, here, read, loss).items():
                 store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
-    def _runs(self, key: str, handle: ParamHandle) -> list[_Run]:
-        """Find the tensors that hold a saved plane of the slice that a param is here."""
-        own = 0 if handle.cut is None else handle.cut.rank
-        return [run for run in self._saved.get(key, []) if run.slice == own]
+    def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
+        """Elements ``[start, stop)`` of a param in a saved plane."""
+        first, last = start // spec.block, spec.num_items(stop)
+        values = torch.empty(last - first, dtype=getattr(torch, spec.dtype), device="cpu")
+        self._fill(values, f"{spec.kind}/{handle.whole_name}", handle, first)
+        return values
 
-    def _from_slices(self, source: PlanePart, start: int, stop: int) -> torch.Tensor:
-        """Items ``[start, stop)`` of this rank's part, from slices that are others than those of here."""
-        cut, saved = source.handle.cut, self._params[source.handle.whole_name].slice_of(0)
-        first, last = source.offset + start, source.offset + stop
+    def _read_range(self, source: PlanePart, start: int, stop: int) -> None:
+        """Overwrite items of this rank's part, in place where the host can write them, else through a staging area."""
+        in_place = source.plane.host_view(source.place(start), source.place(stop))
+        values = self._mover.scratch(2, source.plane.dtype, stop - start) if in_place is None else in_place
+        if source.key in self._saved:
+            self._fill(values, source.key, source.handle, source.offset + start)
+        else:
+            # Trained here, frozen when it was saved: what is there belongs to weights that are gone.
+            values.zero_()
+        if in_place is None:
+            at = source.handle.part.start + start * source.plane.block
+            store_range(self._mover, source.plane, at, values)
+
+    def _fill(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
+        """Read the saved items of a plane from ``first`` on, as the slice that a param is here counts them."""
+        if is_cut_anew(self._params[handle.whole_name], handle):
+            self._fill_from_slices(values, key, handle, first)
+            return
+        own, last = 0 if handle.cut is None else handle.cut.rank, first + len(values)
+        for run in self._saved[key]:
+            begin, end = max(run.start, first), min(run.stop, last)
+            if run.slice == own and begin < end:
+                run.file.read_into(run.name, begin - run.start, values[begin - first : end - first])
+
+    def _fill_from_slices(self, values: torch.Tensor, key: str, handle: ParamHandle, first: int) -> None:
+        """Read them from slices that are others than those of here."""
+        cut, saved = handle.cut, self._params[handle.whole_name].first_slice
+        last = first + len(values)
         # By their numbers in the whole param, then by which slice has them and where.
         elements = torch.arange(first, last, device="cpu") if cut is None else cut.in_whole(first, last)
         slices, own = (torch.zeros_like(elements), elements) if saved is None else saved.of_whole(elements)
-        values = torch.empty(last - first, dtype=source.plane.dtype, device="cpu")
-        for run in self._saved[source.key]:
+        for run in self._saved[key]:
             there = ((slices == run.slice) & (own >= run.start) & (own < run.stop)).nonzero().view(-1)
             if there.numel():
                 wanted = own[there]
@@ -281,45 +297,6 @@ class Reader:
                 read = torch.empty(high - low, dtype=values.dtype, device="cpu")
                 run.file.read_into(run.name, low - run.start, read)
                 values[there] = read[wanted - low]
-        return values
-
-    def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:
-        """Elements ``[start, stop)`` of a param in a saved plane."""
-        name = handle.whole_name
-        first, last = start // spec.block, spec.num_items(stop)
-        values = torch.empty(last - first, dtype=getattr(torch, spec.dtype), device="cpu")
-        for run in self._runs(f"{spec.kind}/{name}", handle):
-            begin, end = max(run.start, first), min(run.stop, last)
-            if begin < end:
-                run.file.read_into(run.name, begin - run.start, values[begin - first : end - first])
-        return values
-
-    def _ranges(self, source: PlanePart) -> Iterator[tuple[int, int, _Run, int]]:
-        """Ranges of at most a tile in this rank's part, each with what holds it and where it begins there."""
-        offset = source.offset
-        for run in self._runs(source.key, source.handle):
-            first, last = max(run.start, offset), min(run.stop, offset + source.numel)
-            for start, stop in tiles(first, last, self._mover.tile):
-                yield start - offset, stop - offset, run, start - run.start
-
-    def _fill(self, source: PlanePart, start: int, stop: int, run: _Run, at: int) -> None:
-        """Read a range, in place where the host can write it, else through a staging area."""
-        in_place = source.plane.host_view(source.place(start), source.place(stop))
-        if in_place is not None:
-            run.file.read_into(run.name, at, in_place)
-            return
-        staged = self._mover.scratch(2, source.plane.dtype, stop - start)
-        run.file.read_into(run.name, at, staged)
-        self._store(source, staged, start)
-
-    def _store(self, source: PlanePart, values: torch.Tensor, start: int) -> None:
-        store_range(self._mover, source.plane, source.handle.part.start + start * source.plane.block, values)
-
-    def _clear(self, source: PlanePart) -> None:
-        """Begin anew: a residual or state of before belongs to weights that are gone."""
-        for start, stop in tiles(0, source.numel, self._mover.tile):
-            zeros = self._mover.scratch(2, source.plane.dtype, stop - start).zero_()
-            self._store(source, zeros, start)
 
 
 class Rest:
@@ -356,9 +333,7 @@ class Rest:
         # All has been decoded: a tensor that nothing refers to is damage.
         decoder.end()
         # Groups, plain params and factors are compared with those of here before anything is taken over.
-        self._groups = check_groups(
-            path, own_groups(groups, params), own_groups(groups_of(optimizer), params), optimizer
-        )
+        self._groups = check_groups(path, groups, optimizer, params)
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         self._path, self._model, self._by_names = path, model, engine.by_names

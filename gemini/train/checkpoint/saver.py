@@ -37,8 +37,9 @@ _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 """Staging where nothing is staged."""
 
 
-class Saver(WriteObserver):
-    """One checkpoint being written. Made on all ranks together, after they agreed to.
+class PendingCheckpoint(WriteObserver):
+    """A checkpoint that may still be being written; what :func:`save_checkpoint` returns. A program calls :meth:`done`
+    and :meth:`wait`, the model the other methods. Made on all ranks together, after they agreed to.
 
     A thread must not keep a model alive: what would is given to :meth:`run` and :meth:`start` and not kept.
     """
@@ -62,11 +63,7 @@ class Saver(WriteObserver):
         self._was_told = False
 
     def run(self, mover: Mover) -> None:
-        """Write it now.
-
-        Raises:
-            StorageError: if it cannot be written; an existing checkpoint is as it was.
-        """
+        """Write it now. Raises StorageError if it cannot be written; an existing checkpoint is as it was."""
         assert self._parts is not None
         in_place = self._parts[0].in_place
         # Staging that nothing passes through is not reserved.
@@ -123,7 +120,7 @@ class Saver(WriteObserver):
         """Wait until the updates of the step before are over: only then may one of the next wait for its chunk. Called
         by the training thread alone.
         """
-        if not self.done:
+        if not self.done():
             for update in self._pending.values():
                 update.wait_until_over()
 
@@ -136,7 +133,7 @@ class Saver(WriteObserver):
         if own is not None and not own.is_complete():  # nobody else changes a chunk before its update is over
             return
         saved, transfers = self._unsaved.get(index), self._transfers()
-        if saved is not None and transfers is not None and not self.done and not self._is_own_thread:
+        if saved is not None and transfers is not None and not self.done() and not self._is_own_thread:
             # Read by the thread when it takes its next piece. A later wish overwrites an earlier one, which then has
             # its turn.
             self._urgent = index
@@ -149,9 +146,8 @@ class Saver(WriteObserver):
     def step_ended(self) -> None:
         """Do nothing."""
 
-    @property
     def done(self) -> bool:
-        """Whether it is not being written, or not any more."""
+        """Whether writing has ended, successfully or not."""
         return self._transfer is None or self._transfer.is_complete()
 
     @property
@@ -159,11 +155,16 @@ class Saver(WriteObserver):
         return self._transfer is not None and self._transfer.worker is not None and self._transfer.worker.is_own_thread
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is written. What went wrong is raised once.
+        """Block until the checkpoint is complete. What went wrong is raised once.
+
+        Args:
+            timeout: the longest time to wait, in seconds. By default without limit.
 
         Raises:
-            TimeoutError: if it is not after ``timeout`` seconds.
-            GeminiError: without ``timeout``, if nothing goes on.
+            StorageError: if it could not be written; with several ranks on all of them, with the rank that failed. An
+                existing checkpoint is unchanged.
+            TimeoutError: if it is not complete after ``timeout`` seconds. Writing continues.
+            GeminiError: without ``timeout``, if nothing moves for minutes.
         """
         self.join(timeout)
         if self._transfer is not None and not self._was_told:
@@ -174,7 +175,7 @@ class Saver(WriteObserver):
 
     def join(self, timeout: float | None = None) -> None:
         """:meth:`wait`, however the writing ends."""
-        if self.done or self._is_own_thread:
+        if self.done() or self._is_own_thread:
             return
         assert self._transfer is not None
         if timeout is None:
@@ -260,34 +261,9 @@ def _nowhere() -> None:
     """Stand for the transfers of a checkpoint that is written at once."""
 
 
-class PendingCheckpoint:
-    """A checkpoint that may still be being written; what :func:`save_checkpoint` returns."""
-
-    def __init__(self, saver: Saver):
-        self._saver = saver
-
-    def done(self) -> bool:
-        """Whether writing has ended, successfully or not."""
-        return self._saver.done
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until the checkpoint is complete.
-
-        Args:
-            timeout: the longest time to wait, in seconds. By default without limit.
-
-        Raises:
-            StorageError: if it could not be written; with several ranks on all of them, with the rank that failed. An
-                existing checkpoint is unchanged.
-            TimeoutError: if it is not complete after ``timeout`` seconds. Writing continues.
-            GeminiError: without ``timeout``, if nothing moves for minutes.
-        """
-        self._saver.wait(timeout)
-
-
-def pending_in(observers: WriteObservers) -> list[Saver]:
-    """Savers that have not been asked yet how they ended."""
-    return [observer for observer in observers if isinstance(observer, Saver)]
+def pending_in(observers: WriteObservers) -> list[PendingCheckpoint]:
+    """Checkpoints that have not been asked yet how they ended."""
+    return [observer for observer in observers if isinstance(observer, PendingCheckpoint)]
 
 
 def _reserve(num_bytes: int, store: ChunkStore, *, on_host: bool) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from gemini.errors import GeminiError
 from gemini.memory.durable.folder import is_store, reading
-from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.planes import ADAM
 from gemini.ranks.agree import Attempt, Handshake
 from gemini.ranks.agreement import Point
 from gemini.replacing import find, place_of
@@ -27,7 +27,7 @@ from gemini.train.checkpoint import format as checkpoint_format
 from gemini.train.checkpoint.durable import StoreHome, open_store
 from gemini.train.checkpoint.plain_data import encode
 from gemini.train.checkpoint.read import Reader, Rest
-from gemini.train.checkpoint.saver import PendingCheckpoint, Saver, pending_in
+from gemini.train.checkpoint.saver import PendingCheckpoint, pending_in
 from gemini.train.checkpoint.states import (
     ModelPart,
     joined,
@@ -108,8 +108,8 @@ def _save(
         # A commit of the store in the background takes updates in flight as they come out.
         if wait or not commits:
             engine.drain()
-        for pending in pending_in(engine.write_observers):
-            pending.end(engine.write_observers)
+        for before in pending_in(engine.write_observers):
+            before.end(engine.write_observers)
         if not commits:
             checkpoint_format.check_target(final, directory)
         # Before it is asked for gradients: those of a backward that broke off do not count.
@@ -119,10 +119,7 @@ def _save(
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
             )
-        make_draft = partial(
-            _draft, optimizer=optimizer, scheduler=scheduler, extra=extra, precision=engine.config.precision,
-            rule=engine.stepping.rule.spec, piece=engine.store.mover.tile,
-        )  # fmt: skip
+        make_draft = partial(_draft, engine, optimizer, scheduler, extra)
         own = part_of(model, optimizer, engine.params, engine.by_names)
         draft = make_draft(own)
     ranks = engine.ranks
@@ -145,12 +142,12 @@ def _save(
         home = StoreHome(store, draft, engine.store.chunks, sources, tile, pending=in_flight, changed=changed)
     else:
         home = FolderHome(final, draft, sources, tile)
-    saver = Saver(home, ranks.waiting.group, engine.store.device)
+    pending = PendingCheckpoint(home, ranks.waiting.group, engine.store.device)
     if wait:
-        saver.run(engine.store.mover)
+        pending.run(engine.store.mover)
     else:
-        saver.start(engine.store, engine.write_observers)
-    return PendingCheckpoint(saver)
+        pending.start(engine.store, engine.write_observers)
+    return pending
 
 
 def load_checkpoint(
@@ -226,21 +223,15 @@ def _load(
     return rest.extra
 
 
-def _draft(
-    part: ModelPart, *, optimizer: HybridOptimizer, scheduler: Any, extra: Any, precision: str, rule: RuleSpec,
-    piece: int,
-) -> Draft:  # fmt: skip
-    """Note all but masters and states as it is now.
-
-    Raises:
-        TypeError: what :func:`save_checkpoint` says.
-    """
+def _draft(engine: Engine, optimizer: HybridOptimizer, scheduler: Any, extra: Any, part: ModelPart) -> Draft:
+    """Note all but masters and states as it is now. Raises TypeError, as :func:`save_checkpoint` says."""
     tensors: list[torch.Tensor] = []
+    rule = engine.stepping.rule.spec
     manifest = {
         "format": checkpoint_format.FORMAT,
         "version": checkpoint_format.VERSION,
-        "precision": precision,
-        "piece": piece,
+        "precision": engine.config.precision,
+        "piece": engine.store.mover.tile,
         "params": part.params,
         "groups": encode(part.groups, tensors, "optimizer.param_groups"),
         "plain": encode(plain_states(optimizer), tensors, "optimizer.state"),

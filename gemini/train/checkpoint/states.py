@@ -23,16 +23,16 @@ import torch
 from torch import nn
 
 from gemini.errors import PlanMismatch, RankMismatch, warn
-from gemini.planning.planes import RuleSpec, shapes_of
+from gemini.planning.planes import RuleSpec
 from gemini.train.checkpoint.format import ALL_OF_MODEL
 from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
-from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, loaded_group
+from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, layout_of, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
 from gemini.train.params.codes import scales_in
-from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of
+from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of, params_of
 from gemini.train.params.state_dict import beside_params
 
 
@@ -53,7 +53,7 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
 def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Params of the optimizer that are not managed, with their states, by number."""
     found = {}
-    for number, param in enumerate(_params(optimizer)):
+    for number, param in enumerate(params_of(optimizer)):
         if handle_of(param) is None:
             state = dict(optimizer.state[param])
             if BEFORE in state:
@@ -98,10 +98,8 @@ def load_factors(handles: Iterable[ParamHandle], saved: dict[str, dict[str, torc
                 value.zero_()
 
 
-def check_groups(
-    path: Path, saved: Any, here: list[dict[str, Any]], optimizer: HybridOptimizer
-) -> list[dict[str, Any]]:
-    """Check that an optimizer with groups ``here`` can go on with saved ones, and return what is to be taken over.
+def check_groups(path: Path, saved: Any, optimizer: HybridOptimizer, params: ParamSet) -> list[dict[str, Any]]:
+    """Check that an optimizer can go on with saved groups, and return what is to be taken over.
 
     Raises:
         Malformed: if they hold what no optimizer can have.
@@ -113,6 +111,7 @@ def check_groups(
         names = group.get("params")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise Malformed(f"groups[{i}].params is not a list of names")
+    saved, here = own_groups(saved, params), own_groups(groups_of(optimizer), params)
     if [group["params"] for group in saved] != [group["params"] for group in here]:
         raise PlanMismatch(
             f"{path} was saved with param groups of {[len(g['params']) for g in saved]} params, the optimizer has "
@@ -197,7 +196,7 @@ def check_plain_states(path: Path, optimizer: HybridOptimizer, states: Any) -> d
         Malformed: if it holds what no optimizer can have.
         PlanMismatch: if it is of other params.
     """
-    here = {f"#{i}": (i, param) for i, param in enumerate(_params(optimizer)) if handle_of(param) is None}
+    here = {f"#{i}": (i, param) for i, param in enumerate(params_of(optimizer)) if handle_of(param) is None}
     if not isinstance(states, dict) or states.keys() != here.keys():
         raise Malformed("plain is not of the params that groups names")
     found = {}
@@ -226,15 +225,11 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
         raise Malformed(f"{where}.step is not a number of updates")
     if not (0 <= step.item() < 2**53 and step.item() == int(step.item())):
         raise Malformed(f"{where}.step is {step.item()}, and no number of updates")
-    specs = {spec.kind: spec for spec in rule.planes}
-    factors = shapes_of(rule.factors, param.shape)
-    if not specs.keys() | factors.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
+    layout = layout_of(rule, param)
+    if not layout.keys() <= state.keys() or state.keys() & (set(_STATES_OF.values()) - {own}):
         raise Malformed(f"{where} has {sorted(state, key=str)}, which is no state of a {param.dtype} param")
     for name, value in state.items():
-        dtype = getattr(torch, specs[name].dtype) if name in specs else _MASTERS.get(name, torch.float32)
-        whole = name not in specs or specs[name].block == 1
-        shape = param.shape if whole else torch.Size([specs[name].num_items(param.numel())])
-        shape = torch.Size(factors.get(name, shape))
+        shape, dtype = layout.get(name, (param.shape, _MASTERS.get(name, torch.float32)))
         alike = isinstance(value, torch.Tensor) and (value.dtype, value.shape) == (dtype, shape)
         if name != "step" and not alike:
             raise Malformed(f"{where}.{name} is not {dtype} in the shape of its param")
@@ -242,7 +237,7 @@ def _check_state(state: dict[str, Any], param: torch.Tensor, rule: RuleSpec, whe
 
 def load_plain_states(optimizer: HybridOptimizer, states: dict[int, dict[str, Any]]) -> None:
     """Put back what :func:`check_plain_states` found good."""
-    params = _params(optimizer)
+    params = params_of(optimizer)
     with torch.no_grad():
         for number, saved in states.items():
             param = params[number]
@@ -250,10 +245,6 @@ def load_plain_states(optimizer: HybridOptimizer, states: dict[int, dict[str, An
             optimizer.state[param] = {
                 name: value if name == "step" else value.to(param.device) for name, value in saved["state"].items()
             }
-
-
-def _params(optimizer: HybridOptimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def check_writable(target: torch.Tensor, value: torch.Tensor, what: str) -> None:
@@ -320,7 +311,7 @@ def form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
     return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
-def rng_states() -> dict[str, Any]:
+def rng_states(*, of_gpus: bool = True) -> dict[str, Any]:
     """The random states of this process: Python's, torch's, numpy's if it is loaded."""
     # A tensor in place of 625 numbers: it goes to the file of values.
     version, internal, gauss = random.getstate()
@@ -328,7 +319,7 @@ def rng_states() -> dict[str, Any]:
         "python": [version, torch.tensor(internal, device="cpu"), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if of_gpus and torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state_all()
     # Not imported for this: a generator that nobody has loaded has no state.
     if "numpy" in sys.modules:
@@ -491,7 +482,7 @@ def part_of(model: nn.Module, optimizer: HybridOptimizer, params: ParamSet, by_n
         TypeError: for params of the optimizer that are not managed, of a model in stages: there are no names for them.
     """
     handles = params.handles
-    if params.of_stages and any(handle_of(p) is None for group in optimizer.param_groups for p in group["params"]):
+    if params.of_stages and any(handle_of(param) is None for param in params_of(optimizer)):
         raise TypeError(
             "a checkpoint of a pipeline over ranks holds managed params alone, and this optimizer has others too: give "
             "those to an optimizer of their own"
@@ -534,19 +525,15 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     )  # fmt: skip
 
 
-def own_groups(groups: Any, params: ParamSet) -> Any:
+def own_groups(groups: list[dict[str, Any]], params: ParamSet) -> list[dict[str, Any]]:
     """Pick from groups of all stages the params that are here, in the order of the whole model."""
-    if not params.of_stages or not isinstance(groups, list):
+    if not params.of_stages:
         return groups
     own = {handle.whole_name for handle in params.handles}
-
-    def of_group(group: Any) -> Any:
-        names = group.get("params") if isinstance(group, dict) else None
-        if not isinstance(names, list):
-            return group
-        return {**group, "params": [name for name in params.of_stages if name in own and name in names]}
-
-    return [of_group(group) for group in groups]
+    return [
+        {**group, "params": [name for name in params.of_stages if name in own and name in group["params"]]}
+        for group in groups
+    ]
 
 
 def own_values(saved: Any, params: ParamSet, own: Mapping[str, Any]) -> Any:

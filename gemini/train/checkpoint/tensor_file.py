@@ -16,6 +16,7 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -57,7 +58,7 @@ class TensorSpec(NamedTuple):
 
 
 class TensorFileWriter:
-    """A safetensors file under way. It is made with the first write, and is on the disk after ``close``.
+    """A safetensors file under way. It is on the disk after ``close``.
 
     Raises:
         StorageError: from every method, if the disk is full or fails.
@@ -79,54 +80,46 @@ class TensorFileWriter:
         self._header = len(text).to_bytes(8, "little") + text
         self.header_checksum = zlib.crc32(self._header)
         self._remaining = offset
-        self._file: BinaryIO | None = None
-        self._closed = False
+        with self._writing():
+            self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
+            self._put(memoryview(self._header), 0)
 
     def write(self, name: str, start: int, piece: torch.Tensor) -> int:
         """Write elements ``[start, ...)`` of a tensor; returns the CRC-32 of the piece."""
         view = bytes_of(piece)
         # Of memory, not of what the disk has: what it did to the bytes shows when they are read.
         checksum = zlib.crc32(view)
-        try:
-            if self._file is None:
-                self._open()
+        with self._writing():
             self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
-        except OSError as e:
-            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
         self._remaining -= len(view)
         return checksum
 
     def close(self) -> None:
-        """Let the file reach the disk, when everything was written. Idempotent."""
+        """Let the file reach the disk, when everything was written."""
         # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
-        if self._closed:
-            return
-        try:
-            if self._file is None:
-                self._open()
-            # On the disk before the manifest names its checksums.
+        # On the disk before the manifest names its checksums.
+        with self._writing():
             sync(self.path)
             self.abandon()
-        except OSError as e:
-            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
-        self._closed = True
 
     def abandon(self) -> None:
-        """Let go of a file that was not written to its end."""
-        if self._file is not None:
-            self._file.close()
-
-    def _open(self) -> None:
-        self._file = open(self.path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
-        self._put(memoryview(self._header), 0)
+        """Let go of a file, also of one that was not written to its end."""
+        self._file.close()
 
     def _put(self, view: memoryview, position: int) -> None:
-        assert self._file is not None
         while view:
             # The system may write less than it is asked to.
             done = os.pwrite(self._file.fileno(), view, position)
             view, position = view[done:], position + done
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Turn what the system says inside into our error."""
+        try:
+            yield
+        except OSError as e:
+            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
 
 
 class TensorFile:
@@ -197,10 +190,8 @@ class TensorFile:
 
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
-        view = bytes_of(into)
         position = self._start + self._offsets[name] + start * into.element_size()
-        if not read_all(file, self.path, position, view):
-            raise StorageError(f"{self.path} ends in the middle of {name!r}")
+        read_all(file, self.path, position, bytes_of(into), f"ends in the middle of {name!r}")
 
 
 def opened(path: Path) -> BinaryIO:
@@ -215,11 +206,11 @@ def opened(path: Path) -> BinaryIO:
         raise StorageError(f"cannot read {path}: {e.strerror}") from e
 
 
-def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> bool:
-    """Fill ``view`` from byte ``position`` of a file on, which one read need not do; False if the file ends before.
+def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_short: str) -> None:
+    """Fill ``view`` from byte ``position`` of a file on, which one read need not do.
 
     Raises:
-        StorageError: if the drive refuses.
+        StorageError: if the drive refuses; or with the words ``too_short``, if the file ends before.
     """
     while view:
         try:
@@ -227,9 +218,8 @@ def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> boo
         except OSError as e:
             raise StorageError(f"cannot read {path}: {e.strerror}") from e
         if not done:
-            return False
+            raise StorageError(f"{path} {too_short}")
         view, position = view[done:], position + done
-    return True
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -247,11 +237,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def parse_json(text: bytes) -> Any:
-    """A JSON document in which no name stands twice.
-
-    Raises:
-        Malformed: if it is none.
-    """
+    """A JSON document in which no name stands twice. Raises Malformed if it is none."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -285,11 +271,7 @@ def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
 
 
 def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
-    """A tensor as JSON describes it.
-
-    Raises:
-        Malformed: if there is no such dtype or shape.
-    """
+    """A tensor as JSON describes it. Raises Malformed if there is no such dtype or shape."""
     sizes = shape if isinstance(shape, list) else [None]
     if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(sizes) > 64:
         raise Malformed(f"its header gives {name!r} no possible place")

@@ -24,56 +24,50 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gemini.errors import GeminiError, StorageError
-from gemini.planning.planes import PlaneSpec
+from gemini.planning.planes import PlaneKind
 from gemini.replacing import atomic_write
-from gemini.rules import UpdateRule
+from gemini.train.optimizers.checks import shown_layout_of
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
-from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of, params_of
+from gemini.train.params.owner import owner_of
 from gemini.train.params.state_dict import model_state
 
 _readers = WeakTensorKeyDictionary()
 """By promise, the function that reads its values. It goes when the promise does."""
 
 
-class Promises:
-    """Makes promises of the params and states that one model keeps; no update of it may have broken off."""
+def promised_model_state(original: Any) -> dict[str, Any]:
+    """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype); no
+    update of the model may have broken off.
 
-    def __init__(self, by_names: ByName):
-        self._by_names = by_names
+    ``original`` is ``super()`` of the managed model.
+    """
 
-    def model_state(self, original: Any) -> dict[str, Any]:
-        """``state_dict`` with promises of exact masters (of frozen params: of what there is, in the compute dtype).
-
-        ``original`` is ``super()`` of the managed model.
-        """
-        return model_state(original, None, "", self._weights)
-
-    def optimizer_state(self, optimizer: HybridOptimizer) -> dict[str, Any]:
-        """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
-        state = torch.optim.Optimizer.state_dict(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            handle = handle_of(param)
-            # As in torch, a param has no state before its first step.
-            if handle is not None and handle.num_steps:
-                states = {spec.kind: _state(handle, spec, optimizer.rule) for spec in optimizer.rule.spec.planes}
-                step = torch.tensor(float(handle.num_steps), device="cpu")
-                factors = {name: value.clone() for name, value in handle.factors.items()}
-                state["state"][index] = {"step": step, **states, **factors}
-        return state
-
-    def _weights(self, handle: ParamHandle) -> torch.Tensor:
+    def promise(handle: ParamHandle) -> torch.Tensor:
         dtype = torch.float32 if handle.chunk.trained else handle.param.dtype
-        return _promise(handle.param.shape, dtype, partial(self._by_names.read, handle, dtype))
+        return _promise(handle.param.shape, dtype, partial(owner_of(handle).by_names.read, handle, dtype))
+
+    return model_state(original, None, "", promise)
 
 
-def _state(handle: ParamHandle, spec: PlaneSpec, rule: UpdateRule) -> torch.Tensor:
-    """A promise of a state as the optimizer's rule has it."""
-    shape = handle.param.shape if spec.block == 1 else torch.Size([spec.num_items(handle.slot.numel)])
-    shape = torch.Size() if spec.kind in rule.uniform else shape
-    return _promise(shape, getattr(torch, spec.dtype), lambda: read_state(handle, spec.kind)[spec.kind])
+def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
+    """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
+
+    def promise(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
+        shape, dtype = shown_layout_of(optimizer.rule, handle.param)[kind]
+        return _promise(shape, dtype, lambda: read_state(handle, kind)[kind])
+
+    state = torch.optim.Optimizer.state_dict(optimizer)
+    for index, param in enumerate(params_of(optimizer)):
+        handle = handle_of(param)
+        # As in torch, a param has no state before its first step.
+        if handle is not None and handle.num_steps:
+            states = {spec.kind: promise(handle, spec.kind) for spec in optimizer.rule.spec.planes}
+            step = torch.tensor(float(handle.num_steps), device="cpu")
+            factors = {name: value.clone() for name, value in handle.factors.items()}
+            state["state"][index] = {"step": step, **states, **factors}
+    return state
 
 
 def write(content: Any, path: Path) -> None:

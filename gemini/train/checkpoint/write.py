@@ -300,7 +300,7 @@ class FolderHome(CheckpointHome):
             self._files |= {source.key: file for source in group}
 
     def flush(self) -> None:
-        for file in self._files.values():
+        for file in dict.fromkeys(self._files.values()):
             file.close()
 
     def commit(self, ranks: Handshake) -> None:

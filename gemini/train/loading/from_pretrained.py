@@ -31,6 +31,7 @@ from gemini.train.loading.stored_model import (
     StoredModel,
     internal_step,
     noting_how,
+    open_tensors,
     without_progress,
 )
 from gemini.train.params.codes import WHAT_WORKS
@@ -102,71 +103,65 @@ def skeleton_from_pretrained(
         model_class = class_of(hf_config)
     attention = Attention() if attention is None else attention
     kwargs |= attention.keyword(hf_config, model_class)
-    loading = _Loading()
     # transformers runs as ever; only the two steps that touch values are ours.
-    with naming_files(path), loading.replacing_steps(), attention.refused_by_transformers(hf_config):
+    with naming_files(path), _on_meta_tensors() as sources, attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     # It took a way that does not pass through the replaced steps.
-    if loading.source is None:
+    if not sources:
         raise GeminiError(
             f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
             "from_pretrained(...) and wrap it with GeminiDDP(model, config)"
         )
-    skeleton = StoredModel(model, loading.source)
+    skeleton = StoredModel(model, sources[-1])
     if adapt is not None:
         skeleton.adapt(adapt)
     return skeleton, info
 
 
-class _Loading:
-    """One run of transformers' ``from_pretrained`` on meta tensors."""
+@contextlib.contextmanager
+def _on_meta_tensors() -> Iterator[list[StoredFiles]]:
+    """Within: transformers loads shapes instead of values; of what, is in the list then.
 
-    def __init__(self) -> None:
-        self.source: StoredFiles | None = None
+    Raises:
+        GeminiError: if this version of transformers has no such steps.
+    """
+    from transformers import modeling_utils
 
-    @contextlib.contextmanager
-    def replacing_steps(self) -> Iterator[None]:
-        """Within: transformers loads shapes instead of values.
+    base = modeling_utils.PreTrainedModel
+    finalize = internal_step(base, "_finalize_model_loading")
+    convert = internal_step(modeling_utils, "convert_and_load_state_dict_in_model")
+    sources: list[StoredFiles] = []
 
-        Raises:
-            GeminiError: if this version of transformers has no such steps.
-        """
-        from transformers import modeling_utils
+    def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
+        if settings.hf_quantizer is not None:
+            raise ValueError(
+                "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
+                "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
+            )
+        # Copies: transformers notes in the mapping what it has matched, and the files are read again later.
+        on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
+        shapes, file_of = {}, {}
+        for file in files:
+            for key, shape in _shapes(file).items():
+                shapes[key], file_of[key] = shape, file
+        made: dict[str, Made] = {}
+        with without_progress(), noting_how(made, shapes):
+            found, _ = convert(model, shapes, on_meta)
+        sources.append(StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made))
+        # Before transformers ties: it compares values, which are not here.
+        _tie_equal(model, file_of, found)
+        return found, None
 
-        base = modeling_utils.PreTrainedModel
-        finalize = internal_step(base, "_finalize_model_loading")
-        convert = internal_step(modeling_utils, "convert_and_load_state_dict_in_model")
+    def finish(model: Any, settings: Any, found: Any) -> Any:
+        with generators_kept():  # some initializations draw real numbers for meta tensors
+            return finalize(model, replace(settings, device_map={"": "meta"}), found)
 
-        def load(model: Any, state_dict: Any, files: Any, settings: Any, *_: Any, **__: Any) -> Any:
-            if settings.hf_quantizer is not None:
-                raise ValueError(
-                    "gemini.from_pretrained streams files in float32, bfloat16 or float16, and these are quantized: "
-                    "load the model with transformers and wrap it with GeminiDDP(model, config); " + WHAT_WORKS
-                )
-            # Copies: transformers notes in the mapping what it has matched, and the files are read again later.
-            on_meta = replace(settings, device_map={"": "meta"}, weight_mapping=deepcopy(settings.weight_mapping))
-            shapes, file_of = {}, {}
-            for file in files:
-                for key, shape in _shapes(file).items():
-                    shapes[key], file_of[key] = shape, file
-            made: dict[str, Made] = {}
-            with without_progress(), noting_how(made, shapes):
-                found, _ = convert(model, shapes, on_meta)
-            self.source = StoredFiles(files, file_of, settings, frozenset(found.missing_and_mismatched()), made)
-            # Before transformers ties: it compares values, which are not here.
-            _tie_equal(model, files, found)
-            return found, None
-
-        def finish(model: Any, settings: Any, found: Any) -> Any:
-            with generators_kept():  # some initializations draw real numbers for meta tensors
-                return finalize(model, replace(settings, device_map={"": "meta"}), found)
-
-        with (
-            LOCK,
-            replaced(base, "_load_pretrained_model", staticmethod(load)),
-            replaced(base, "_finalize_model_loading", staticmethod(finish)),
-        ):
-            yield
+    with (
+        LOCK,
+        replaced(base, "_load_pretrained_model", staticmethod(load)),
+        replaced(base, "_finalize_model_loading", staticmethod(finish)),
+    ):
+        yield sources
 
 
 def _refuse(path: Any, kwargs: dict[str, Any]) -> None:
@@ -204,44 +199,15 @@ def _read_config(path: Any, model_class: Any, kwargs: dict[str, Any]) -> Any:
 
 def _shapes(file: str) -> dict[str, torch.Tensor]:
     """The tensors of one file without their values."""
-    try:
-        if not file.endswith(".safetensors"):
-            found = torch.load(file, map_location="meta", weights_only=True, mmap=True)
-            return {name: tensor.to("meta") for name, tensor in found.items()}
-        from safetensors import safe_open
+    from transformers.modeling_utils import load_state_dict
 
-        with safe_open(file, framework="pt") as opened:
-            return {name: _shape(opened.get_slice(name)) for name in opened.keys()}
+    try:
+        return {name: tensor.to("meta") for name, tensor in load_state_dict(file, map_location="meta").items()}
     except Exception as e:  # of many classes, and none of them names the file
         raise damaged_file(file, e) from e
 
 
-def _shape(part: Any) -> torch.Tensor:
-    return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-}
-"""The names of safetensors' header."""
-
-
-def _tie_equal(model: Any, files: list[str], found: Any) -> None:
+def _tie_equal(model: Any, file_of: dict[str, str], found: Any) -> None:
     """Tie params of which a checkpoint has both, if they are equal, as transformers does.
 
     It compares values, which meta tensors do not have; so the files are compared here. Unequal ones stay apart.
@@ -250,28 +216,23 @@ def _tie_equal(model: Any, files: list[str], found: Any) -> None:
         if target in found.missing_keys or source in found.missing_keys:
             continue
         # Taken from the ties, so that transformers keeps two params.
-        if not _equal_in_files(files, target, source):
+        if not _equal_in_files(file_of, target, source):
             model.all_tied_weights_keys.pop(target)
             continue
         owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(source))
 
 
-def _equal_in_files(files: list[str], first: str, second: str) -> bool:
-    from safetensors import safe_open
-
-    found = {}
+def _equal_in_files(file_of: dict[str, str], first: str, second: str) -> bool:
+    if not all(file.endswith(".safetensors") for file in file_of.values()):
+        return True  # what torch.save wrote twice was one tensor
+    if not {first, second} <= file_of.keys():
+        return False
     with contextlib.ExitStack() as stack:
-        for file in files:
-            if not file.endswith(".safetensors"):
-                return True  # what torch.save wrote twice was one tensor
-            opened = stack.enter_context(safe_open(file, framework="pt"))
-            found.update({name: opened.get_slice(name) for name in opened.keys() if name in (first, second)})
-        if len(found) < 2 or found[first].get_shape() != found[second].get_shape():
+        one, other = open_tensors(file_of, [first, second], stack)
+        if one.get_shape() != other.get_shape():
             return False
-        if not found[first].get_shape():  # one number each
-            return torch.equal(found[first][...], found[second][...])
-        rows, step = found[first].get_shape()[0], 4096
-        return all(
-            torch.equal(found[first][at : at + step], found[second][at : at + step]) for at in range(0, rows, step)
-        )
+        if not one.get_shape():  # one number each
+            return torch.equal(one[...], other[...])
+        rows, step = one.get_shape()[0], 4096
+        return all(torch.equal(one[at : at + step], other[at : at + step]) for at in range(0, rows, step))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -73,7 +74,69 @@ class PagedParameter(nn.Parameter):
         return copy
 
 
-class Pager:
+class Away(ABC):
+    """Params that are away until somebody touches them; those that came first go again when others need the room.
+
+    Args:
+        shapes: the params, with the shapes that they show.
+    """
+
+    def __init__(self, shapes: Mapping[nn.Parameter, torch.Size]):
+        self._params = list(shapes)
+        self._inside: dict[int, nn.Parameter] = {}
+        """Those in memory that may go again by their ids, oldest first."""
+        self._inside_bytes = 0
+        for param, shape in shapes.items():
+            self._put_away(param, shape)
+
+    @abstractmethod
+    def _read(self, param: nn.Parameter) -> torch.Tensor:
+        """Return the value of a param that is away, in memory of its own."""
+
+    @abstractmethod
+    def send_home(self, param: nn.Parameter) -> None:
+        """Let a param of ``_inside`` go, if it may."""
+
+    def _may_leave(self, param: nn.Parameter) -> bool:
+        """Whether a param that comes in counts among those that go again."""
+        return True
+
+    def bring_in(
+        self, param: nn.Parameter, value: torch.Tensor | None = None, keep: Collection[torch.Tensor] = ()
+    ) -> None:
+        """Make ``param`` ordinary: with ``value``, or what it held when it left. Those in ``keep`` stay in memory."""
+        num_bytes, kept = param.numel() * param.dtype.itemsize, {id(other) for other in keep}
+        # Before the new memory is taken: ROOM holds with it.
+        for key, other in list(self._inside.items()):
+            if self._inside_bytes + num_bytes <= ROOM:
+                break
+            if key not in kept:
+                self.send_home(other)
+        if value is None:
+            value = self._read(param)
+        param.__class__ = nn.Parameter
+        param.data = value
+        if self._may_leave(param):
+            self._inside[id(param)] = param
+            self._inside_bytes += num_bytes
+
+    def finish(self) -> None:
+        """Make all of them ordinary params, also those without values."""
+        for param in self._params:
+            param.__class__ = nn.Parameter
+            del param._gemini_pager  # type: ignore[attr-defined]
+
+    def _forget(self, param: nn.Parameter) -> None:
+        """Count a param no longer among those that may go again."""
+        self._inside_bytes -= self._inside.pop(id(param)).nbytes
+
+    def _put_away(self, param: nn.Parameter, shape: torch.Size) -> None:
+        param.data = stand_in(shape, param.dtype)
+        param._gemini_pager = self  # type: ignore[attr-defined]
+        param.__class__ = PagedParameter
+
+
+class Pager(Away):
     """The params of a model that has not adopted them yet.
 
     Args:
@@ -84,59 +147,27 @@ class Pager:
     def __init__(self, homes: ByName, filled: Collection[str] = ()):
         self._homes = homes
         self._handles = {id(handle.param): handle for handle in homes.handles}
-        self._inside: dict[int, int] = {}  # bytes by the id of a param that is in memory, oldest first
-        self._inside_bytes = 0
         self._filled = {id(handle.param) for handle in homes.handles if handle.name in filled}
-        for handle in homes.handles:
-            self._put_away(handle.param)
+        # The whole shape, also of a param that is a slice: constructors see what they have made.
+        super().__init__({handle.param: torch.Size(handle.whole_shape) for handle in homes.handles})
 
-    def bring_in(
-        self, param: nn.Parameter, value: torch.Tensor | None = None, keep: Collection[torch.Tensor] = ()
-    ) -> None:
-        """Make ``param`` ordinary: with ``value``, or what it held when it left. Those in ``keep`` stay in memory."""
-        num_bytes = param.numel() * param.dtype.itemsize
-        # Before the new memory is taken: ROOM holds with it.
-        self._make_room(num_bytes, {id(other) for other in keep})
-        if value is None and id(param) in self._filled:
-            handle = self._handles[id(param)]
-            # Read from the masters where the param is wider than what its chunk computes in.
-            exact = None if param.dtype is handle.chunk.flat.dtype else torch.float32
-            value = self._homes.read_whole(handle, exact).to(param.dtype)
-        elif value is None:
-            value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
-        param.__class__ = nn.Parameter
-        param.data = value
-        self._inside[id(param)] = num_bytes
-        self._inside_bytes += num_bytes
+    def _read(self, param: nn.Parameter) -> torch.Tensor:
+        if id(param) not in self._filled:
+            return torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+        handle = self._handles[id(param)]
+        # Read from the masters where the param is wider than what its chunk computes in.
+        exact = None if param.dtype is handle.chunk.flat.dtype else torch.float32
+        return self._homes.read_whole(handle, exact).to(param.dtype)
 
     def send_home(self, param: nn.Parameter) -> None:
-        """Write what ``param`` holds to its home, and free its memory."""
         self._homes.write_whole(self._handles[id(param)], param.data)
         self._filled.add(id(param))
         # Written before it is forgotten: a write that fails leaves the param as it is.
-        self._inside_bytes -= self._inside.pop(id(param))
-        self._put_away(param)
+        self._forget(param)
+        self._put_away(param, param.shape)
 
     def finish(self) -> None:
         """Send everything home; the params are ordinary ones without values then."""
-        for key in list(self._inside):
-            self.send_home(self._handles[key].param)
-        for handle in self._handles.values():
-            handle.param.__class__ = nn.Parameter
-            del handle.param._gemini_pager  # type: ignore[attr-defined]
-
-    def _put_away(self, param: nn.Parameter) -> None:
-        # The whole shape, also of a param that is a slice: constructors see what they have made.
-        param.data = stand_in(torch.Size(self._handles[id(param)].whole_shape), param.dtype)
-        param._gemini_pager = self  # type: ignore[attr-defined]
-        param.__class__ = PagedParameter
-
-    def _make_room(self, num_bytes: int, keep: set[int]) -> None:
-        if self._inside_bytes + num_bytes <= ROOM:
-            return
-        # Oldest first, since a dict keeps the order in which they came.
-        for key in list(self._inside):
-            if key not in keep:
-                self.send_home(self._handles[key].param)
-                if self._inside_bytes + num_bytes <= ROOM:
-                    return
+        for param in list(self._inside.values()):
+            self.send_home(param)
+        super().finish()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.ranks.group import Ranks
+from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import manage
 from gemini.train.loading.paging import stand_in
 from gemini.train.params.by_name import ByName
@@ -27,13 +27,12 @@ class Skeleton(ABC):
 
     model: Any
 
-    def manage(self, config: GeminiConfig | None = None, *, process_group: Any = None, mesh: Any = None) -> Any:
+    def manage(self, config: GeminiConfig, *, process_group: Any = None, mesh: Any = None) -> Any:
         """Place the chunks, write the values to their homes; returns the model, managed.
 
         Raises:
             BudgetExceeded: before any value is read or drawn, if the budgets cannot hold the model.
         """
-        config = GeminiConfig() if config is None else config
         return manage(self.model, config, process_group=process_group, mesh=mesh, fill=self.fill)
 
     @abstractmethod
@@ -60,28 +59,16 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Put the random generators back afterwards: what is drawn inside is drawn again."""
-    python, torchs = random.getstate(), torch.get_rng_state()
-    try:
-        import numpy
-
-        numpys = numpy.random.get_state()
-    except ImportError:
-        numpys = None
+    states = rng_states(of_gpus=False)
     try:
         yield
     finally:
-        random.setstate(python)
-        torch.set_rng_state(torchs)
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+        set_rng_states(states)
 
 
 @contextlib.contextmanager
 def generator_of_first(ranks: Ranks) -> Iterator[None]:
     """Let all ranks draw what the first one does; one whose generator stood elsewhere gets its own back."""
-    if ranks.are_alone:
-        yield
-        return
     own = torch.get_rng_state()
     shared = own.clone()
     # Into a copy: the generator itself is set when all have it.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -26,8 +26,7 @@ from torch import nn
 from gemini.errors import GeminiError
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
-from gemini.train.loading import paging
-from gemini.train.loading.paging import PagedParameter, Pager
+from gemini.train.loading.paging import Away, PagedParameter, Pager
 from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
 from gemini.train.modules.reading import Structure
 from gemini.train.params.by_name import ByName, same_bits
@@ -220,7 +219,8 @@ class StoredModel(Skeleton):
                 f"adapt= returned a {type(result).__name__}: it takes the model, changes it and returns it (an "
                 "nn.Module), or nothing if it changed it in place"
             )
-        untouched = away.end()
+        untouched = away.untouched()
+        away.finish()
         refuse_unwrappable(Structure(self.model), managed_class)
         self._kept = {id(p): p.data for p in self.model.parameters() if id(p) not in untouched}
 
@@ -302,7 +302,8 @@ class StoredModel(Skeleton):
         with contextlib.ExitStack() as stack:
             opened = None
             if names is not None:
-                opened = self._open({key for name in names if name in made for key in made[name].keys}, stack)
+                keys = list({key for name in names if name in made for key in made[name].keys})
+                opened = dict(zip(keys, open_tensors(self._source.file_of, keys, stack), strict=True))
                 settings = replace(settings, weight_mapping=deepcopy(settings.weight_mapping))
                 stack.enter_context(replaced(model, "_weight_conversions", None))
                 stack.enter_context(without_progress())
@@ -314,21 +315,6 @@ class StoredModel(Skeleton):
             stack.enter_context(_environment("HF_DEACTIVATE_ASYNC_LOAD", "1"))  # else threads read far ahead
             type(model)._load_pretrained_model(model, opened, self._source.files, settings)
 
-    def _open(self, keys: set[str], stack: contextlib.ExitStack) -> dict[str, Any]:
-        """Open the files for these tensors, which are not read yet."""
-        from safetensors import safe_open
-
-        found: dict[str, Any] = {}
-        for file in sorted({self._source.file_of[key] for key in keys}):
-            here = [key for key in keys if self._source.file_of[key] == file]
-            if file.endswith(".safetensors"):
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                found |= {key: opened.get_slice(key) for key in here}
-            else:
-                tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                found |= {key: tensors[key] for key in here}
-        return found
-
     def _readings(self, places: dict[str, ParamHandle]) -> dict[str, SliceReading]:
         """Find what of the files is read for params of which slices are here."""
         found = {}
@@ -339,60 +325,49 @@ class StoredModel(Skeleton):
         return found
 
 
-class _ReadAtTouch:
-    """Params whose values come when somebody touches them; those that were only read go when others need the room."""
+class _ReadAtTouch(Away):
+    """Params whose values come from the files when somebody touches them; those that were only read go again."""
 
     def __init__(self, stored: StoredModel, params: dict[str, nn.Parameter], missing: Collection[str]):
         self._stored = stored
         self._names = {id(param): name for name, param in params.items() if name not in missing}
-        self._params = list({id(param): param for param in params.values()}.values())
-        self._inside: dict[int, nn.Parameter] = {}  # with their values in the files, for all that is known
-        self._inside_bytes = 0
-        for param in self._params:
-            self._put_away(param)
+        super().__init__({param: param.shape for param in params.values()})
 
-    def bring_in(self, param: nn.Parameter, keep: Collection[torch.Tensor] = ()) -> None:
-        """Make ``param`` ordinary, with its value in the files, or zeros if it is still to be drawn."""
-        self._make_room(param.nbytes, {id(other) for other in keep})
-        if (name := self._names.get(id(param))) is None:
-            value = torch.zeros(param.shape, dtype=param.dtype, device="cpu")
+    def _read(self, param: nn.Parameter) -> torch.Tensor:
+        if self._may_leave(param):
+            return self._stored.read(self._names[id(param)])
+        return torch.zeros(param.shape, dtype=param.dtype, device="cpu")  # it is still to be drawn
+
+    def _may_leave(self, param: nn.Parameter) -> bool:
+        return id(param) in self._names
+
+    def untouched(self) -> set[int]:
+        """The ``id`` of those that nobody changed, as far as they are away."""
+        return {id(param) for param in self._params if isinstance(param, PagedParameter)}
+
+    def send_home(self, param: nn.Parameter) -> None:
+        if param.grad is not None or _is_shared(param):
+            return  # who looks into its memory may write there yet
+        value, now = self._stored.read(self._names[id(param)]), param.data
+        # Only what may be unchanged counts: what somebody has changed stays, beside the budget.
+        self._forget(param)
+        # Only what is as in the files, to the bit, can come from there again.
+        alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
+        if alike and same_bits(now, value):
+            self._put_away(param, param.shape)
+
+
+def open_tensors(file_of: Mapping[str, str], keys: Sequence[str], stack: contextlib.ExitStack) -> list[Any]:
+    """Open the files for these tensors, which are not read yet."""
+    from safetensors import safe_open
+
+    opened: dict[str, Any] = {}
+    for file in sorted({file_of[key] for key in keys}):
+        if file.endswith(".safetensors"):
+            opened[file] = stack.enter_context(safe_open(file, framework="pt")).get_slice
         else:
-            value = self._stored.read(name)
-            self._inside[id(param)] = param
-            self._inside_bytes += value.nbytes
-        param.__class__ = nn.Parameter
-        param.data = value
-
-    def end(self) -> set[int]:
-        """End the reading at touch; returns the ``id`` of those that nobody changed, as far as they are away."""
-        untouched = set()
-        for param in self._params:
-            if isinstance(param, PagedParameter):
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
-                untouched.add(id(param))
-            del param._gemini_pager  # type: ignore[attr-defined]
-        return untouched
-
-    def _put_away(self, param: nn.Parameter) -> None:
-        param._gemini_pager = self  # type: ignore[attr-defined]
-        param.__class__ = PagedParameter
-
-    def _make_room(self, num_bytes: int, keep: set[int]) -> None:
-        for key, param in list(self._inside.items()):
-            # Only what may be unchanged counts here; what somebody has changed stays, beside the budget.
-            if self._inside_bytes + num_bytes <= paging.ROOM:
-                return
-            if key in keep or param.grad is not None or _is_shared(param):
-                continue  # who looks into its memory may write there yet
-            del self._inside[key]
-            value = self._stored.read(self._names[key])
-            self._inside_bytes -= value.nbytes
-            now = param.data
-            # Only what is as in the files, to the bit, can come from there again.
-            alike = (now.shape, now.stride(), now.dtype) == (value.shape, value.stride(), value.dtype)
-            if alike and same_bits(now, value):
-                param.data = paging.stand_in(param.shape, param.dtype)
-                self._put_away(param)
+            opened[file] = torch.load(file, map_location="cpu", weights_only=True, mmap=True).__getitem__
+    return [opened[file_of[key]](key) for key in keys]
 
 
 def _is_shared(param: nn.Parameter) -> bool:

@@ -20,8 +20,11 @@ import torch
 from torch import nn
 
 from gemini.planning.planes import shapes_of
+from gemini.ranks.agree import Facts, checksum_text, plain
+from gemini.ranks.agreement import Point
 from gemini.rules import ADAM, LARGEST, RuleSpec, UpdateRule, is_decoupled, number_of
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.owner import Owner
 
 Group = Mapping[str, Any]
 
@@ -135,7 +138,8 @@ def check_layout(own: list[dict[str, Any]], state_dict: Any) -> None:
 
 
 def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -> None:
-    """Refuse loaded states that are not of this rule: names, shapes, dtypes, step counts; of Adam values too.
+    """Refuse loaded states that are not of this rule (names, shapes, dtypes, step counts; of Adam values too), and
+    those of params that are frozen here, and have nowhere to keep them.
 
     Raises:
         ValueError, TypeError: naming the param and the key.
@@ -148,28 +152,31 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
             _check_state(rule, state, param, name)
             if rule == ADAM:
                 _check_moments(state, name)
+            handle = handle_of(param)
+            if handle is not None and not handle.chunk.trained:
+                raise ValueError(
+                    f"the loaded state has states of {name!r}, which is frozen here: call requires_grad_(True) before "
+                    "GeminiDDP(model), or leave its state out"
+                )
 
 
 def _check_state(rule: UpdateRule, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
-    """Refuse a loaded state of one param that is not of this rule.
-
-    Raises:
-        ValueError: naming the param and the key.
-    """
+    """Refuse a loaded state of one param that is not of this rule. Raises ValueError, naming the param and the key."""
     _check_keys(rule.spec, state, param, name)
     _step_of(state, name)
     if RESIDUAL_OF in state:
         checksum = number_of(state[RESIDUAL_OF], f"{RESIDUAL_OF!r} of {name!r}")
         if not (0 <= checksum < 2**32 and checksum == int(checksum)):
             raise ValueError(f"{RESIDUAL_OF!r} of {name!r} is {checksum:g} in the loaded state: wanted a CRC-32")
-    for kind, (shape, dtype) in _tensors_of(rule, param).items():
+    of_master = {"residual": (param.shape, torch.int16), "master": (param.shape, torch.float32)}
+    for kind, (shape, dtype) in {**of_master, **shown_layout_of(rule, param)}.items():
         if kind in state:
             _check_tensor(state[kind], shape, dtype, f"{kind!r} of {name!r}")
 
 
 def _check_keys(spec: RuleSpec, state: Mapping[str, Any], param: nn.Parameter, name: str) -> None:
     """Refuse a loaded state that lacks something of the rule, or has what is of another one."""
-    wanted = ["step", *(plane.kind for plane in spec.planes), *shapes_of(spec.factors, param.shape)]
+    wanted = ["step", *layout_of(spec, param)]
     missing = [key for key in wanted if key not in state]
     those = f"the rule {spec.name!r} has {', '.join(map(repr, wanted))}"
     if missing:
@@ -181,18 +188,23 @@ def _check_keys(spec: RuleSpec, state: Mapping[str, Any], param: nn.Parameter, n
         raise ValueError(f"the loaded state of {name!r} has {strange[0]!r}, which {spec.name} does not have: {those}")
 
 
-def _tensors_of(rule: UpdateRule, param: nn.Parameter) -> dict[str, tuple[torch.Size, str]]:
-    """The shape and dtype of every tensor that the state of a param may have."""
-    tensors = {"residual": (param.shape, "int16"), "master": (param.shape, "float32")}
-    for plane in rule.spec.planes:
-        shape = param.shape if plane.block == 1 else torch.Size([plane.num_items(param.numel())])
-        # A state dict has one number where the plane has it for every block.
-        if plane.kind in rule.uniform:
-            shape = torch.Size()
-        tensors[plane.kind] = (shape, plane.dtype)
-    for kind, factor_shape in shapes_of(rule.spec.factors, param.shape).items():
-        tensors[kind] = (torch.Size(factor_shape), "float32")
-    return tensors
+def layout_of(rule: RuleSpec, param: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The shape and dtype of every state that a rule keeps of a param."""
+    layout = {
+        spec.kind: (
+            param.shape if spec.block == 1 else torch.Size([spec.num_items(param.numel())]),
+            getattr(torch, spec.dtype),
+        )
+        for spec in rule.planes
+    }
+    factors = shapes_of(rule.factors, param.shape)
+    return layout | {name: (torch.Size(shape), torch.float32) for name, shape in factors.items()}
+
+
+def shown_layout_of(rule: UpdateRule, param: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """The same as a state dict shows it: one number where a plane has it for every block."""
+    layout = layout_of(rule.spec, param)
+    return layout | {kind: (torch.Size(), layout[kind][1]) for kind in rule.uniform}
 
 
 def _params_of(own: list[dict[str, Any]], saved: list[Any]) -> Iterator[tuple[Any, nn.Parameter, str]]:
@@ -272,14 +284,15 @@ def _range_of(value: torch.Tensor, what: str) -> tuple[float, float]:
     return lowest, highest
 
 
-def _check_tensor(value: Any, shape: torch.Size, dtype: str, what: str) -> None:
+def _check_tensor(value: Any, shape: torch.Size, dtype: torch.dtype, what: str) -> None:
     """Refuse what is no dense tensor of that shape and dtype; fp32 is made of any float dtype."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.layout is not torch.strided:
         raise ValueError(f"{what} is not a dense tensor with values in the loaded state: {type(value)}")
     if value.shape != shape:
         raise ValueError(f"{what} has shape {tuple(value.shape)} in the loaded state, wanted {tuple(shape)}")
-    if not value.is_floating_point() if dtype == "float32" else str(value.dtype) != f"torch.{dtype}":
-        wanted = "a float dtype" if dtype == "float32" else dtype
+    any_float = dtype is torch.float32
+    if not value.is_floating_point() if any_float else value.dtype is not dtype:
+        wanted = "a float dtype" if any_float else str(dtype).removeprefix("torch.")
         raise ValueError(f"{what} is {value.dtype} in the loaded state, wanted {wanted}")
 
 
@@ -300,3 +313,41 @@ def _names_of(groups: Iterable[Group]) -> list[str]:
             known = str(given[index]) if index < len(given) else f"param {len(names)}"
             names.append(known if handle is None else handle.name)
     return names
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def agree_on_state(optimizer: Any, owner: Owner, state: Mapping[str, Any], refusal: BaseException | None) -> None:
+    """See that every rank is about to load the same state into managed params, and has nothing against it.
+
+    Raises:
+        RankMismatch: on every rank, naming what differs; nothing was changed.
+        GeminiError: on every rank, if one refuses; there its ``refusal``.
+    """
+
+    def facts() -> Facts:
+        values: dict[str, str] = {}
+        for index, (group, loaded) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+            if all(handle_of(param) is None for param in group["params"]):
+                continue
+            # Hyperparameters alone: labels may differ, and no update depends on them.
+            for name in optimizer.defaults:
+                values[f"{name} of param group {index}"] = repr(plain(loaded.get(name, "not given")))
+            for key, param in zip(loaded["params"], group["params"], strict=True):
+                handle = handle_of(param)
+                if handle is not None:
+                    values.update(_facts_of(handle, state["state"].get(key, {})))
+        return Facts(values)
+
+    owner.stepping.company.agree(Point.LOAD_OPTIMIZER, "optimizer.load_state_dict", facts, refusal)
+
+
+def _facts_of(handle: ParamHandle, state: Mapping[str, Any]) -> dict[str, str]:
+    # A param without states says nothing: a rank that has some differs in that they are there.
+    values = {}
+    for name, value in state.items():
+        # Whole tensors go as checksums, numbers as what they say, so that an error can name both.
+        is_values = isinstance(value, torch.Tensor) and value.dim() > 0
+        values[f"{name} of {handle.name!r}"] = checksum_text(value) if is_values else repr(plain(value))
+    return values

@@ -23,7 +23,7 @@ from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import ParamHandle, handle_of, handles_of
+from gemini.train.params.handle import handle_of, handles_of, params_of
 from gemini.train.passes.stepping import stepping_of
 from gemini.train.sharding.company import Company
 
@@ -99,7 +99,7 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
         """Called by torch's ``unscale_``: what was found, by device; nothing if there are no gradients."""
-        handles = _handles_of(optimizer)
+        handles = handles_of(params_of(optimizer))
         if not handles:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         stepping = stepping_of(handles[0])
@@ -107,7 +107,7 @@ class GradScaler(torch.amp.GradScaler):
         stepping.settle()
         ready = [handle for handle in handles if handle.has_grad]
         is_bad = stepping.find_nonfinite(ready) if ready else False
-        plain = [p for group in optimizer.param_groups for p in group["params"] if handle_of(p) is None]
+        plain = [param for param in params_of(optimizer) if handle_of(param) is None]
         # torch walks over groups: it is shown the plain params alone.
         view: Any = SimpleNamespace(param_groups=[{"params": plain}])
         found = super()._unscale_grads_(view, inv_scale, found_inf, allow_fp16)
@@ -165,10 +165,6 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and self._current is not None:
             self._current.snapshot()
             self._current = None
-
-
-def _handles_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
-    return handles_of(param for group in optimizer.param_groups for param in group["params"])
 
 
 def _agree(

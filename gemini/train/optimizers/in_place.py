@@ -19,7 +19,7 @@ import torch
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.guard import note_converted
-from gemini.train.params.handle import give_to, optimizer_of, stepping_in_backward
+from gemini.train.params.handle import give_to, optimizer_of, params_of, stepping_in_backward
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
@@ -59,7 +59,7 @@ def convert(optimizer: torch.optim.Optimizer, rule: UpdateRule, *, step_in_backw
     """
     original: Any = type(optimizer)
     before = dict(vars(optimizer))
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = params_of(optimizer)
     # So that a failure gives params back to whom they belonged.
     owners = [(param, optimizer_of(param)) for param in params]
     # Read while it is torch's optimizer still: its states are by param there.
@@ -106,7 +106,7 @@ def give_back(optimizer: Any) -> None:
         return
     # Everything that others have put on it stays; what is ours goes.
     left = {name: value for name, value in vars(optimizer).items() if name not in _ADDED}
-    give_to(None, [param for group in optimizer.param_groups for param in group["params"]])
+    give_to(None, params_of(optimizer))
     # States of plain params stay; managed ones begin anew, as their planes are gone.
     state = _first_state(original, optimizer.param_groups) | dict(dict.items(optimizer.state))
     _put_back(optimizer, original, {**left, "state": defaultdict(dict, state)})

@@ -19,13 +19,21 @@ from torch import nn
 from gemini import rules
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE, call_with_grad, without_grad
+from gemini.ranks.agree import Attempt
 from gemini.rules import UpdateRule, Where, refuse_other
 from gemini.train.gradients.scaling import scaler_steps
 from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
-from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, stepping_in_backward
+from gemini.train.params.handle import (
+    ParamHandle,
+    give_to,
+    handle_of,
+    handles_of,
+    optimizer_of,
+    params_of,
+    stepping_in_backward,
+)
 from gemini.train.params.owner import Owner, owner_of
 from gemini.train.passes.stepping import Stepping, stepping_of
 from gemini.train.step import run_alone
@@ -90,7 +98,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.check_group(defaults, type(self).__name__)
         self._update(step_in_backward, speculate)
         torch.optim.Optimizer.__init__(self, params, defaults)  # not that of a class which this one is in place of
-        self._end_of_making(self._params())
+        self._end_of_making(params_of(self))
 
     def _update(self, step_in_backward: bool, speculate: bool | None) -> None:
         """Set when updates are made: inside backward or in the step, as guesses or not."""
@@ -114,15 +122,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self.check_group(group, what)
         # Refuses params of two models, while nothing has been taken over.
-        self._owner_of(self._params())
+        self._owner()
         vars(self)["state"] = states_of.States(self, {})
         if states:  # which are written over those of an optimizer before, once all ranks have accepted them
             # torch's state dict: params by number, in the order of the groups.
-            numbers = iter(range(len(self._params())))
+            numbers = iter(range(len(params_of(self))))
             groups = [{"params": [next(numbers) for _ in group["params"]]} for group in self.param_groups]
-            give_to(self, self._params())
+            give_to(self, params_of(self))
             self._load({"state": states, "param_groups": groups})
-        self._end_of_making(self._params())
+        self._end_of_making(params_of(self))
 
     def _end_of_making(self, params: Iterable[nn.Parameter]) -> None:
         states_of.own(self, params)
@@ -144,7 +152,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         # Through __setattr__, which makes it States of this optimizer.
         self.state = state["state"]
-        self._end_of_making(param for param in self._params() if optimizer_of(param) is None)
+        self._end_of_making(param for param in params_of(self) if optimizer_of(param) is None)
 
     def check_group(self, group: Group, what: str) -> None:
         """Refuse hyperparameters that make no sense; see the rule."""
@@ -179,18 +187,15 @@ class HybridOptimizer(torch.optim.Optimizer):
         # torch refuses params that are in a group already; the rest is asked of the owner below.
         super().add_param_group(param_group)
         try:
-            self._owner_of(self._params())
+            self._owner()
         except (GeminiError, ValueError):
             self.param_groups.pop()
             raise
         if self._is_made:  # else they become its own when every group has been accepted
             states_of.own(self, self.param_groups[-1]["params"])
 
-    def _params(self) -> list[nn.Parameter]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
-
     def _handles(self) -> list[ParamHandle]:
-        return handles_of(self._params())
+        return handles_of(params_of(self))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient. Params without a gradient are skipped, and so are their step counts.
@@ -238,10 +243,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if refusal is not None and not managed:
             raise refusal
         if managed:
-            # Params that another optimizer has taken over since: the error names them.
-            lost = [handle for handle, _ in managed if handle.optimizer is None or handle.optimizer() is not self]
-            if lost:
-                states_of.check_owned(self, lost)
+            states_of.check_owned(self, [handle for handle, _ in managed])
             self._step_managed(managed, refusal)
         # After the managed ones, which may still be refused.
         for param, group, index in plain:
@@ -271,7 +273,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: for ``set_to_none=False`` with ``GeminiConfig(gradients="transient")``.
         """
         handles = []
-        for param in self._params():
+        for param in params_of(self):
             handle = handle_of(param)
             if handle is not None:
                 handles.append(handle)
@@ -291,9 +293,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             KeyError: if the optimizer has no managed param of that name.
             GeminiError: if another optimizer has taken the param over.
         """
-        owner = self._owner_of(self._params())
+        owner = self._owner()
         handle = None if owner is None else owner.by_names[name]
-        if handle is None or not any(handle.param is param for param in self._params()):
+        if handle is None or not any(handle.param is param for param in params_of(self)):
             raise KeyError(f"this {type(self).__name__} owns no managed param called {name!r}")
         states_of.check_owned(self, [handle])
         return states_of.read_state(handle)
@@ -305,7 +307,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             GeminiError: for params that another optimizer has taken over since.
         """
         states_of.check_owned(self, self._handles())
-        return self._owner_of(self._params())
+        return self._owner()
 
     def state_dict(self) -> dict[str, Any]:
         """As in torch: ``{"state": {index: {"step", "exp_avg", "exp_avg_sq", ...}}, "param_groups": [...]}``.
@@ -327,7 +329,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 for name, value in state.items()
                 if name != states_of.BEFORE
             }
-        for index, param in enumerate(self._params()):
+        for index, param in enumerate(params_of(self)):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
                 result["state"][index] = states_of.saved_state(handle)
@@ -357,25 +359,26 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @without_grad
     def _load(self, state_dict: dict[str, Any], hooks: Iterable[Callable[..., Any]] = ()) -> None:
-        with told_to_all(self, "optimizer.load_state_dict"):
+        owner = self._owner()
+        # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
+        with Attempt() as attempt:
             states_of.check_owned(self, self._handles())
             for hook in hooks:
                 changed = hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            params = self._params()
-            # All that can be refused is refused up to the agreement of ranks; from there on nothing is.
             self._check_loaded(state_dict)
             saved = state_dict["param_groups"]
             keys = chain.from_iterable(group["params"] for group in saved)
             states = [dict(state_dict["state"].get(key, {})) for key in keys]
-            handles = [handle_of(param) for param in params]
-            states_of.check_trained((h, state) for h, state in zip(handles, states, strict=True) if h is not None)
-            # The last look before the first change: ranks with other states go on as they were.
-            agree_on_state(self, state_dict)
+        # The last look before the first change: ranks with other states go on as they were.
+        if owner is not None:
+            checks.agree_on_state(self, owner, state_dict, attempt.refusal)
+        elif attempt.refusal is not None:
+            raise attempt.refusal
         groups = [loaded_group(group, mine) for group, mine in zip(saved, self.param_groups, strict=True)]
         with WHOLE:
-            for param, handle, state in zip(params, handles, states, strict=True):
-                if handle is not None:
+            for param, state in zip(params_of(self), states, strict=True):
+                if (handle := handle_of(param)) is not None:
                     states_of.write_state(handle, state)
                 elif state:
                     self.state[param] = states_of.plain_state(self.rule.spec, param, state, self.state.get(param, {}))
@@ -388,7 +391,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """Drop the states and step counts of all params, as if this optimizer had just been created. Params that
         another optimizer has taken over belong to this one again.
         """
-        params = self._params()
+        params = params_of(self)
         with WHOLE:
             states_of.own(self, params)
             self.state.clear()
@@ -416,8 +419,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._check_mode(stepping_of(handle))
             self._backward_checked = backward_number
             # Once per backward, since its first update cannot be taken back.
-            for number, group in enumerate(self.param_groups):
-                self.check_group(group, f"param group {number}")
+            if (refusal := self._refusal()) is not None:
+                raise refusal
         # By identity: == of tensors compares values.
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
         return self.rule.scalars(group, handle.num_steps + 1, scale)
@@ -428,7 +431,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """
         reference = managed[0][0].owner
         if any(handle.owner is not reference for handle, _ in managed):
-            self._owner_of(self._params())  # of two models, wrapped after this optimizer was made: refused
+            self._owner()  # of two models, wrapped after this optimizer was made: refused
         stepping = stepping_of(managed[0][0])
         self._check_mode(stepping)
         run_alone(stepping.state, self._step_alone, stepping, managed, refusal)
@@ -453,7 +456,7 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     def adopt_plain_states(self) -> None:
         """Move the states of steps that were made before the model was wrapped into its chunks (GeminiDDP calls it)."""
-        for param in self._params():
+        for param in params_of(self):
             handle = handle_of(param)
             if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
@@ -467,8 +470,8 @@ class HybridOptimizer(torch.optim.Optimizer):
                     owner_of(handle).by_names.write(handle, state["master"])
                 states_of.write_state(handle, {**state, **loaded})
 
-    def _owner_of(self, params: Iterable[Any]) -> Owner | None:
-        handles = {handle.owner: handle for handle in handles_of(params)}
+    def _owner(self) -> Owner | None:
+        handles = {handle.owner: handle for handle in self._handles()}
         if len(handles) > 1:
             raise ValueError(
                 f"this {type(self).__name__} was given params of two GeminiDDP models: make one optimizer per model "
@@ -572,7 +575,7 @@ def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs:
     """
     if isinstance(optimizer, HybridOptimizer):
         return
-    for handle in handles_of(param for group in optimizer.param_groups for param in group["params"]):
+    for handle in handles_of(params_of(optimizer)):
         raise GeminiError(
             f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
             "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "

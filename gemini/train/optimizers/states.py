@@ -20,10 +20,10 @@ from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
 from gemini.optim.compact import CompactRule, upper_byte
 from gemini.planning.compact import scale_of
-from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
+from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
-from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of
+from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
 
@@ -141,7 +141,7 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
 
 def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
     """The managed params that belong to an optimizer (none while it is being made)."""
-    params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
+    params = params_of(optimizer) if hasattr(optimizer, "param_groups") else []
     return [handle for handle in handles_of(params) if optimizer_of(handle.param) is optimizer]
 
 
@@ -288,20 +288,6 @@ def shown(rule: UpdateRule, kind: str, value: torch.Tensor) -> torch.Tensor:
     return value[0].clone() if value.numel() else value.new_zeros(())
 
 
-def check_trained(handles: Iterable[tuple[ParamHandle, Any]]) -> None:
-    """Refuse states for params that are frozen here, and have nowhere to keep them.
-
-    Raises:
-        ValueError: naming the param.
-    """
-    for handle, state in handles:
-        if state and not handle.chunk.trained:
-            raise ValueError(
-                f"the loaded state has states of {handle.name!r}, which is frozen here: call requires_grad_(True) "
-                "before GeminiDDP(model), or leave its state out"
-            )
-
-
 def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
     """Overwrite the states of one managed param; without any it has had no update.
 
@@ -363,15 +349,10 @@ def _warn_of_other_weights(whose: str) -> None:
 
 def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]:
     """The states of a plain param before its first update."""
-    found = {}
-    for spec in rule.planes:
-        like = param if spec.block == 1 else torch.empty(spec.num_items(param.numel()), device=param.device)
-        found[spec.kind] = torch.zeros_like(
-            like, dtype=getattr(torch, spec.dtype), memory_format=torch.contiguous_format
-        )
-    for name, shape in shapes_of(rule.factors, param.shape).items():
-        found[name] = torch.zeros(shape, dtype=torch.float32, device=param.device)
-    return found
+    return {
+        name: torch.zeros(shape, dtype=dtype, device=param.device)
+        for name, (shape, dtype) in layout_of(rule, param).items()
+    }
 
 
 def sum_of_plain(param: torch.Tensor) -> torch.Tensor:
@@ -416,21 +397,17 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], befo
     Args:
         before: the state until now.
     """
-    blocks = {spec.kind: spec for spec in rule.planes if spec.block != 1}
-    dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
-    dtypes.update(dict.fromkeys(shapes_of(rule.factors, param.shape), torch.float32))
+    layout = layout_of(rule, param)
     if param.dtype is torch.bfloat16:
-        dtypes[RESIDUAL] = torch.int16
+        layout[RESIDUAL] = (param.shape, torch.int16)
     if param.dtype is torch.float16:
-        dtypes[MASTER] = torch.float32
+        layout[MASTER] = (param.shape, torch.float32)
     # On the CPU wherever the param is, as in `step`: it is read in every step.
     found: dict[str, Any] = {"step": torch.tensor(float(state["step"]), device="cpu")}
-    for name, dtype in dtypes.items():
+    for name, (shape, dtype) in layout.items():
         if name in state:
-            value = state[name].detach()
-            if name in blocks and value.dim() == 0:
-                # One number for the whole param, as a state dict shows it.
-                value = value.expand(blocks[name].num_items(param.numel()))
+            # A state dict may show one number for the whole param.
+            value = state[name].detach().expand(shape)
             found[name] = value.to(param.device, dtype, copy=True).contiguous()
     if RESIDUAL in found and RESIDUAL_OF in state:
         found[RESIDUAL_OF] = torch.as_tensor(state[RESIDUAL_OF], device="cpu").clone()

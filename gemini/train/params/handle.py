@@ -177,6 +177,11 @@ def handles_of(params: Iterable[Any]) -> list[ParamHandle]:
     return [handle for handle in map(handle_of, params) if handle is not None]
 
 
+def params_of(optimizer: Any) -> list[nn.Parameter]:
+    """The params of a torch optimizer, managed or not, as its states number them."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def is_in_stages(param: nn.Parameter) -> bool:
     """Whether several stages of a pipeline read a param. Its chunk holds nothing else then, so that ranks that have
     the same part of their stages' chunks have the same part of the param.

@@ -98,11 +98,7 @@ def _own_class(model: Any) -> Any:
 
 def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
     """Whether an entry is a managed param's: itself, a copy that a hook has made of it, or a scale of its codes."""
-    return handle_of(value) is not None or name in by_names or _is_of_codes(name, by_names)
-
-
-def _is_of_codes(name: str, by_names: ByName) -> bool:
-    return any(
+    return (handle_of(value) is not None or name in by_names) or any(
         name.startswith(f"{own}.") for handle in by_names.handles if handle.chunk.spec.coded for own in handle.names
     )
 

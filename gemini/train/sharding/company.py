@@ -29,7 +29,6 @@ class Company:
 
     def __init__(self, ranks: Ranks, mover: Mover):
         self.ranks, self._mover = ranks, mover
-        self.num_meetings = 0
         self.sent_last_step: Counter[str] = Counter()
         """Bytes by what they were sent for."""
 
@@ -85,7 +84,6 @@ class Company:
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica."""
-        self.num_meetings += 1
         return [[detail]]
 
     # ---- values -------------------------------------------------------------------------------------------------

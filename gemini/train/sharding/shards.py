@@ -260,7 +260,6 @@ class Shards(Company):
         Raises:
             RankMismatch: on every rank, if those of some replica, or the replicas among each other, want other things.
         """
-        self.num_meetings += 1
         return self.meet_replicas(point, self.meet(point, detail))
 
     def meet_replicas(self, point: Point, row: list[int]) -> list[list[int]]:
