@@ -2,8 +2,6 @@
 process has wrapped one. ``python -m tests.plain_programs fresh|wrapped NAME ...`` prints a line for each.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """On a GPU: checkpointed activations wait in host memory or on the drive. The same bits, and they leave the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

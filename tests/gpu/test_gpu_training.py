@@ -2,8 +2,6 @@
 backward, groups, skipped steps, evaluation and generation.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

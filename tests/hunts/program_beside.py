@@ -4,8 +4,6 @@ after others are managed in the same process. Nothing that Gemini patches may be
 What each gives where nothing was ever managed is kept by :func:`before`, which a process calls first.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -11,8 +11,6 @@ A run is one program at one placement in one precision. It ends ``right``, ``ref
 says what each means. The exit code is 1 if there is a SILENT, RAW or HANG.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

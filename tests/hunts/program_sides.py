@@ -7,8 +7,6 @@ contract of numerics says; one backward is torch's own), and ``HybridAdam``, whi
 them. Both sides start from weights that the compute dtype holds exactly, so that the first masters are the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

@@ -5,8 +5,6 @@ state, found by introspection; which of them drawn programs use, found in their 
     python tests/hunts/program_words.py --write    # docs/program_words.md anew
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

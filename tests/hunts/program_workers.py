@@ -4,8 +4,6 @@ A worker says what it begins and how it ended. The parent notes the time of the 
 for longer than ``limit`` seconds is asked for its stacks (SIGUSR1) and killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -2,8 +2,6 @@
 apart, and some dozens of programs end well. The hunt itself is a script (program_hunt.py; docs/programs.md).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Adapters on a managed base: the same bits as the plain loop on the same PeftModel, and two bytes per frozen param."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The plain side is transformers, PEFT and bitsandbytes as they are, in the ordinary loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace

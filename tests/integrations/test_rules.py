@@ -1,7 +1,5 @@
 """Other rules than Adam's in the bridges: by name in TrainingArguments, by the config, given as torch's optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

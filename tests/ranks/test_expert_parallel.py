@@ -1,7 +1,5 @@
 """Expert parallel beside chunks: training over ``ep`` and ``dp`` against one process over all batches."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What users do with several ranks, and what must happen: served, right, or refused with the remedy on every rank."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

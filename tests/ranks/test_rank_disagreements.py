@@ -1,7 +1,5 @@
 """Ranks that disagree about a step or about what is loaded: noticed on all of them, before any weight changes."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from typing import Any

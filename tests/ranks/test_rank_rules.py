@@ -4,8 +4,6 @@ one number of ranks and loaded by another.
 Every rank sees the same batches, so that the mean of their gradients is the gradient of one process to the bit.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

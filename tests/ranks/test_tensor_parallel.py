@@ -1,7 +1,5 @@
 """Tensor parallel beside chunks: training over ``tp`` and ``dp`` against one process, wherever chunks live."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

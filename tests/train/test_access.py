@@ -5,8 +5,6 @@ called on its own; it may be written in ``gathered(write=True)``; it may outlive
 these gives the right values or a clear error, never garbage and never a crash.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

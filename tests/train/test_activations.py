@@ -1,7 +1,5 @@
 """Offload of checkpointed activations: the same bits, just the bytes of the blocks' inputs, and nothing left over."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from pathlib import Path

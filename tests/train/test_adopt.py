@@ -4,8 +4,6 @@ The plain loop here keeps a master of each param in its own shape, and gives tor
 nothing of Gemini is in it but the rounding of weights and the norm.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -4,8 +4,6 @@ The plain loop keeps whole params one after the other: compact ones as bytes and
 small ones exact. What is small is lowered here, so that the matrices of a tiny model are compact and its norms are not.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -2,8 +2,6 @@
 skipped.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Ctrl-C at chosen moments, with real signals: an update or a write is whole or has not begun."""
 
-from __future__ import annotations
-
 import dataclasses
 import dis
 import gc

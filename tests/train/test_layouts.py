@@ -1,7 +1,5 @@
 """Params of every memory layout and size, and classes of every layout: managed as torch has them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types

@@ -4,8 +4,6 @@ Weights are compared with those of a plain model that was wrapped, so that what 
 pages that params may take while they are drawn are made so few that every param goes home and comes back.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -3,8 +3,6 @@
 Each kind of model trains a few steps in RAM, on disk and on the stand-in GPU, and gives the bits of the plain loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

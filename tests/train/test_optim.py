@@ -4,8 +4,6 @@ Torch has SGD. Lion and Adan are written down here again from their papers, in f
 variables, not in those of the kernels.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

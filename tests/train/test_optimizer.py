@@ -4,8 +4,6 @@ Alone on a plain model it must give the bits of the reference and agree with tor
 state: torch's form in and out.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import io

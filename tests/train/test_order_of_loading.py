@@ -4,8 +4,6 @@ In bf16 the lower half of a master comes with the optimizer's state, and belongs
 those and no others.
 """
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

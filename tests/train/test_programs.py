@@ -5,8 +5,6 @@ outside of forward, several threads, ``torch.func``. Each of these once gave oth
 of somebody else's, where weights move.
 """
 
-from __future__ import annotations
-
 import collections
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Random schedules give the bits of a run in which everything is done in turn: a few of tests/hunts/race_hunt.py."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One model in several threads: forwards run at once, all else runs alone, and the bits are those of one thread."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading

@@ -4,8 +4,6 @@ Models, precisions, gradients and placements are crossed; what was gathered is w
 other byte follows from homes and sizes alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

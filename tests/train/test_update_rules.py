@@ -5,8 +5,6 @@ elements, and dithers by the place of an element: planes of a byte and of less, 
 ``Normed`` divides by the norm of a whole param, and looks at its rows.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping

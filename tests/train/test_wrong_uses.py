@@ -5,8 +5,6 @@ checks that after every case). Then come values, arguments that are meant otherw
 not what they should be. Wraps that are refused are in ``test_wrappable.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import os

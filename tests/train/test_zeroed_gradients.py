@@ -1,7 +1,5 @@
 """``zero_grad(set_to_none=False)``: what gets no gradient afterwards is updated with zeros, as in torch."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
