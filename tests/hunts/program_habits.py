@@ -5,10 +5,10 @@ and its schedule.
 """
 
 from tests.hunts.program_adapters import ADAPTER_HABITS
-from tests.hunts.program_beside import BESIDE
 from tests.hunts.program_parts import EVALUATE, Habit, after, at_setup, at_zero, before, stepped
 from tests.hunts.program_resumes import RESUMES
 from tests.hunts.program_writes import WRITES
+from tests.plain_programs import BESIDE
 
 HABITS: dict[str, Habit] = {
     **RESUMES,

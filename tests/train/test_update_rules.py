@@ -132,6 +132,31 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
 PRECISIONS = ("bf16", "fp32")
 
 
+PLACES: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
+    "in memory": ("cpu", {}, {}),
+    "one chunk each": ("cpu", {}, {"max_chunk": 64}),
+    "small tiles": ("cpu", {"optimizer_on_nvme": 1}, {}),
+    "on nvme": ("cpu", {"weights_on_nvme": 1, "optimizer_on_nvme": 1}, {}),
+    "in memory, transient": ("cpu", {}, {"gradients": "transient"}),
+    "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
+    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
+    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
+    "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
+    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
+    "in turn": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"overlap": False}),
+    "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
+}
+"""Where planes live: a device, the fractions of a placement, and what else a config says."""
+
+
+def settings_of(place: str, path: Path) -> dict[str, Any]:
+    """Of a config, with memory for all of it."""
+    device, fractions, how = PLACES[place]
+    gpu = {"gpu": "1GiB"} if device == "standin" else {}
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=path, **gpu)
+    return {"device": device, "memory": memory, "placement": gemini.StaticPlacement(**fractions), **how}
+
+
 def make_model() -> nn.Module:
     return models.make_model("llama")
 
@@ -261,29 +286,15 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     """In memory, on a device, streamed through it, staged in small tiles, and used in backward as autograd left it."""
     rule = EVERY[which]
     plain = plain_loop(rule, precision, range(2), clip=None)
-    placed = {
-        "in memory": ("cpu", {}, {}),
-        "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
-        "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
-        "streamed": ("standin", {"updates_on_gpu": 1}, {}),
-        "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
-        "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
-        "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
-        "in slabs": ("cpu", {}, {}),
-    }
-    for told, (device, fractions, how) in placed.items():
-        gpu = {"gpu": "1GiB"} if device == "standin" else {}
-        memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path, **gpu)
-        placement = gemini.StaticPlacement(**fractions)
-        config = gemini.GeminiConfig(
-            precision=precision, device=device, memory=memory, placement=placement, optimizer=rule, **how
-        )
+    every = ("in memory", "transient", "on the device", "streamed", "streamed, transient", "half", "summed up")
+    for told in (*every, "in slabs"):
+        settings = settings_of("in memory" if told == "in slabs" else told, tmp_path)
+        config = gemini.GeminiConfig(precision=precision, optimizer=rule, **settings)
         tile = None if told in ("in memory", "in slabs") else rule.spec.align
         monkeypatch.setattr(rules, "_SLAB", 2048 if told == "in slabs" else 2**20)
         with models.tiles_of(monkeypatch, tile):
             model = gemini.GeminiDDP(make_model(), config)
-            used_at_once = how.get("gradients") == "transient"
-            optimizer = make_optimizer(model, rule, step_in_backward=used_at_once)
+            optimizer = make_optimizer(model, rule, step_in_backward="transient" in told)
             assert train(model, optimizer, range(2), None) == plain["losses"], told
             assert_same(model, plain)
 
