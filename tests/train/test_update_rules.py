@@ -63,15 +63,20 @@ class Momentum(UpdateRule):
         master.sub_(velocity * lr)
 
 
-@dataclass(frozen=True)
-class Coded(UpdateRule):
-    """Momentum in 8 bits: ``(code - 128) * scale``, rounded by a dither that depends on the place and the step."""
+class WithRate(UpdateRule):
+    """Its scalars are the learning rate, the scale of gradients, and the number of the update."""
 
-    spec = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), needs="place")
     defaults = {"lr": 0.05}  # noqa: RUF012
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         return float(group["lr"]), grad_scale, step
+
+
+@dataclass(frozen=True)
+class Coded(WithRate):
+    """Momentum in 8 bits: ``(code - 128) * scale``, rounded by a dither that depends on the place and the step."""
+
+    spec = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), needs="place")
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -91,14 +96,10 @@ class Coded(UpdateRule):
 
 
 @dataclass(frozen=True)
-class Normed(UpdateRule):
+class Normed(WithRate):
     """Momentum whose step is as long as the param, in each row apart: an element's update depends on all others."""
 
     spec = RuleSpec("normed", (PlaneSpec("velocity", "float32"),), needs="param")
-    defaults = {"lr": 0.05}  # noqa: RUF012
-
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        return float(group["lr"]), grad_scale, step
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
