@@ -111,9 +111,13 @@ def run_side(text: str, name: str, make_side: Any, precision: str) -> Ran:
     return ran
 
 
-def run_plain(text: str, seed: int, precision: str) -> Ran:
+def run_plain(text: str, seed: int, precision: str, num_ranks: int = 1) -> Ran:
     with tempfile.TemporaryDirectory(prefix="gemini-programs-") as folder:
-        return run_side(text, f"program_{seed}", lambda model: PlainSide(model, precision, Path(folder)), precision)
+
+        def make(model: Any) -> PlainSide:
+            return PlainSide(model, precision, Path(folder), num_ranks)
+
+        return run_side(text, f"program_{seed}", make, precision)
 
 
 def run_managed(text: str, seed: int, precision: str, placement: str, folder: Path, plain: Ran) -> Result:
