@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from gemini.memory.durable.slots import SlotFile
+from gemini.memory.durable.slots import NamedFile
 from gemini.memory.nvme import Extent, SpillFile
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.tensor_file import bytes_of
@@ -49,7 +49,8 @@ class Log:
         self._start = self._files()
 
     def _files(self) -> dict[str, bytes]:
-        return {str(p.relative_to(self.root)): p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
+        found = (p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
+        return {str(p.relative_to(self.root)): p.read_bytes() for p in found}
 
     def _name(self, fd: int) -> str | None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -60,7 +61,7 @@ class Log:
         begin_write, pwrite, sync = SpillFile.begin_write, os.pwrite, os.fdatasync
 
         def slot_write(file: Any, extents: Any) -> Any:
-            if not isinstance(file, SlotFile):
+            if not isinstance(file, NamedFile):
                 return begin_write(file, extents)
             written: list[tuple[int, bytes]] = []
 
@@ -141,6 +142,10 @@ class Log:
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+        # Of slots on several drives: made before the first commit, and on the drive with it.
+        for link in (p for p in self.root.rglob("*") if p.is_symlink()):
+            target = directory / Path(os.readlink(link)).relative_to(self.root)
+            (directory / link.relative_to(self.root)).symlink_to(target)
 
 
 def content(directory: Path) -> tuple[int, str]:
@@ -160,10 +165,10 @@ def content(directory: Path) -> tuple[int, str]:
 
 
 class Judge:
-    """Images of one log against the digests of its commits."""
+    """Images of one log against the digests of its commits, in a folder ``store`` of it."""
 
-    def __init__(self, log: Log):
-        self.log, self._commits = log, list[tuple[int, int, str]]()
+    def __init__(self, log: Log, store: str = "."):
+        self.log, self._store, self._commits = log, store, list[tuple[int, int, str]]()
 
     def committed(self, directory: Path) -> None:
         """A commit is over: what it holds must stay until the next one is."""
@@ -180,7 +185,7 @@ class Judge:
         last = max(i for i, (at, _, _) in enumerate(self._commits) if at <= stop)
         allowed = [(number, bits) for _, number, bits in self._commits[last : last + 2]]
         try:
-            found = content(directory)
+            found = content(directory / self._store)
         except Exception as e:
             return f"after {stop} entries: {type(e).__name__}: {e}"
         if found in allowed:

@@ -22,10 +22,11 @@ import torch
 
 from gemini import kernels
 from gemini.errors import human_bytes
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
-from gemini.memory.nvme import Extent, FileTransfer, SpillFile, free_bytes
+from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
@@ -352,7 +353,7 @@ def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
 
     def stream() -> None:
         reading = {number: spill.begin_read(extents(number)) for number in range(min(2, steps))}
-        writing: dict[int, FileTransfer] = {}
+        writing: dict[int, Event] = {}
         for number in range(steps):
             reading.pop(number).wait()
             for buffer in slots[number % SLOTS]:

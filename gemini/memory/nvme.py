@@ -3,7 +3,7 @@
 ``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
 for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error
 at construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to
-do.
+do. ``StripedFile`` is one file made of several, on a drive each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -25,9 +26,12 @@ import torch
 from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
-from gemini.memory.devices.device import Event
-from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.pages import PAGE, Pages, host_bytes
 from gemini.tiers import DRIVE, Tier
+
+STRIPE = 4 * 2**20
+"""Bytes that lie on one drive before the next one has its turn: a block of the queue that reads and writes."""
 
 _ZEROS = 2**20
 """Bytes at once with which a slot that was used before is overwritten."""
@@ -200,14 +204,14 @@ class SpillFile:
                 f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
             ) from e
 
-    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> FileTransfer:
+    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
         """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
 
         ``urgent``: before other requests that have not been started.
         """
         return self._begin("read", self.queue.submit_read, extents, urgent)
 
-    def begin_write(self, extents: Iterable[Extent]) -> FileTransfer:
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
         """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
         asked for when the one before it has been begun.
         """
@@ -222,12 +226,22 @@ class SpillFile:
         self.begin_write([Extent(source, offset)]).wait()
 
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
-        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
-        import mmap
+        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will.
 
-        # Private: what is written to the view never reaches the file.
-        mapping = mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_PRIVATE, offset=offset)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        Raises:
+            StorageError: if the system refuses.
+        """
+        pages = Pages(-(-num_bytes // PAGE) * PAGE)
+        for drive, at, start, size in self._parts(offset, num_bytes):
+            try:
+                pages.show(start, size, drive._fd, at)
+            except OSError as e:
+                raise self.failed("map", num_bytes, offset, e) from e
+        return pages.tensor()[:num_bytes]
+
+    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
+        """Of bytes of the file: the one that has them, where in it, where among them, and how many."""
+        yield self, offset, 0, num_bytes
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -281,6 +295,89 @@ class SpillFile:
             transfer.wait_until_over()
             raise
         return transfer
+
+
+class StripedFile(SpillFile):
+    """Slots of a file whose bytes lie in turn, ``STRIPE`` at a time, in files of several drives: a transfer is one of
+    all of them at once.
+
+    Args:
+        drives: made for this, empty, each in a directory of its own.
+    """
+
+    def __init__(self, drives: Sequence[SpillFile], num_bytes: int, tier: Tier = DRIVE):
+        self._drives = drives
+        super().__init__(drives[0].directory, num_bytes, tier)
+
+    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
+        return self._on_drives(lambda drive, parts: drive.begin_read(parts, urgent=urgent), extents)
+
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
+        return self._on_drives(lambda drive, parts: drive.begin_write(parts), extents)
+
+    def close(self) -> None:
+        for drive in self._drives:
+            drive.close()
+
+    def _open_file(self) -> tuple[int, bool]:
+        # No file of its own; each of the others has said what it lacks.
+        return -1, True
+
+    def _extend(self, start: int, num_bytes: int) -> None:
+        for number, drive in enumerate(self._drives):
+            length = striped_bytes(start + num_bytes, number, len(self._drives))
+            drive._extend(drive.num_bytes, length - drive.num_bytes)
+            drive.num_bytes = length
+
+    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
+        for number, at, start, size in stripes(offset, num_bytes, len(self._drives)):
+            yield self._drives[number], at, start, size
+
+    def _on_drives(self, begin: Callable[[SpillFile, Iterable[Extent]], Event], extents: Iterable[Extent]) -> Event:
+        if len(self._drives) == 1:
+            return begin(self._drives[0], extents)
+        begun: list[Event] = []
+        try:
+            with WHOLE:  # until it is in the list, nobody waits for what was begun
+                for tensor, offset in extents:
+                    assert tensor.is_contiguous(), "unaligned transfer"
+                    flat, size_of = tensor.view(-1), tensor.element_size()
+                    for drive, at, start, size in self._parts(offset, tensor.nbytes):
+                        part = flat[start // size_of : (start + size) // size_of]
+                        begun.append(begin(drive, [Extent(part, at)]))
+        except BaseException:
+            # Whoever asked gives this memory to others when it raises.
+            for event in begun:
+                event.wait_until_over()
+            raise
+        return DONE if not begun else begun[0] if len(begun) == 1 else AllOf(begun)
+
+
+def spill_file(directories: Sequence[Path], num_bytes: int, tier: Tier = DRIVE) -> SpillFile:
+    """A nameless file in a directory, or striped over several.
+
+    Raises:
+        StorageError: as :class:`SpillFile`.
+    """
+    if len(directories) == 1:
+        return SpillFile(directories[0], num_bytes, tier)
+    return StripedFile([SpillFile(directory, 0, tier) for directory in directories], num_bytes, tier)
+
+
+def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of bytes of a striped file: the number of the drive, where in its file, where among them, and how many."""
+    done = 0
+    while done < num_bytes:
+        stripe, inside = divmod(offset + done, STRIPE)
+        size = num_bytes - done if drives == 1 else min(STRIPE - inside, num_bytes - done)
+        yield stripe % drives, stripe // drives * STRIPE + inside, done, size
+        done += size
+
+
+def striped_bytes(num_bytes: int, number: int, drives: int) -> int:
+    """How many of the first bytes of a striped file lie on a drive."""
+    rounds, rest = divmod(num_bytes, STRIPE * drives)
+    return rounds * STRIPE + min(max(rest - number * STRIPE, 0), STRIPE)
 
 
 def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
@@ -343,6 +440,13 @@ def _direct_works(fd: int) -> bool:
     finally:
         # The page that was tried must read as zeros, as all of a new file.
         os.ftruncate(fd, 0)
+
+
+def striped_free_bytes(directories: Sequence[Path]) -> int:
+    """Bytes that can still be written, in equal shares, in directories of which some may be on one drive."""
+    devices = {directory: os.stat(directory).st_dev for directory in directories}
+    shares = Counter(devices.values())
+    return len(directories) * min(free_bytes(directory) // shares[devices[directory]] for directory in directories)
 
 
 def free_bytes(directory: Path) -> int:

@@ -162,6 +162,8 @@ class Engine:
         Raises:
             StorageError and whatever else broke off an update.
         """
+        # First: an update that is only guessed is undone below, and its gradients have landed all the same.
+        self.backward.gradients.drain()
         # Updates first: they begin fetches (of lent windows) and end what the manager waits for.
         self.forward.let_go_of_transformed()
         self.updates.drain()

@@ -233,10 +233,13 @@ def make_plane(
     device: Device,
     files: Mapping[Tier, SpillFile],
     pair: SlotPair | None = None,
+    *,
+    crosses: bool = True,
 ) -> Plane:
     """A zeroed plane in its home; whoever calls has reserved it.
 
     Args:
+        crosses: it is copied between host and device in every step.
         files: of each tier that keeps files.
         pair: its slots, where it is durable.
     """
@@ -248,7 +251,8 @@ def make_plane(
         return FilePlane(file, numel, dtype)
     assert not tier.in_files, f"no file for {tier}"
     # In whole pages, as they were reserved; the plane is what it needs of them.
-    make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
+    make_here = device.make_host_buffer if crosses else device.make_kept_buffer
+    make = device.make_buffer if tier is Tier.GPU else make_here
     memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
     return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)
 

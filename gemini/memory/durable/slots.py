@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from gemini.errors import StorageError
 from gemini.kernels import crc32
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.nvme import Extent, FileTransfer, SpillFile, probe
+from gemini.memory.nvme import Extent, SpillFile, StripedFile, probe
 
 ZEROS = 2
 """In place of a slot's number: never written, all zeros."""
@@ -216,47 +217,12 @@ class SlotPair:
             yield (begin - first) * PAGE, (end - first) * PAGE, slot, self._place(slot % ZEROS, begin * PAGE)
 
 
-class SlotFile(SpillFile):
-    """The slots of one rank, in a file with a name.
+class NamedFile(SpillFile):
+    """A file that is kept: made if it is not there, and its content is not touched."""
 
-    Args:
-        path: made if it is not there. One that is must be of the same sizes; its content is kept.
-        sizes: bytes of each plane, whole pages, by a name.
-
-    Raises:
-        StorageError: if the folder cannot be written, or the disk cannot hold two slots of each.
-    """
-
-    def __init__(self, path: Path, sizes: Mapping[str, int]):
+    def __init__(self, path: Path):
         self.path = path
-        super().__init__(path.parent, 2 * sum(sizes.values()))
-        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
-        self._refusal: BaseException | None = None
-
-    def sync(self) -> None:
-        """Every write that is over has reached the drive when this returns.
-
-        Raises:
-            StorageError: if the drive says that it has not.
-        """
-        try:
-            barrier(self._fd)
-        except OSError as e:
-            raise self.failed("write out", self.num_bytes, 0, e) from e
-
-    def refuse_writes(self, why: BaseException) -> None:
-        """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
-        back: a new run decides which of the two it finds.
-        """
-        self._refusal = why
-
-    def begin_write(self, extents: Iterable[Extent]) -> FileTransfer:
-        if self._refusal is not None:
-            raise StorageError(
-                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
-                "program again and load the store: it goes on from its last commit"
-            ) from self._refusal
-        return super().begin_write(extents)
+        super().__init__(path.parent, 0)
 
     def _open_file(self) -> tuple[int, bool]:
         direct = probe(self.path.parent).direct
@@ -265,6 +231,55 @@ class SlotFile(SpillFile):
             return os.open(self.path, flags, 0o600), direct
         except OSError as e:
             raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
+
+    def sync(self) -> None:
+        """As :meth:`SlotFile.sync`, of this file."""
+        try:
+            barrier(self._fd)
+        except OSError as e:
+            raise self.failed("write out", self.num_bytes, 0, e) from e
+
+
+class SlotFile(StripedFile):
+    """The slots of one rank, in a file with a name, or striped over several on a drive each.
+
+    Args:
+        paths: made if they are not there. Those that are must be of the same sizes; their content is kept.
+        sizes: bytes of each plane, whole pages, by a name.
+
+    Raises:
+        StorageError: if a folder cannot be written, or a disk cannot hold two slots of each.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Mapping[str, int]):
+        self.path = paths[0]
+        self._files = [NamedFile(path) for path in paths]
+        super().__init__(self._files, 2 * sum(sizes.values()))
+        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
+        self._refusal: BaseException | None = None
+
+    def sync(self) -> None:
+        """Every write that is over has reached its drive when this returns.
+
+        Raises:
+            StorageError: if a drive says that it has not.
+        """
+        for file in self._files:
+            file.sync()
+
+    def refuse_writes(self, why: BaseException) -> None:
+        """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
+        back: a new run decides which of the two it finds.
+        """
+        self._refusal = why
+
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
+        if self._refusal is not None:
+            raise StorageError(
+                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
+                "program again and load the store: it goes on from its last commit"
+            ) from self._refusal
+        return super().begin_write(extents)
 
 
 def slot_name(kind: str, index: int) -> str:

@@ -74,10 +74,17 @@ class Transfer(Job):
         self.taken_back = False
         """Whether it never began."""
         self.held: Held | None = None
-        """What its end gives back."""
+        """What its end gives back: with its job, or, where the device still copies then, when it is taken off the list
+        (:meth:`Transfers.end`)."""
         self._given_back = False
 
     def finish(self, error: BaseException | None = None) -> None:
+        if self.copies is DONE:
+            self.give_back()
+        super().finish(error)
+
+    def give_back(self) -> None:
+        """Give back what it holds, once."""
         held = self.held
         if held is not None and not self._given_back:
             # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
@@ -86,7 +93,6 @@ class Transfer(Job):
             self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
             self.held = None
-        super().finish(error)
 
     def is_over(self) -> bool:
         """Say whether it is done, and its copies are. Never blocks."""
@@ -245,6 +251,13 @@ class Transfers:
         alone.
         """
         self.open[transfer.lane].pop(transfer.key, None)
+        transfer.give_back()
+
+    def events_of(self, lane: Lane, of: Any) -> list[Event]:
+        """The ends of what a lane has in flight for ``of``. Asked by the training thread; anybody may wait for them."""
+        # Of one without a job its copies alone: who waits does not keep what it holds.
+        flights = [transfer for transfer in self.open[lane].values() if transfer.of is of]
+        return [transfer if transfer.copies is DONE else transfer.copies for transfer in flights]
 
     def drain(self, lane: Lane, cause: str, name: str) -> None:
         """Wait until nothing of a lane is in flight.

@@ -62,8 +62,9 @@ class WaitingResidual:
 class ParamHandle:
     """All that is known of one param, reachable from it as ``param._gemini``.
 
-    Changed by the training thread, and inside backward by autograd's under the lock of the books. One
-    field is a worker's: ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for.
+    Changed by the training thread, and inside backward by autograd's under the lock of the books. A worker fills
+    ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for
+    (``GradientStore.await_sums``), and takes them away where that fails.
     """
 
     name: str

@@ -271,6 +271,7 @@ class BackwardPass:
         if self.sink.has_replicas:
             # Their sums are made after backward, so what is in the plane may be this rank's part alone.
             self.sink.settle()
+        self.gradients.drain()
         handle.refuse_incomplete_gradient()
         if not handle.has_grad:
             if handle.leftover is not Leftover.ZEROS:

@@ -22,6 +22,9 @@ from gemini.train.params.owner import owner_of
 from gemini.train.passes.parts import Parts
 from gemini.train.setup.adoption import TrainedParams
 
+Reads = dict[Chunk, list[ParamHandle]]
+"""The params that a module reads, by the chunk that moves them."""
+
 
 class ForwardPass:
     """Takes what hooks of modules tell, and serves reads of params by others than their module.
@@ -42,8 +45,18 @@ class ForwardPass:
     # ---- calls of modules ---------------------------------------------------------------------------------------
 
     @own_work
-    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
-        """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock."""
+    def begin_call(
+        self,
+        module: nn.Module,
+        chunks: tuple[Chunk, ...],
+        resident: tuple[Chunk, ...] = (),
+        keep: tuple[Chunk, ...] = (),
+    ) -> None:
+        """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock.
+
+        Args:
+            keep: what modules inside it read, kept for all of them.
+        """
         state = self._state
         if threading.get_ident() not in state.occupancy.inside:
             state.occupancy.enter(is_part=True)
@@ -62,7 +75,8 @@ class ForwardPass:
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
                 self.exposure.catch_up(resident)
-                record = self.calls.begin(module, chunks)
+                # Not while others are in the model: each module then waits for room less long.
+                record = self.calls.begin(module, chunks, keep if len(self.calls.running) < 2 else ())
                 # After the gathering: if that fails there is no call whose end could end the phase.
                 if not state.in_forward:
                     state.begin_forward()
@@ -78,6 +92,42 @@ class ForwardPass:
                 self._keep_for_transform(chunks)
         elif record.parent is None:
             self.settle()
+
+    def enter(self, module: nn.Module, reads: Reads, resident: tuple[Chunk, ...]) -> bool:
+        """Begin the call of a module whose weights the call around it keeps gathered: most of what there is to do was
+        done there. False if that is not so, or if somebody watches every module. Takes the lock.
+        """
+        observers = self.observers
+        if (
+            observers.recording is not None
+            or observers.around_own_work is not None
+            or innermost_transform() is not None
+        ):
+            return False
+        with self._lock:
+            inside = self.calls.enter(module, tuple(reads))
+            if inside is None:
+                return False
+            if self.exposure.late:
+                self.exposure.catch_up(resident)
+            for chunk, handles in reads.items():
+                # As in `acquire`: this thread may compute on another stream than the module before.
+                self._manager.fetches.let_compute_wait(chunk)
+                self.exposure.expose_some(chunk, handles)
+        if torch.is_grad_enabled():
+            self._saved_weights.open_inside(inside)
+        return True
+
+    def leave(self, module: nn.Module) -> bool:
+        """End what :meth:`enter` has begun; False if it has not. Takes the lock."""
+        with self._lock:
+            inside = self.calls.leave(module)
+            if inside is None:
+                return False
+            for chunk in inside.chunks:
+                if chunk.is_lent:
+                    self.lend(chunk)
+        return True
 
     def _begin(self) -> None:
         """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""

@@ -192,6 +192,7 @@ class Stepping:
             GeminiError: if their loss was not scaled.
         """
         self.scaling.check_scaled()
+        self._gradients.await_sums()
         return not math.isfinite(self._gradients.norms.total_sum(handles))
 
     @alone

@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.nvme import SpillFile
+from gemini.memory.nvme import SpillFile, spill_file
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
-from gemini.planning.planes import WEIGHTS, precision_of
+from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
@@ -95,7 +96,10 @@ def build(
     has_all = problem.activations > 0 or config.activations is not None
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
-    device.reserve_host(needed.get(Tier.CPU, 0))
+    kept, crossing = _host_planes(problem, placement)
+    # Nor do factors cross, and what updates of whole params compute beside them.
+    kept += problem.factors + problem.temporaries
+    device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     # Windows that are never given back count in full; others as they come and go.
@@ -106,9 +110,9 @@ def build(
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
     files = {
-        tier: SpillFile(path, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        tier: spill_file([Path(path) for path in paths], needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
         for tier in FILED
-        if (path := config.memory.path_of(tier)) is not None
+        if (paths := config.memory.paths_of(tier))
     }
     chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in layout.chunks]
     handles = [
@@ -145,15 +149,15 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     """Open the durable store, with two slots of every plane that outlives the process; None without one."""
     if not problem.durable:
         return None
-    assert config.memory.nvme_path is not None
+    directories = config.memory.paths_of(DRIVE)
     sizes = {
         slot_name(kind, i): num_bytes
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
     if ranks.size == 1:
-        return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
+        return StoreFolder(directories, sizes)
+    return StoreFolder(directories, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
 class PlannedForesight(Foresight):
@@ -240,6 +244,27 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, man
     return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
 
 
+def _crosses(kind: PlaneKind, index: int, placement: Placement) -> bool:
+    """Whether a plane of the host is copied to or from the device in a step: updates of the host need the others."""
+    return kind in (WEIGHTS, *GRADS) or index in placement.streamed
+
+
+def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
+    """Of the planes in host memory the bytes of those that stay there, and the others by name, in the order in which
+    they are made.
+    """
+    kept, crossing = 0, list[tuple[str, int]]()
+    for i, homes in enumerate(placement.homes):
+        for kind, num_bytes in problem.plane_bytes(i).items():
+            if homes[kind] is not Tier.CPU:
+                continue
+            if _crosses(kind, i, placement):
+                crossing.append((f"{kind} of chunk {i}", num_bytes))
+            else:
+                kept += num_bytes
+    return kept, crossing
+
+
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
     """Bytes of each plane that lives in the memory that computes."""
     planes = (
@@ -257,10 +282,11 @@ def _make_chunk(
     durable: StoreFolder | None,
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
+    pairs = {} if durable is None else durable.slots.pairs
     planes = {}
     for kind, form in problem.plane_specs(spec.index).items():
-        pair = None if durable is None else durable.slots.pairs.get(slot_name(kind, spec.index))
-        planes[kind] = make_plane(form, numel, homes[kind], device, files, pair)
+        pair, crosses = pairs.get(slot_name(kind, spec.index)), _crosses(kind, spec.index, placement)
+        planes[kind] = make_plane(form, numel, homes[kind], device, files, pair, crosses=crosses)
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     # Its home is where modules read: the plane itself is what they see.

@@ -50,6 +50,8 @@ class ParamUpdate(NamedTuple):
     handle: ParamHandle
     scalars: Any
     grad: torch.Tensor | None = None
+    sums: kernels.Sums | None = None
+    """Of a gradient in the plane that nobody has looked at yet; there when it has landed."""
 
 
 class Path(Enum):
@@ -361,15 +363,19 @@ def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, star
 
 
 def check_finite(update: ChunkUpdate) -> None:
-    """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there.
+    """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there. Those
+    that land have landed.
 
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    unseen = update.grads()
+    unseen = [param for param in update.params if param.grad is not None or param.sums is not None]
+    for part in (part for param in unseen for part in param.sums or []):
+        if isinstance(part, kernels.DeviceSums):
+            part.note_over()  # before the copy that has landed
+    sums = [kernels.sum_squares(param.grad) if param.grad is not None else param.sums or [] for param in unseen]
     # All at once: one wait for the device and not one for each gradient.
-    found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
-    for (param, _), total in zip(unseen, found, strict=True):
+    for param, total in zip(unseen, kernels.totals(sums), strict=True):
         if not math.isfinite(total):
             raise NonFiniteGradient(
                 f"the gradient of {param.handle.name!r} holds inf or NaN. It was not updated, but other params were "

@@ -19,6 +19,7 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import AllOf
 from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -171,6 +172,7 @@ class Updates:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
         number there that gradients are multiplied by (clipping).
         """
+        AllOf(self._transfers.events_of(Lane.LANDING, update.chunk)).wait()
         if update.path is Path.STREAMED:
             self._run_now(update.chunk, streamed_in_turn(self._mover, update))
         else:
@@ -233,7 +235,7 @@ class Updates:
 
     def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
         """A job for the worker, to be handed over now."""
-        return UpdateJob(
+        job = UpdateJob(
             update,
             self._urgency(update.chunk),
             moved=self._mover.watch.moved,
@@ -243,6 +245,8 @@ class Updates:
             observers=self._observers,
             guess=Guess.certain(update.chunk, self._ledger) if guess is None else guess,
         )
+        job.landed = AllOf(self._transfers.events_of(Lane.LANDING, update.chunk))
+        return job
 
     def _urgency(self, chunk: Chunk) -> float:
         """The urgency of a chunk's update: the moment of its next use, the smallest first. 2**62 where no forward reads
@@ -286,6 +290,7 @@ class Updates:
         behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
+                AllOf(self._transfers.events_of(Lane.LANDING, chunk)).wait()  # sums come with it
                 stop = self.unseen.stop_for(update)
             self._update_now(update, stop)
             return

@@ -19,7 +19,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk, PendingUpdate
-from gemini.memory.devices.device import Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Lane, Transfer
@@ -73,6 +73,8 @@ class UpdateJob(Transfer, PendingUpdate):
         # The step under way now: the update may end in the next one.
         self.working, self.threads = Working(moved), threads
         self.ready, self.observers, self.guess = ready, observers, guess
+        self.landed: Event = DONE
+        """Its gradients are in their plane, where they were on the way there when this was handed over."""
         self.num_open = 0  # tiles that were cut and have not finished
         self.all_begun = False
 
@@ -197,7 +199,8 @@ class UpdateWorker(JobThread):
                 job = self._ahead or self._take_job()
                 if job is None:
                     return None
-                if (self._reading or self._writing) and not job.ready.is_complete():
+                is_there = job.ready.is_complete() and job.landed.is_complete()
+                if (self._reading or self._writing) and not is_there:
                     self._ahead = job  # what has begun is ended first: the device may take its time with this one
                     return None
                 self._ahead = None
@@ -230,8 +233,9 @@ class UpdateWorker(JobThread):
         return job
 
     def _check(self, job: UpdateJob) -> None:
-        """Look at gradients that stand where autograd left them, once they are there."""
-        if not job.update.grads():
+        """Wait for gradients on their way home, and look at those that nobody has looked at, once they are there."""
+        job.landed.wait()
+        if all(param.grad is None and param.sums is None for param in job.update.params):
             return
         # The host reads gradients; a device that streams looks at them behind `ready` on a stream of its own.
         if job.update.path is not Path.STREAMED:
