@@ -1,7 +1,5 @@
 """Memory of processes, as the system counts it: read, sampled, limited, and given back."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,7 +1,5 @@
 """The models that benchmarks train, their batches, the ordinary loop, and the memory that a plan needs for them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ no bytes read or written, nothing said, and nothing of it waiting for a processo
 circles is not told apart from one that works; the test runner's own limit is for that.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """What every report has in common: its head (date, machine, versions, command), tables, and where it goes."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

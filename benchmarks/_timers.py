@@ -1,7 +1,5 @@
 """Plain timers around functions of the engine: where a step's time goes, for two looks at the clock a call."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -11,8 +11,6 @@ cache. The CPU budget is what the limit leaves after a stated reserve for those.
 bytes per tier, what moved, how fast the drive was, and the arithmetic of what a larger model would take.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import os

@@ -8,8 +8,6 @@ scales, factors and small exact params among them. Nothing is allocated. Gradien
 blocks, its base frozen in bf16.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

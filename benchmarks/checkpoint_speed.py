@@ -8,8 +8,6 @@ the disk there is no such peer. The number after the seconds is the largest rise
 are synced to the disk by both; loading reads what was just written, so mostly from the page cache, for both.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

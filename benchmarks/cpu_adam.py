@@ -8,8 +8,6 @@ each round all of them run once, starting with another one, and ratios are taken
 hurts everybody alike. The numbers are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import mmap

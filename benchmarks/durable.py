@@ -6,8 +6,6 @@ All weights and states on NVMe, a commit behind every step. The two runs take tu
 that the process handed to the drive (``/proc/self/io``), medians are over rounds.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

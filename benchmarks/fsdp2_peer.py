@@ -11,8 +11,6 @@ optimizer and its clipping are the fastest variants of torch's that work here, f
 Losses must agree with FSDP2's. ``--profile`` says where our time goes.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

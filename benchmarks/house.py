@@ -12,8 +12,6 @@ training thread. A hop is a call that goes from one file of ``gemini/`` to anoth
 so that native code hides nothing, and a checkout need not be built.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

@@ -9,8 +9,6 @@ process that is watched from outside: anonymous RSS, sampled every few milliseco
 one forward of a few tokens, and all ways of loading must give the same loss.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

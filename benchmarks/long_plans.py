@@ -7,8 +7,6 @@ the simulator on a named machine (data sheet figures, the shares of peaks of ``g
 the budget of a GPU a GiB is left to CUDA itself. Longest sequences are found by planning, not by division.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -9,8 +9,6 @@ and once more with what Gemini computes (adapters in bf16 with exact masters, ``
 losses must be the same bits as those with the base on the drive.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -11,8 +11,6 @@ turns. A turn ends when no update is in flight any more, and that wait is charge
 the managed side spends its time, hook by hook (plain timers) and function by function (cProfile, which adds its own).
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import gc

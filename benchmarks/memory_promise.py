@@ -8,8 +8,6 @@ hard limit of budget + constant, beyond which the kernel kills it; a control run
 must then die, which shows that the limit is real. tests/train/test_memory.py watches the same process.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import sys

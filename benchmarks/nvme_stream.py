@@ -10,8 +10,6 @@ checks the bits of the streamed state in the end. `fio` measures the same disk i
 its huge ones need pages that the system has set apart).
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -7,8 +7,6 @@ round, in changing order, and the median over rounds is printed, above 1 where t
 the same bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -10,8 +10,6 @@ transformers, a step of a tiny model). With "nvme" weights, masters, states and 
 makes an estimate of the Hessian in every tenth step, which is in its figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

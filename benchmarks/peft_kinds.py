@@ -8,8 +8,6 @@ is about both placements: "same bits", how far it is from PEFT's, "PEFT: ..." wh
 where Gemini says no, and "RAW: ..." where something else was raised. Exit code 1 if a cell is raw or differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

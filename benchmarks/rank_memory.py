@@ -8,8 +8,6 @@ over N, the working set, gradients in flight, pieces in exchange), the peak in t
 a stated baseline. What the ranks do not share is then taken away from what was measured; the rest must fall as 1/N.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping

@@ -13,8 +13,6 @@ and compared with the median of the steps. A step is a forward, a backward, an u
 in a row each waits for what the one before left in flight.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import platform

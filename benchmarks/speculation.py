@@ -14,8 +14,6 @@ backward (T_b) and of the updates alone (W), and what a step takes at best:
     guessed, right    max(T_f + T_b, W)
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import statistics

@@ -9,8 +9,6 @@ params and buffers; a gradient is freed when it is complete, as Gemini moves it 
 over 3 %.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -9,8 +9,6 @@ reduce-scatter sends (N-1)/N of the gradient bytes, once. What the ranks tell ea
 control. The script fails if a rank sends more than that.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Mapping

@@ -12,8 +12,6 @@ them, of the slow ones to two: its pools of processes take longer to start than 
 comes first, so that none of it is left for the end, when the other processes have nothing more to do.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 ``plain_loop`` trains with ``tests.plain.Plain``, ``managed_loop`` is the loop users write.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How much memory of its own this process takes at the peak of something."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ added up in fp32, the norm over fp64 sums and the update by the torch lines of t
 param. It uses no native kernel, so that comparing with it compares those too.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Collection

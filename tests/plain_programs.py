@@ -1,19 +1,21 @@
 """Programs of torch and PEFT without a managed model, each of which says what came out: the same before and after a
-process has wrapped one. ``python -m tests.plain_programs fresh|wrapped NAME ...`` prints a line for each.
+process has wrapped one. ``python -m tests.plain_programs fresh|wrapped NAME ...`` prints a line for each; the program
+hunt runs those of :data:`BESIDE` in the middle of managed training, and compares with :func:`before`.
 """
 
-from __future__ import annotations
-
 import copy
+import io
 import pickle
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune, stateless
@@ -69,12 +71,18 @@ def copies() -> Any:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     yield from trained(copy.deepcopy(model), torch.randn(4, 4))
     yield from pickle.loads(pickle.dumps(model)).parameters()
-    average = torch.optim.swa_utils.AveragedModel(model)
-    average.update_parameters(model)
-    yield from average.parameters()
+    for how in ({}, {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)}):
+        average = torch.optim.swa_utils.AveragedModel(model, **how)
+        for _ in range(2):
+            yield from trained(model, torch.randn(4, 4))
+            average.update_parameters(model)
+        yield from average.parameters()
     yield from copy.deepcopy(list(model.parameters()))
     again = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    again.load_state_dict(model.state_dict(), assign=True)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again.load_state_dict(torch.load(file), assign=True)
     yield from again.share_memory().parameters()
 
 
@@ -97,6 +105,8 @@ def content() -> Any:
     param.data = torch.ones(3)
     yield param
     param.data[0] = 5
+    with torch.no_grad():
+        param.lerp_(torch.zeros_like(param), 0.1)
     yield param, param.data.dtype, nn.Parameter(param).data
     model = nn.Linear(2, 2).double().to(torch.bfloat16)
     yield from model.parameters()
@@ -141,6 +151,8 @@ def utilities() -> Any:
     prune.remove(model, "weight")
     model(torch.ones(2, 4)).sum().backward()
     yield torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)
+    yield from (p.grad for p in model.parameters())
     lazy = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d())
     yield from trained(lazy.train(), torch.randn(5, 4)) if lazy(torch.randn(5, 4)) is not None else ()
     yield torch.nn.utils.skip_init(nn.Linear, 2, 2).weight.shape
@@ -210,6 +222,11 @@ def modules() -> Any:
     layers.add_module("c", layers["a"])
     del layers["c"]
     yield from layers.parameters()
+    net = nn.Sequential(nn.Linear(4, 8))
+    net[0].weight = nn.Parameter(torch.ones(8, 4))
+    net.register_parameter("more", nn.Parameter(torch.ones(2)))
+    net.add_module("last", nn.Linear(8, 4, bias=False))
+    yield sorted(name for name, _ in net.named_parameters()), net(torch.ones(2, 4))
 
 
 @program
@@ -252,7 +269,92 @@ def adapters() -> Any:
         with model.disable_adapter():
             yield model(ids)
         if "conv3d" not in config.target_modules and not isinstance(config, peft.LNTuningConfig):  # PEFT merges none
+            model.merge_adapter()
+            yield model(ids)
+            with model.disable_adapter():
+                yield model(ids)
             yield from model.merge_and_unload().parameters()
+
+
+@program
+def other_adapters() -> Any:
+    import peft
+
+    for config in (
+        peft.IA3Config(target_modules=["0"], feedforward_modules=[], init_ia3_weights=False),
+        peft.OFTConfig(target_modules=["0"], oft_block_size=2, coft=True, init_weights=False),
+        peft.LoraConfig(r=2, target_modules=["0"], use_dora=True, init_lora_weights=False),
+        peft.LoHaConfig(r=2, target_modules=["0"], init_weights=False),
+    ):
+        model: Any = peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), config)
+        yield from trained(model, torch.ones(1, 2, 4))
+        model.add_adapter("other", config)
+        model.set_adapter("other")
+        model.delete_adapter("default")
+
+
+@program
+def scaled() -> Any:
+    model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(torch.ones(2, 4)).square().mean()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    yield from model.parameters()
+    yield scaler.get_scale()
+
+
+@program
+def differentiated() -> Any:
+    """Gradients of gradients, hooks, checkpoints, and what is saved elsewhere."""
+    model, seen, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), [], torch.ones(2, 4, requires_grad=True)
+    grads = torch.autograd.grad(model(x).square().mean(), list(model.parameters()), create_graph=True)
+    yield grads, torch.autograd.grad(sum(g.sum() for g in grads), list(model.parameters()), allow_unused=True)
+    for p in model.parameters():
+        p.register_hook(lambda g: g * 2)
+        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    model.register_full_backward_hook(lambda m, given, gives: seen.append(gives[0]))
+    torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    with torch.autograd.graph.save_on_cpu():
+        model(x).sum().backward()
+    yield seen, x.grad, *(p.grad for p in model.parameters())
+
+
+@program
+def recurrent() -> Any:
+    model = nn.GRU(4, 4, batch_first=True)
+    yield from trained(model, torch.ones(2, 3, 4))
+    model.flatten_parameters()
+
+
+@program
+def scheduled() -> Any:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    yield scheduler.get_last_lr(), *model.parameters()
+
+
+@program
+def of_transformers() -> Any:
+    import transformers
+
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=4, n_layer=1, n_head=1)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.arange(6).view(1, 6)
+    model.resize_token_embeddings(18, mean_resizing=False)
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    yield model.eval().generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    yield model.transformer.wte.weight.grad
+
+
+BESIDE = [name for name in PROGRAMS if name != "compiled"]
+"""Those that take no time to speak of."""
 
 
 def described(value: Any) -> str:
@@ -261,15 +363,34 @@ def described(value: Any) -> str:
     return ", ".join(map(described, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
+def run(name: str) -> list[str]:
+    """What a program gives now; the random numbers go on as if it had not been called."""
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    try:
+        return [described(value) for value in PROGRAMS[name]()]
+    finally:
+        torch.set_rng_state(state)
+
+
+before = cache(run)
+"""What it gave when it was asked for first, in a process that had managed nothing then."""
+
+
+def prepare() -> None:
+    """Ask for all of them: to be called before anything is managed."""
+    for name in BESIDE:
+        before(name)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     how, *names = sys.argv[1:]
     kept = wrap_one() if how == "wrapped" else None
     for name in names:
-        torch.manual_seed(0)
         try:
-            print(name, *map(described, PROGRAMS[name]()), sep="; ")
+            print(name, *run(name), sep="; ")
         except Exception as e:
             print(name, type(e).__name__, e, sep="; ")
     del kept

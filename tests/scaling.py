@@ -1,7 +1,5 @@
 """Training with a scaler where the precision is fp16, which needs one, and without elsewhere: one loop for all."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

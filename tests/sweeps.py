@@ -13,8 +13,6 @@ dropped: what is not quick is slow, and ``make test-slow`` runs it. A case that 
 (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence

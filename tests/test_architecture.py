@@ -3,8 +3,6 @@
 These are the rules on form; everything else is judgement. Beside them: the ground floor knows no torch, names stay.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

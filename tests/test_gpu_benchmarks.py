@@ -3,8 +3,6 @@
 Their other tiny forms are processes of their own (``benchmarks/gpu/README.md``); nothing here measures anything.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``benchmarks/house.py`` counts what it says: habits in a text that has one of each, and walks of a model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

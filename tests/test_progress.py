@@ -1,7 +1,5 @@
 """The limit on progress: what is slow is waited for, what hangs is not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Plain data compared with a declaration: what cannot be is refused with its place, whatever the keys on the way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 

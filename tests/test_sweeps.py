@@ -1,7 +1,5 @@
 """Sweeps: what is quick covers every value, what is not is slow, and both together are all cases."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from types import SimpleNamespace

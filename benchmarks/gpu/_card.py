@@ -4,8 +4,6 @@ All that is CUDA's own in these benchmarks is behind :class:`Card`, so that a ru
 executes everything but the few lines here. Times on a GPU are CUDA events on the current stream.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -6,8 +6,6 @@ over pieces of the sequence, recomputed in backward, as fused losses do (:class:
 compared trains this model.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ A part is a script of its own. It writes ``NAME.json`` (raw numbers, and the lin
 ``--out`` after every measurement, so that one that is stopped by its time limit has lost only what it was doing then.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -1,7 +1,5 @@
 """Gemini training a Llama on the GPU, as the benchmarks of this folder do: built, stepped, timed, and taken down."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -10,8 +10,6 @@ end is noticed, so the tracks are at least as fast as this says; the same steps 
 whole step used.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import statistics

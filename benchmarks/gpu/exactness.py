@@ -7,8 +7,6 @@ Losses, gradient norms, and after the last step all masters and states, as SHA-2
 are on. The first placement runs twice: a GPU that does not repeat itself could not be compared with anything.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -9,8 +9,6 @@ PYTHONPATH there; ``benchmarks/gpu/peers.py --deepspeed FOLDER`` does. It is mad
 and is no part of the repository.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

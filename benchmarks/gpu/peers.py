@@ -9,8 +9,6 @@ and a ratio is taken inside a round. Who does not fit in host memory together is
 for each peer. ``--deepspeed`` names the folder that ``pack_deepspeed.py`` has made. Losses have to agree.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

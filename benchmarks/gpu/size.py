@@ -8,8 +8,6 @@ A Llama is made from a config straight into the tiers, never whole in memory, an
 exact fp32 master, gradient checkpointing, updates inside backward. The arithmetic comes first.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

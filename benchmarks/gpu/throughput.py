@@ -19,8 +19,6 @@ TFLOP/s are those of the model (``_llama.Shape.flops`` has the formula and its s
 model is built once for each budget and group of token counts (``--groups``), planned for the largest of the group.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

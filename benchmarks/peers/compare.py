@@ -9,8 +9,6 @@ alike; what is printed is the median over rounds. All see the same tokens in the
 their losses must agree.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

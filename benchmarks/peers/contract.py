@@ -14,8 +14,6 @@ others may not know more than that. ``settings["shape"]`` is a small Llama's (hi
 or names one of ``benchmarks.gpu._llama.SHAPES``, which is trained with gradient checkpointing.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 import time

@@ -1,7 +1,5 @@
 """Who is compared, and what is kept of each: the values that the driver and the report share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

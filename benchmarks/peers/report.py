@@ -1,7 +1,5 @@
 """The report of a comparison: tables of speed, memory, goals and losses, from what was measured of each peer."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -5,8 +5,6 @@ on the model, ``MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)``: wei
 gathered, gradients come back as fp32. AdamW is torch's with ``fused=True``, the fastest of its variants on a CPU.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -13,8 +13,6 @@ backward, beside the next forward; without, inside backward. ``settings["config"
 ``GeminiConfig`` (``overlap``, ``update_threads``, ...), for comparing ours with ours.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Mapping

@@ -7,8 +7,6 @@
 times as fast on a CPU. 2 + 4 + 8 bytes per param, and 2 to 6 more for gradients.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tests of the pages reach the extension that builds them, and leave no state of a framework behind."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

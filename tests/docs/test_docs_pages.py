@@ -1,7 +1,5 @@
 """The pages say what there is: every error, public name, option and key; and they build without a warning."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The programs of docs/examples are run: what they print is what they are for."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

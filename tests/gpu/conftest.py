@@ -4,8 +4,6 @@
 executed for the first time. Files named ``test_cuda_*`` and tests that ask for ``card`` are about CUDA itself.
 """
 
-from __future__ import annotations
-
 import os
 
 # Before CUDA begins: without a workspace of fixed size cuBLAS may add up in another order from run to run.

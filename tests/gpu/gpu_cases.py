@@ -4,8 +4,6 @@ The models, the loops and the comparisons are those of ``tests/models.py`` and `
 only get the device. A GPU is the device unless ``GEMINI_GPU_TESTS=standin`` says otherwise.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """On a GPU: every figure of a GPU is measured, and is at least of the right order."""
 
-from __future__ import annotations
-
 import torch
 
 from gemini.machines.measure import Sizes, measure_gpu

@@ -1,7 +1,5 @@
 """On a GPU: the same bits wherever chunks live, and the GPU budget kept, measured by torch's own allocator."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

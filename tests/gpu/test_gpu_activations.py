@@ -1,7 +1,5 @@
 """On a GPU: checkpointed activations wait in host memory or on the drive. The same bits, and they leave the GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import torch
 import gemini
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE
-from tests.train import helpers, test_activations
+from tests.train import test_activations
 from tests.train.helpers import llama, t5
 from tests.world import world_of
 
@@ -27,29 +25,16 @@ def wrap(folder: Path, offload: str | None, make: Any, **more: Any) -> Any:
     return model
 
 
-def train(model: Any) -> tuple[list[tuple[float, float]], list[set[str]], dict[str, torch.Tensor]]:
-    """Losses and norms, where activations waited after each forward, and the masters."""
-    optimizer, seen, waited = helpers.adam(model), [], []
-    torch.manual_seed(1)  # dropout
-    for step in range(4):
-        loss = model(**gpu_cases.batch(step, **SHAPE)).loss
-        waited.append(set(test_activations.held(model)))
-        loss.backward()
-        norm = model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append((loss.item(), norm.item()))
-    world_of(model).check()
-    assert test_activations.held(model) == {} and not test_activations.hooks_are_open()
-    return seen, waited, model.state_dict(dtype=torch.float32)
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return gpu_cases.batch(step, **SHAPE)
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
 @pytest.mark.parametrize("make", [lambda: llama(dropout=0.1), lambda: t5(dropout=0.1)], ids=["llama", "t5"])
 def test_the_same_bits(make: Any, offload: str, tmp_path: Path) -> None:
-    seen, nowhere, masters = train(wrap(tmp_path, None, make))
-    moved, waited, same_masters = train(wrap(tmp_path, offload, make))
-    assert moved == seen and all(where == {offload} for where in waited) and not any(nowhere)
+    seen, nowhere, masters = test_activations.train(wrap(tmp_path, None, make), 4, batch)
+    moved, waited, same_masters = test_activations.train(wrap(tmp_path, offload, make), 4, batch)
+    assert moved == seen and set(waited) == {offload} and not nowhere
     assert all(torch.equal(value, same_masters[name]) for name, value in masters.items())
 
 

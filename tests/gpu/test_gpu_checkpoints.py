@@ -3,8 +3,6 @@
 Also with dropout, whose random numbers are the GPU's own, and read by a model that computes on the CPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

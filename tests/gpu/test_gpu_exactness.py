@@ -4,8 +4,6 @@ The cases are those of ``tests/train/test_exactness.py``, with both loops on the
 reference kernels alone; that it repeats itself to the bit is tested first, for nothing else means anything without it.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

@@ -2,8 +2,6 @@
 same bits in the same model.
 """
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

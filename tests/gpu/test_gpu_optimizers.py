@@ -1,7 +1,5 @@
 """On a GPU: sums of gradients in 24 bits, and products with the Hessian, are the same bits wherever chunks live."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

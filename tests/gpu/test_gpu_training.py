@@ -1,8 +1,6 @@
 """On a GPU: what programs do in their loops, the same bits wherever chunks live: precisions, accumulation, updates in
-backward, groups, skipped steps, evaluation and generation.
+backward, two optimizers, skipped steps, evaluation and generation.
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
@@ -87,23 +85,6 @@ def test_updates_in_backward(gradients: str, where: str, tmp_path: Path) -> None
     optimizer = adam(model, step_in_backward=True)
     losses = gpu_cases.train(model, optimizer, range(4), clip=None)
     assert losses == helpers.train_plain(plain, range(4), gpu_cases.on_batch, clip=None)
-    assert_same_state(model, gpu_cases.bring_home(plain))
-
-
-def two_groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    matrices, vectors = [p for p in params if p.ndim > 1], [p for p in params if p.ndim == 1]
-    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 3e-3}]
-
-
-@pytest.mark.parametrize("where", PLACEMENTS)
-def test_two_groups(where: str, tmp_path: Path) -> None:
-    """They meet inside one chunk: one update has segments of both."""
-    plain = gpu_cases.plain(llama)
-    plain.of = {n: {"lr": 3e-3, "weight_decay": 0.0} for n, p in plain.model.named_parameters() if p.ndim == 1}
-    model = gpu_cases.wrap(llama(), where, tmp_path)
-    optimizer = gemini.HybridAdam(two_groups(list(model.parameters())), lr=1e-2, weight_decay=0.1)
-    losses = gpu_cases.train(model, optimizer, range(4))
-    assert losses == helpers.train_plain(plain, range(4), gpu_cases.on_batch)
     assert_same_state(model, gpu_cases.bring_home(plain))
 
 

@@ -7,8 +7,6 @@ them on NVMe and blocks checkpointed. Prints a table in Markdown; ends with 1 if
 gradient by more than 1e-5 of the largest one of its param.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -9,8 +9,6 @@ Exit code 1 if something came out otherwise: a model that is not refused and giv
 not of Gemini.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading

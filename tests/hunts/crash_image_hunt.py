@@ -5,8 +5,6 @@
 The images are those of ``tests/crash_images.py``. Prints a line per case; ends with 1 if an image is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

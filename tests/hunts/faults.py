@@ -1,7 +1,5 @@
 """Faults of fault_hunt: one call of a kind (a write, a read, an update, a hook, a wait) fails, once."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import random

@@ -3,8 +3,6 @@
 python -m tests.hunts.interrupt_hunt [--where ram disk standin] [--operations step drain ...] [--every N] [--silent]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

@@ -8,8 +8,6 @@ unbroken run. With ``--guess`` updates begin inside backward and every third ste
 them behind backward. Every rank is a process of its own, forked from a server that has imported everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib

@@ -10,8 +10,6 @@ memory for its most demanding module, so that chunks are evicted inside forward 
 weights, fp32 masters, states, step counts and buffers must be those of the plain loop, bit for bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

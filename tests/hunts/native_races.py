@@ -8,8 +8,6 @@ runs the plain build; it does not know atomics, so its complaints about them are
 so. Status 0: nothing found; 1: something was; 2: it could not be run.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -1,7 +1,5 @@
 """Adapters of drawn programs (PEFT): which are put on the model before it is managed, and what loops do with them."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

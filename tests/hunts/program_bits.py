@@ -1,7 +1,5 @@
 """Whether two sides of a program saw the same, bit for bit, and what is the first that differs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

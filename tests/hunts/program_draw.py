@@ -4,8 +4,6 @@ A :class:`Program` says which parts were drawn; ``program_source`` writes it as 
 of a value. Most parts are ordinary: a program has one to three odd ones.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from functools import cache

@@ -5,8 +5,6 @@ list. *Late* is what else of a block is used after its call, *aux* a second resu
 stands around the block: checkpointing, a thread, its ``forward`` called past the hooks.
 """
 
-from __future__ import annotations
-
 EXITS: dict[str, tuple[str, str]] = {
     "tensor": ("return y", "y = r"),
     "tuple": ("return y, y.detach().mean()", "y = r[0]"),

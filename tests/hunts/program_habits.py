@@ -4,13 +4,11 @@ What stands in braces is as in ``program_objectives``, and ``{optimizer}`` stand
 and its schedule.
 """
 
-from __future__ import annotations
-
 from tests.hunts.program_adapters import ADAPTER_HABITS
-from tests.hunts.program_beside import BESIDE
 from tests.hunts.program_parts import EVALUATE, Habit, after, at_setup, at_zero, before, stepped
 from tests.hunts.program_resumes import RESUMES
 from tests.hunts.program_writes import WRITES
+from tests.plain_programs import BESIDE
 
 HABITS: dict[str, Habit] = {
     **RESUMES,

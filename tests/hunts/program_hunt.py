@@ -11,8 +11,6 @@ A run is one program at one placement in one precision. It ends ``right``, ``ref
 says what each means. The exit code is 1 if there is a SILENT, RAW or HANG.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys
@@ -25,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.hunts import program_beside as beside  # noqa: E402
+from tests import plain_programs  # noqa: E402
 from tests.hunts import program_ranks  # noqa: E402
 from tests.hunts import program_report as report  # noqa: E402
 from tests.hunts.program_draw import Program, each_part, program_of  # noqa: E402
@@ -163,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     if args.replay or args.shrink or args.program:
-        beside.prepare()  # before anything is managed here
+        plain_programs.prepare()  # before anything is managed here
     if args.replay:
         return replay(args)
     if args.shrink:

@@ -3,8 +3,6 @@
 A program takes most of its blocks from the ordinary kinds, so that what is odd in it stands alone and can be named.
 """
 
-from __future__ import annotations
-
 from tests.hunts.program_modules import MODULES
 from tests.hunts.program_parts import OWN, Kind
 from tests.hunts.program_parts import linear_kind as _linear

@@ -4,8 +4,6 @@ saved, parts that stay in fp32, parametrizations and masks.
 The ordinary kinds are in ``program_kinds``, which defines what a kind is.
 """
 
-from __future__ import annotations
-
 from tests.hunts.program_parts import Kind
 from tests.hunts.program_parts import linear_kind as _linear
 from tests.hunts.program_parts import make_kind as _kind

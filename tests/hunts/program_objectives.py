@@ -4,8 +4,6 @@
 model.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """What a kind of block is: source text for its class. The kinds are in ``program_kinds`` and ``program_modules``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from textwrap import dedent

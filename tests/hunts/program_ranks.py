@@ -6,8 +6,6 @@ Ranks are processes that stay (tests/ranks/pool.py). After a run that was not ri
 ranks that died or hang are replaced.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What a hunt found: counts by feature and outcome, findings by kind with the smallest program of each."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable

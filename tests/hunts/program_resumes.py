@@ -4,8 +4,6 @@ what, into the same objects or into new ones.
 ``{optimizer}`` stands for the lines that make an optimizer and its schedule. ``side.restore`` loads both, in an order.
 """
 
-from __future__ import annotations
-
 import re
 
 from tests.hunts.program_parts import Habit, before

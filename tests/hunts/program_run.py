@@ -8,8 +8,6 @@ when it is run again (threads that draw from one generator, or share an attribut
 do), ``HANG``, and ``GOES ON`` (plain torch refuses, the managed program does not).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import linecache

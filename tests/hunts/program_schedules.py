@@ -2,8 +2,6 @@
 among them, as the line that makes one.
 """
 
-from __future__ import annotations
-
 TORCH = {
     "cosine": "CosineAnnealingLR(optimizer, 4)",
     "step": "StepLR(optimizer, 1, gamma=0.5)",

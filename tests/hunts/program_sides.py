@@ -7,8 +7,6 @@ contract of numerics says; one backward is torch's own), and ``HybridAdam``, whi
 them. Both sides start from weights that the compute dtype holds exactly, so that the first masters are the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -37,7 +35,7 @@ from gemini.tiers import Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.optimizers import states as states_of
 from gemini.train.setup.problem import decide
-from tests.hunts import program_beside as beside
+from tests import plain_programs
 from tests.hunts import program_state
 from tests.hunts.race_recipes import AlwaysPays
 from tests.world import is_managed, world_of
@@ -174,7 +172,7 @@ class Side:
             torch.set_rng_state(random)  # which is in a checkpoint
 
     def beside(self, name: str) -> None:
-        """Note what plain torch gives, without any managed model: see ``program_beside``."""
+        """Note what plain torch gives, without any managed model: see ``tests/plain_programs.py``."""
         self.see(f"beside {name}", self._beside(name))
 
     def grads(self) -> None:
@@ -404,7 +402,7 @@ class PlainSide(Side):
         return [(name, param.detach()) for name, param in self.model.named_parameters()]
 
     def _beside(self, name: str) -> Any:
-        return beside.before(name)
+        return plain_programs.before(name)
 
 
 class ManagedSide(Side):
@@ -483,7 +481,7 @@ class ManagedSide(Side):
         return [(name, self.full_param(name) if self._is_managed else self.model.get_parameter(name)) for name in names]
 
     def _beside(self, name: str) -> Any:
-        return beside.run(name)
+        return plain_programs.run(name)
 
     def _saved(self, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> Any:
         if not order.startswith("checkpoint"):

@@ -3,8 +3,6 @@
 So a finding is a script that can be read, changed and run alone.
 """
 
-from __future__ import annotations
-
 import re
 from textwrap import indent
 

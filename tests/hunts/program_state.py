@@ -1,7 +1,5 @@
 """What a program's side saves of a training run, and the orders in which it is loaded again (``program_resumes``)."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

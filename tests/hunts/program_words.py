@@ -5,8 +5,6 @@ state, found by introspection; which of them drawn programs use, found in their 
     python tests/hunts/program_words.py --write    # docs/program_words.md anew
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -163,7 +161,7 @@ def used() -> frozenset[str]:
 
     here = Path(__file__).parent
     texts = [source(program) for program in each_part()]
-    texts += [(here / f"program_{name}.py").read_text() for name in ("beside", "state")]
+    texts += [path.read_text() for path in (here / "program_state.py", here.parent / "plain_programs.py")]
     found: set[str] = set()
     for text in texts:
         for node in ast.walk(ast.parse(text)):

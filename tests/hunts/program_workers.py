@@ -4,8 +4,6 @@ A worker says what it begins and how it ended. The parent notes the time of the 
 for longer than ``limit`` seconds is asked for its stacks (SIGUSR1) and killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -26,7 +24,7 @@ from typing import Any
 
 import torch
 
-from tests.hunts import program_beside as beside
+from tests import plain_programs
 from tests.hunts.program_draw import Program, program_of
 from tests.hunts.program_run import Result, kind_of, run_managed, run_plain
 from tests.hunts.program_source import source
@@ -169,7 +167,7 @@ def _kill(worker: _Worker) -> None:
 def _work(pipe: Connection, folder: str, stacks: str) -> None:
     with prepared(stacks), contextlib.suppress(EOFError, BrokenPipeError):  # whoever asked is gone
         torch.set_num_threads(1)
-        beside.prepare()  # before anything is managed here
+        plain_programs.prepare()  # before anything is managed here
         simplest = source(Program(0))  # what is imported late, is imported now
         run_managed(simplest, 0, "fp32", "memory", Path(folder), run_plain(simplest, 0, "fp32"))
         for number in itertools.count():

@@ -5,8 +5,6 @@ What writes stands in ``side.writing(params)``: the plain side notes there which
 value becomes the master of every element, as in ``copy_``; else of those that changed.
 """
 
-from __future__ import annotations
-
 from textwrap import indent
 
 from tests.hunts.program_parts import Habit, after, at_setup, before, stepped

@@ -14,8 +14,6 @@ or too late is found out. After each seed no thread and no open file may be left
 draw; the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

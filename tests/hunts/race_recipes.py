@@ -1,7 +1,5 @@
 """What race_hunt and fault_hunt train: drawn recipes, the ordinary loop, and the run in which all is done in turn."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import warnings

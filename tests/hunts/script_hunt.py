@@ -15,8 +15,6 @@ so; a schedule that went wrong is printed, and can be run again by its number (`
 not fail in a backward and repeat it: the others may have added up what it has computed until then, and say so.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -2,8 +2,6 @@
 apart, and some dozens of programs end well. The hunt itself is a script (program_hunt.py; docs/programs.md).
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter
@@ -122,23 +120,14 @@ def run(model, side):
     optimizer.step()
 """
 
-LINES = {
-    RIGHT: "pass",
-    REFUSED: "if side.managed: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
-    BOTH: "loss.backward()",
-    GOES_ON: "assert side.managed",
-}
-
-
-@pytest.mark.parametrize("outcome", list(LINES))
-def test_good_outcomes(outcome: str, tmp_path: Path) -> None:
-    result = run(SCRIPT.replace("{line}", LINES[outcome]), "nvme", "fp32", tmp_path)
-    assert result.outcome == outcome, result.detail
-
 
 @pytest.mark.parametrize(
     ("outcome", "line", "told"),
     [
+        (RIGHT, "pass", ""),
+        (REFUSED, "if side.managed: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)", ""),
+        (BOTH, "loss.backward()", ""),
+        (GOES_ON, "assert side.managed", ""),
         (SILENT, "side.see('x', float(side.managed))", "x: 1.0 instead of 0.0"),
         (SILENT, "side.see('x', torch.full((2,), -0.0 if side.managed else 0.0))", "x: "),
         (SILENT, "if side.managed: side.see('more', 1)", "'more'"),
@@ -153,8 +142,8 @@ def test_good_outcomes(outcome: str, tmp_path: Path) -> None:
         (RAW, "if side.managed: raise gemini.IllegalTransition(\"'0.weight': use it\")", "a bug by its own page"),
     ],
 )  # fmt: skip
-def test_findings(outcome: str, line: str, told: str, tmp_path: Path) -> None:
-    result = run(SCRIPT.replace("{line}", line), "memory", "fp32", tmp_path)
+def test_outcomes(outcome: str, line: str, told: str, tmp_path: Path) -> None:
+    result = run(SCRIPT.replace("{line}", line), "nvme", "fp32", tmp_path)
     assert result.outcome == outcome and told in result.detail, result
 
 

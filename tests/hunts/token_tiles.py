@@ -8,8 +8,6 @@ element of the same gradient; or the error with which it is refused. Exit code 1
 another loss, a gradient off by more than 1e-6, or an error that is not of Gemini.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

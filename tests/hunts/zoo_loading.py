@@ -9,8 +9,6 @@ few pages while they are drawn that all of them go home and come back. What plai
 the second time (params it leaves as ``torch.empty`` gives them) is not compared.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

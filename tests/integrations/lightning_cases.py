@@ -4,8 +4,6 @@ The plain loop is GeminiDDP and HybridAdam by hand: what Lightning is told to do
 is the job of the tests with ``devices=2``.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

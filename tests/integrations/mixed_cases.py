@@ -5,8 +5,6 @@ compute dtype's weights beside the parts in fp32. So losses are compared within 
 they are from each other when all that differs is a rounding of the weights they begin with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

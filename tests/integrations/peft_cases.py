@@ -1,7 +1,5 @@
 """What the PEFT tests share: tiny models with adapters that are not at their start, and the methods that must work."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

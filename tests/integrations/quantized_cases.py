@@ -1,7 +1,5 @@
 """What the tests of 4-bit bases share: a small Llama on disk, and the same model with adapters on its codes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

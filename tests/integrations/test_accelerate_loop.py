@@ -1,7 +1,5 @@
 """The loop of accelerate's documentation, managed: the bits of the loop by hand, exact states, clear refusals."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -5,8 +5,6 @@ The frameworks do the same arithmetic once the loss is the same: Trainer divides
 are in the step (``num_items_in_batch``), which is another rounding than the mean; so all the others are told to.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A converted optimizer is the one that it was: what anyone can read of it is what the stock bridge shows."""
 
-from __future__ import annotations
-
 import csv
 import functools
 import os

@@ -1,7 +1,5 @@
 """The door: integrations/ is importable as gemini.integrations, in a source checkout too, and under no other name."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -2,8 +2,6 @@
 that grows); hooks before saving and loading see what they see with accelerate alone.
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

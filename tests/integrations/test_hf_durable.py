@@ -1,7 +1,5 @@
 """A Trainer whose states are durable goes on from its last step, whichever file of its own it had written then."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Trainer adds nothing to the arithmetic: the bits of the loop written by hand, and of a loop without Gemini."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

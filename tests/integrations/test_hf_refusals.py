@@ -1,7 +1,5 @@
 """What a Trainer is told and Gemini cannot do is refused when the Trainer is made, with what can be done instead."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of a Trainer: ordinary directories, exact resume, and never a torn one under a checkpoint's name."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A fine-tuning script in the manner of transformers' documentation, and the same script with one line added."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Everything a Trainer does besides arithmetic goes on: logs, clipping, evaluation, generation, optimizers."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

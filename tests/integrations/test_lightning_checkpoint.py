@@ -1,7 +1,5 @@
 """Checkpoints under Lightning: ordinary files, exact resume, and no more memory than a param or two to write them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Lightning's loop with strategy="gemini" is the plain loop: same bits, with everything Trainer adds to a step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

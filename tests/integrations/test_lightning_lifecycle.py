@@ -1,7 +1,5 @@
 """A managed LightningModule before, between and after the runs of a Trainer: what it is then, and that it can go on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers in Lightning's loop: groups, schedulers, two by hand, and those that are refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Trainer(devices=2): Lightning starts the second process, both share the model, and the bits are the plain loop's."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

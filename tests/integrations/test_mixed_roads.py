@@ -2,8 +2,6 @@
 losses of stock mixed precision, within its own spread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people do with adapters around training: save, open, merge, switch, and add some too late."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Each third of all there are; ``benchmarks/peft_kinds.py`` runs them all, on NVMe too, and writes the table of lora.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Adapters on a managed base: the same bits as the plain loop on the same PeftModel, and two bytes per frozen param."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,22 +20,17 @@ BASES = {"experts": helpers.mixtral, "lora bias": helpers.gpt2}
 
 
 @pytest.mark.sweep(every=3)
-@pytest.mark.parametrize("method", [name for name in CONFIGS if name not in ("vera", "unilora", "oft coft")])
-def test_the_bits_of_the_plain_loop(method: str, tmp_path: Path) -> None:
-    """All on NVMe, with room for one module: whatever a method reads must be gathered, and fit."""
-    compare(maker(method, BASES.get(method, llama)), "disk", tmp_path, seeded)
-
-
-@pytest.mark.parametrize("where", ["ram", "standin"])
-@pytest.mark.parametrize("method", ["lora", "dora", "prompt", "experts"])
-def test_in_other_placements(method: str, where: str, tmp_path: Path) -> None:
-    compare(maker(method, BASES.get(method, llama)), where, tmp_path, seeded)
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-@pytest.mark.parametrize("method", ["dora", "prefix"])
-def test_in_other_precisions(method: str, precision: str, tmp_path: Path) -> None:
-    compare(maker(method), "disk", tmp_path, seeded, precision=precision)
+@pytest.mark.parametrize(
+    ("method", "where", "precision"),
+    [
+        *((name, "disk", "bf16") for name in CONFIGS if name not in ("vera", "unilora", "oft coft")),
+        *((name, where, "bf16") for name in ("lora", "dora", "prompt", "experts") for where in ("ram", "standin")),
+        *((name, "disk", precision) for name in ("dora", "prefix") for precision in ("fp16", "fp32")),
+    ],
+)
+def test_the_bits_of_the_plain_loop(method: str, where: str, precision: str, tmp_path: Path) -> None:
+    """Also all on NVMe, with room for one module: whatever a method reads must be gathered, and fit."""
+    compare(maker(method, BASES.get(method, llama)), where, tmp_path, seeded, precision=precision)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

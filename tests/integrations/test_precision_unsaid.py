@@ -1,7 +1,5 @@
 """A config that says nothing about precision leaves it to the framework's flags, in every bridge."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

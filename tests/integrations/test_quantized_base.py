@@ -3,8 +3,6 @@
 The plain side is transformers, PEFT and bitsandbytes as they are, in the ordinary loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,15 +62,16 @@ def assert_trains_as_plain(make: Callable[[], Any], where: str, path: Path, **ho
     return model
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("where", helpers.ALL_PLACEMENTS)
-def test_same_bits_wherever_codes_live(where: str, checkpointing: bool, base: Path, tmp_path: Path) -> None:
-    assert_trains_as_plain(lambda: quantized(base, checkpointing=checkpointing), where, tmp_path)
-
-
-@pytest.mark.parametrize("how", [{"double": False}, {"kind": "fp4"}], ids=str)
-def test_other_forms_of_codes(how: dict[str, Any], base: Path, tmp_path: Path) -> None:
-    assert_trains_as_plain(lambda: quantized(base, **how), "disk", tmp_path)
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        *((where, {"checkpointing": again}) for where in helpers.ALL_PLACEMENTS for again in (False, True)),
+        ("disk", {"double": False}),
+        ("disk", {"kind": "fp4"}),
+    ],
+)
+def test_same_bits_wherever_codes_live(where: str, how: dict[str, Any], base: Path, tmp_path: Path) -> None:
+    assert_trains_as_plain(lambda: quantized(base, **how), where, tmp_path)
 
 
 def test_with_all_else_in_fp32(base: Path, tmp_path: Path) -> None:

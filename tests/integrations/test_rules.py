@@ -1,7 +1,5 @@
 """Other rules than Adam's in the bridges: by name in TrainingArguments, by the config, given as torch's optimizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from gemini import optim
 from tests.integrations.test_lightning_fit import fit
 from tests.integrations.test_lightning_optimizers import optimizing
 from tests.integrations.trainer_cases import llama, make, masters, train_new
-from tests.train.helpers import on_batch
+from tests.train.helpers import train
 from tests.world import world_of
 
 Config = gemini.GeminiConfig
@@ -91,18 +89,12 @@ def test_a_given_optimizer_of_the_rule_is_converted_with_its_states(tmp_path: Pa
         for managed in (True, False):
             model: Any = llama()
             optimizer = kind(model.parameters(), foreach=False, **how)  # type: ignore[arg-type]
-            for seed in range(2):
-                on_batch(model, seed).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, range(2), clip=None)
             if managed:
                 accelerator = GeminiAccelerator(cpu=True, gemini_config=Config(precision="fp32", optimizer=rule))
                 model, optimizer = accelerator.prepare(model, optimizer)
                 assert optimizer.optimizer.rule == rule
-            for seed in range(2, 4):
-                on_batch(model, seed).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            train(model, optimizer, range(2, 4), clip=None)
             runs.append(masters(model) if managed else dict(model.named_parameters()))
         for name, value in runs[0].items():
             torch.testing.assert_close(value, runs[1][name].detach(), rtol=1e-5, atol=1e-7)

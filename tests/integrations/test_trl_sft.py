@@ -1,7 +1,5 @@
 """TRL's SFTTrainer with the mixin before it, and LoRA: the stock trainers' losses, exact resume, ordinary adapters."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

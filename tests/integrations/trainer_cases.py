@@ -1,7 +1,5 @@
 """What the tests of Trainer and Accelerate share: a tiny model, a dataset, arguments, and a record of logs."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What the tests of the kernels share: awkward lengths and values, comparison by bits, and an oracle in numpy that
 knows neither torch nor our code, so that the torch reference is tested too and not only repeated."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

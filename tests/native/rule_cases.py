@@ -2,8 +2,6 @@
 a compact form that too; their arrays of any bits, and comparison.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -2,8 +2,6 @@
 instruction set has the bits of the torch lines stands in test_rule_kernels.py.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

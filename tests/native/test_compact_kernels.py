@@ -1,7 +1,5 @@
 """Compact states: the format does what it is for. Its kernels are tested in test_rule_kernels.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

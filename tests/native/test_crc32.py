@@ -1,7 +1,5 @@
 """``kernels.crc32`` is that of zlib, from any address on and of any length, whoever computes it."""
 
-from __future__ import annotations
-
 import random
 import zlib
 

@@ -1,7 +1,5 @@
 """Copy, accumulate and norm of gradients: one tree of sums whatever runs it, and close to the true norm."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

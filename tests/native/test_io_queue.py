@@ -1,7 +1,5 @@
 """The I/O queue, native and in Python: whole transfers, errors that say what happened, an orderly end."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

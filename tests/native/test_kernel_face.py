@@ -1,7 +1,5 @@
 """The face of the kernels: what they refuse and how they say it, the report, the settings, and the thread pool."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

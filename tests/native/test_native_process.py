@@ -1,7 +1,5 @@
 """What concerns the whole process: no native library, flush-to-zero mode, fork, exit, and the machine code itself."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

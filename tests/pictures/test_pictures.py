@@ -1,7 +1,5 @@
 """Files of the right kind that say what they should, the same bytes each time, and open without a network."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

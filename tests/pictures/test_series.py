@@ -1,7 +1,5 @@
 """The numbers behind the pictures: peaks survive, shares add up, phases follow each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

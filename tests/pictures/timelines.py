@@ -1,7 +1,5 @@
 """Timelines to draw: one of ten moments, and one as large as those of 70B models."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

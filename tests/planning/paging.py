@@ -1,7 +1,5 @@
 """Paging as a game on integers: random instances, the rules, and the optimum by brute force."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A stack of equal layers, its plan and a machine of round figures: simulations whose outcome can be told by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

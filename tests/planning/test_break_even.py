@@ -1,7 +1,5 @@
 """The tokens from which on offload is free: by hand, and against playing the model of a step it solves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

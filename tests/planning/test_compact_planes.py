@@ -1,7 +1,5 @@
 """Compact states in layouts, budgets and plans: their bytes, who keeps exact ones, and where shards are cut."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

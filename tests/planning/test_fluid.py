@@ -1,7 +1,5 @@
 """The fluid model: what tasks that share resources take, by hand."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The description of a machine: figures with units and sources, and words for what is missing or wrong."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

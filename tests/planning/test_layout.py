@@ -4,8 +4,6 @@ The shapes are taken from configs built on the meta device, without weights. Pad
 each rank's share of each plane of each chunk in whole 4 KiB pages, against the bytes of the params themselves.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """The machines that come with Gemini: whole, with sources, and not at odds with physics; read by name or by path."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

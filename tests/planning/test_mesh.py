@@ -1,7 +1,5 @@
 """Steps over a mesh: who is on which machine, traces of slices, stages out of a trace, and what a step takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

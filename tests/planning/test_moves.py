@@ -1,7 +1,5 @@
 """Which chunks stay gathered: never more bytes than any other order of evictions, checked against all of them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

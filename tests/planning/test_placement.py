@@ -1,7 +1,5 @@
 """Where planes live, from integers alone: two policies of placing, the arithmetic of what fits, what is said if not."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

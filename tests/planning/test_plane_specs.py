@@ -1,7 +1,5 @@
 """Planes of a byte and of less per element, and rules with other planes than Adam's: sizes, places, homes, costs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

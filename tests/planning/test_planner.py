@@ -1,7 +1,5 @@
 """The planner: fits what fits, moves next to nothing more than it must, and says the same thing twice."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

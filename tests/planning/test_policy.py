@@ -1,7 +1,5 @@
 """Who goes when memory is short: the policy as a game on integers."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

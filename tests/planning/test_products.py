@@ -1,7 +1,5 @@
 """Products take what their shape takes on a GPU: tiles, waves, memory; attention has a share of its own. By hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

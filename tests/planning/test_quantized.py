@@ -1,7 +1,5 @@
 """Params that are codes: chunks of bytes of their own, half a byte per weight in plans, and documents that say so."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

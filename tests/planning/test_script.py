@@ -1,7 +1,5 @@
 """The script of a step: a pure function of what moments need, what is let go, and where gradients are complete."""
 
-from __future__ import annotations
-
 from gemini.planning.script import Gather, Reduce, make_script
 
 NEEDS = [{0}, {1}, {2}, {1}, {0}]

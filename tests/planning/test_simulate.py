@@ -1,7 +1,5 @@
 """What the simulator says of plans whose outcome can be told by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 A layer computes 10 ms in forward and 20 ms in backward with one thread; what its update takes is each test's own.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any

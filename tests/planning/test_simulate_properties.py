@@ -1,7 +1,5 @@
 """What holds of every simulation: over shapes, budgets, formats and schedules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What the simulator says of several ranks, of policies, and of the memory held at each moment; by hand, too."""
 
-from __future__ import annotations
-
 import pytest
 from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, simulate_policy, stack_plan, stack_trace
 from traces import decoder_trace

@@ -1,7 +1,5 @@
 """Every legal and every illegal step of the state machine."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Updates that are streamed from host memory through the GPU: their value, bytes, budget, choice and predicted time."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Sizes in words, budgets, and the ledger's promise: used is the sum of what is held, and never passes the budget."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Traces made by arithmetic, shaped as a decoder's are: for tests of planning that need no torch."""
 
-from __future__ import annotations
-
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 
 

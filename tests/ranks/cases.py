@@ -1,7 +1,5 @@
 """What ranks are asked to run in the tests of this room: small models, the ordinary loop, and what came out of it."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Pools of two and four ranks that live for the test session."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Families for context parallel, what ranks are asked to run with parts of sequences, and what one process gets."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field

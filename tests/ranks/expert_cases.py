@@ -1,7 +1,5 @@
 """Mixtures of experts over ``ep``: models, batches, and the same steps in one process."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Models, meshes and settings for what is parallel in slices and stages."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

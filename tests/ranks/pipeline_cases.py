@@ -1,7 +1,5 @@
 """What the tests of pipelines share: a deep model, batches, and runs of a pipeline and of plain accumulation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

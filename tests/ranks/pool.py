@@ -10,8 +10,6 @@ each that wakes some hundred times a second. After a test its pools meet in a ne
 ranks that wait for work with the groups of a hundred tests would keep a processor busy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -4,8 +4,6 @@ That process has no threads and no device: nothing here may start one. No collec
 it was forked with, or each rank would soon have a copy of every page.
 """
 
-from __future__ import annotations
-
 import gc
 
 import torch.distributed

@@ -3,8 +3,6 @@
 The same with and without overlap: what comes out must be the same bits, or the same error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

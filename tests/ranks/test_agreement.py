@@ -3,8 +3,6 @@
 And the handshake of a checkpoint: all ranks do their part or none goes on, and what one of them fails with all raise.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import random

@@ -7,8 +7,6 @@ No thread of gloo is left when the interpreter ends: it may be the last to hold 
 of that takes the interpreter, so the process is aborted if there is none any more.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

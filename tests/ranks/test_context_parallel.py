@@ -1,7 +1,5 @@
 """Context parallel: the loss and gradients of one process, whatever the kind, the model and where chunks live."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Expert parallel beside ``cp``, ``pp`` and ``dp_replicate`` against one process over all batches."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from functools import partial

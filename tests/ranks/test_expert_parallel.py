@@ -1,7 +1,5 @@
 """Expert parallel beside chunks: training over ``ep`` and ``dp`` against one process over all batches."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from pathlib import Path
@@ -43,52 +41,44 @@ def assert_close(found: list[Found], plain: Found) -> None:
             assert helpers.same_bits(value, found[0].state[name]), f"{name} is not the same on all ranks"
 
 
-def name_of(sizes: dict[str, int]) -> str:
-    return "_".join(f"{name}{size}" for name, size in sizes.items())
+def slow(*cases: list[Any]) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for some in cases for case in some]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "where", "case"),
+    ("sizes", "where", "case", "gradients"),
     [
-        ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager")),
-        ({"dp": 2, "ep": 2}, "ram", Case(backwards=2)),
-        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm", balances=True)),
+        ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager"), "retain"),
+        ({"dp": 2, "ep": 2}, "ram", Case(backwards=2), "retain"),
+        ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm", balances=True), "retain"),
+        *slow(
+            [  # wherever chunks live
+                (sizes, where, Case(idle=idle), "retain")
+                for sizes in ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2})
+                for where in ("ram", "disk", "serial", "standin")
+                for idle in (False, True)
+            ],
+            [(sizes, "disk", Case(idle=True), "retain") for sizes in ({"dp": 2, "ep": 4}, {"dp": 4, "ep": 2})],
+            [
+                ({"ep": 2}, "disk", Case(kind, kernel=kernel, checkpointing=checkpointing), "retain")
+                for kind in FAMILIES
+                for kernel in ("eager", "batched_mm", "grouped_mm")
+                for checkpointing in (False, True)
+            ],
+            [
+                ({"dp": 2, "ep": 2}, "disk", Case(backwards=2, in_no_sync=in_no_sync), gradients)
+                for gradients in ("retain", "accumulate")
+                for in_no_sync in (False, True)
+            ],
+        ),
     ],
-    ids=["idle", "no_sync", "grouped_mm"],
 )
 def test_experts_over_ranks_train_as_one_process_does(
-    sizes: dict[str, int], where: str, case: Case, pool_of: Pools, tmp_path: Path
+    sizes: dict[str, int], where: str, case: Case, gradients: str, pool_of: Pools, tmp_path: Path
 ) -> None:
-    num_ranks = math.prod(sizes.values())
-    found = pool_of(num_ranks).run(spread, sizes, where, str(tmp_path), case)
+    num_ranks, run = math.prod(sizes.values()), partial(spread, gradients=gradients)
+    found = pool_of(num_ranks).run(run, sizes, where, str(tmp_path), case)
     assert_close(found, plainly(num_ranks * case.backwards, case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("idle", [False, True])
-@pytest.mark.parametrize("where", ["ram", "disk", "serial", "standin"])
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2}], ids=name_of)
-def test_experts_wherever_chunks_live(
-    sizes: dict[str, int], where: str, idle: bool, pool_of: Pools, tmp_path: Path
-) -> None:
-    case, num_ranks = Case(idle=idle), math.prod(sizes.values())
-    assert_close(pool_of(num_ranks).run(spread, sizes, where, str(tmp_path), case), plainly(num_ranks, case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 4}, {"dp": 4, "ep": 2}], ids=name_of)
-def test_eight_processes(sizes: dict[str, int], pool_of: Pools, tmp_path: Path) -> None:
-    case = Case(idle=True)
-    assert_close(pool_of(8).run(spread, sizes, "disk", str(tmp_path), case), plainly(8, case))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_every_family_and_kernel(kind: str, kernel: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
-    case = Case(kind, kernel=kernel, checkpointing=checkpointing)
-    assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
 
 
 def first_grads(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -130,14 +120,6 @@ def test_updates_inside_backward(sizes: dict[str, int], where: str, pool_of: Poo
     for own in pool_of(num_ranks).run(partial(spread, gradients="transient"), sizes, where, str(tmp_path), case):
         for name, value in own.state.items():
             torch.testing.assert_close(value, plain.state[name], rtol=1e-4, atol=2e-5, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_no_sync", [False, True])
-@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
-def test_several_backwards(gradients: str, in_no_sync: bool, pool_of: Pools, tmp_path: Path) -> None:
-    case, run = Case(backwards=2, in_no_sync=in_no_sync), partial(spread, gradients=gradients)
-    assert_close(pool_of(4).run(run, {"dp": 2, "ep": 2}, "disk", str(tmp_path), case), plainly(8, case))
 
 
 @pytest.mark.slow

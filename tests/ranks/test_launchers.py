@@ -1,7 +1,5 @@
 """What launchers tell a process, and the page about them, run as written: Slurm by stand-ins, Ray if it is there."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -3,8 +3,6 @@
 And parts of sequences beside slices and stages: the loss, gradients and norm of one process.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

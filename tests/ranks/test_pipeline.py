@@ -1,7 +1,5 @@
 """Pipelines: schedules over ranks, and breadth first in one process, against plain accumulation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

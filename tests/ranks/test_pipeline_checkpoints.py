@@ -3,8 +3,6 @@
 And pipelines from files, of which a rank reads what its stages need.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

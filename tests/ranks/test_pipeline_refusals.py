@@ -3,8 +3,6 @@
 And which blocks a stage has: by operations, and by seconds that were measured.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,9 +1,8 @@
 """What users do with several ranks, and what must happen: served, right, or refused with the remedy on every rank."""
 
-from __future__ import annotations
-
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import gemini
 from tests.models import SomeUnused
 from tests.ranks.cases import Job, alone, run
-from tests.ranks.pool import Failure, Pools
+from tests.ranks.pool import Pools, failures
 from tests.ranks.test_rank_exactness import assert_close_to_plain, assert_ranks_agree, assert_same_bits
 from tests.train import helpers
 from tests.world import world_of
@@ -35,12 +34,6 @@ def step(model: Any, optimizer: Any, seed: int = 0) -> float:
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
-
-
-def messages(outcomes: list[Any], kind: str) -> list[str]:
-    """Every rank failed, and in the same way."""
-    assert all(isinstance(o, Failure) and o.kind == kind for o in outcomes), outcomes
-    return [outcome.text for outcome in outcomes]
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -63,22 +56,12 @@ def no_sync_without_room() -> None:
         model(**helpers.batch()).loss.backward()
 
 
-def test_no_sync_without_room_says_what_to_do(pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(no_sync_without_room), "BudgetExceeded"):
-        assert "Inside no_sync() whole gradients are kept on every rank" in text
-
-
 def step_inside_no_sync() -> None:
     model = wrap()
     optimizer = helpers.adam(model)
     with model.no_sync():
         model(**helpers.batch()).loss.backward()
     optimizer.step()
-
-
-def test_a_step_without_a_reducing_backward_is_refused(pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(step_inside_no_sync), "GeminiError"):
-        assert "the last backward of a step must be outside of no_sync()" in text
 
 
 def test_gradients_in_backward(pool_of: Pools, tmp_path: Path) -> None:
@@ -184,7 +167,7 @@ def end_early(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["saves", "reads"])
 def test_data_that_ends_early_is_a_clear_error_on_every_rank(how: str, pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(end_early, how), "RankMismatch"):
+    for text in failures(pool_of(2).outcomes(end_early, how), "RankMismatch"):
         assert "were asked to do different things" in text and "rank 1 is at save_checkpoint after 2 steps" in text
         assert "DistributedSampler(drop_last=True)" in text
 
@@ -275,7 +258,7 @@ def start_with(change: str) -> None:
     ],
 )
 def test_a_mismatch_is_found_at_the_start(change: str, said: str, pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(start_with, change), "RankMismatch"):
+    for text in failures(pool_of(2).outcomes(start_with, change), "RankMismatch"):
         assert said.replace("'", "") in text.replace("'", "").replace('"', ""), text
         assert "rank 1 was started with" in text
 
@@ -286,18 +269,24 @@ def start_without_values() -> None:
     wrap(model)
 
 
-def test_a_model_that_cannot_be_managed_is_refused_as_in_one_process(pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(start_without_values), "ValueError"):
-        assert "is on the meta device" in text
-
-
 def start_with_max_norm() -> None:
     wrap(torch.nn.Sequential(torch.nn.Embedding(8, 8, max_norm=1.0)))
 
 
-def test_embeddings_that_each_rank_would_rewrite_are_refused(pool_of: Pools) -> None:
-    for text in messages(pool_of(2).outcomes(start_with_max_norm), "ValueError"):
-        assert "'0' (Embedding) has max_norm=1.0" in text and "gathered([weight]" in text
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (no_sync_without_room, "BudgetExceeded", ["Inside no_sync() whole gradients are kept on every rank"]),
+        (step_inside_no_sync, "GeminiError", ["the last backward of a step must be outside of no_sync()"]),
+        (start_without_values, "ValueError", ["is on the meta device"]),
+        (start_with_max_norm, "ValueError", ["'0' (Embedding) has max_norm=1.0", "gathered([weight]"]),
+    ],
+)
+def test_what_is_refused_is_refused_on_all_ranks_with_the_remedy(
+    function: Callable[[], None], kind: str, said: list[str], pool_of: Pools
+) -> None:
+    for text in failures(pool_of(2).outcomes(function), kind):
+        assert all(words in text for words in said), text
 
 
 def weights_of_other_seeds() -> bool:
@@ -342,7 +331,7 @@ def write_together(alike: bool) -> float:
 
 def test_writes_must_be_the_same_on_every_rank(pool_of: Pools) -> None:
     assert pool_of(2).run(write_together, True) == [0.0, 0.0]
-    for text in messages(pool_of(2).outcomes(write_together, False), "RankMismatch"):
+    for text in failures(pool_of(2).outcomes(write_together, False), "RankMismatch"):
         assert "Nothing was changed" in text
 
 

@@ -4,8 +4,6 @@ A commit has two phases; between them a rank may have its record and another one
 before, which all have.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

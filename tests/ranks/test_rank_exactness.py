@@ -6,8 +6,6 @@ is zero in theory). At a fixed number of ranks every bit is the same wherever th
 hold them: weights, masters, states, step counts, losses and norms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -7,8 +7,6 @@ State that modules keep besides params and buffers is saved by one mesh and load
 does not take it, no rank's does.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Where every rank sees the same batches, the mean of their gradients is the gradient of one process to the bit.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

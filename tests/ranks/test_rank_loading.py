@@ -4,8 +4,6 @@ Ranks that adapt it on the way have the first one's values, whatever each of the
 optimizer's are loaded in any order.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every rank sees the same batches, so that the mean of their gradients is the gradient of one process to the bit.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

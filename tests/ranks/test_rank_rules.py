@@ -4,8 +4,6 @@ one number of ranks and loaded by another.
 Every rank sees the same batches, so that the mean of their gradients is the gradient of one process to the bit.
 """
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -171,10 +169,7 @@ def convert_with_a_past(kind: str, precision: str, differs: bool = False) -> Any
     optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
     stepped = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-    for seed in range(2):
-        rules.loss_of(model, seed).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    rules.train(model, optimizer, range(2), None)
     if differs and torch.distributed.get_rank() == 1:
         next(iter(optimizer.state.values()))["exp_avg"].add_(1)
     gemini.GeminiDDP(model, gemini.GeminiConfig(precision=precision, device="cpu", max_chunk=6000, optimizer=rule))

@@ -1,7 +1,5 @@
 """Ranks that follow a script: one question a step, the bits of ranks that ask, and the errors of today."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

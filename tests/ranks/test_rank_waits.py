@@ -2,8 +2,6 @@
 ranks use: a dead or hanging rank must not stop the suite.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

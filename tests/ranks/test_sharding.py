@@ -1,7 +1,5 @@
 """What each rank holds and sends: arithmetic, term by term, and hybrid sharding over a 2-D mesh."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models in slices against the whole model: losses and gradients of families with a plan of transformers or of ours."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensor parallel beside chunks: training over ``tp`` and ``dp`` against one process, wherever chunks live."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -251,10 +249,7 @@ def saved(sizes: dict[str, int], folder: str, precision: str, states: str, where
     if dist.get_rank() >= math.prod(sizes.values()):
         return {}
     model, optimizer = managed(sizes, folder, precision, states, where)
-    for step in range(2):
-        loss_of(model, step, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    helpers.train(model, optimizer, range(2), lambda model, step: loss_of(model, step, 0), clip=None)
     gemini.save_checkpoint(
         f"{folder}/step-2", model, optimizer, extra={"ids": ids_of(0, 0)}, wait=where != "disk"
     ).wait()

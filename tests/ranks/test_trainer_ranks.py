@@ -1,7 +1,5 @@
 """Trainer and Accelerate in two processes: the contract of one process with the whole batch, and nothing hangs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Inputs and model classes that follow from a config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The foretold peak against the CPU allocator's own report of a real step, for some of its benchmark's models."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

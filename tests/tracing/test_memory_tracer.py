@@ -1,7 +1,5 @@
 """Recording real steps: of wrapped models and others, whole steps only, and nothing left behind."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The trace that is made of the modules' order alone: its working set is the one the engine reserves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A trace made ahead of time is the one that a real step records: same moments, same params, same bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

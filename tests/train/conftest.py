@@ -1,7 +1,5 @@
 """A test of training that takes ``where`` runs for the three placements, unless it is parametrized with others."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.train.helpers import PLACEMENTS

@@ -1,7 +1,5 @@
 """Models that guess updates inside backward, for the tests of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

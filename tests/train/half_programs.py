@@ -3,8 +3,6 @@
 Gradients go around the outputs, leave the model, or come through it twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

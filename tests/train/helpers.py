@@ -4,8 +4,6 @@ A managed model must equal ``tests.plain.Plain`` bit for bit wherever its chunks
 budget can be, so that every step evicts and fetches.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -9,8 +9,6 @@ take it next. To raise in the trace function instead would interrupt where no si
 block, for one.
 """
 
-from __future__ import annotations
-
 import _thread
 import dis
 import faulthandler

@@ -1,7 +1,5 @@
 """Offloaded activations whose writes or reads fail, or that are interrupted: nothing is left."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,7 +1,5 @@
 """Offloaded activations beside computing: the bits of doing it in turn, whatever the timing and the room."""
 
-from __future__ import annotations
-
 import gc
 import random
 import re

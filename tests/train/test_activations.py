@@ -1,9 +1,8 @@
 """Offload of checkpointed activations: the same bits, just the bytes of the blocks' inputs, and nothing left over."""
 
-from __future__ import annotations
-
 import gc
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,16 @@ def hooks_are_open() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def train(model: Any, steps: int = 3) -> tuple[list[tuple[float, float]], dict[str, int], dict[str, torch.Tensor]]:
-    """Losses and norms, what activations held after the last forward, and the masters."""
+def train(
+    model: Any, steps: int = 3, batch: Callable[[int], dict[str, torch.Tensor]] = batch
+) -> tuple[list[tuple[float, float]], dict[str, int], dict[str, torch.Tensor]]:
+    """Losses and norms, what activations held after each forward, which is the same, and the masters."""
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     torch.manual_seed(1)  # dropout
-    out = []
+    out, after_forward = [], None
     for step in range(steps):
         loss = model(**batch(step)).loss
+        assert after_forward in (None, held(model))
         after_forward = held(model)
         loss.backward()
         norm = model.clip_grad_norm_(1.0)

@@ -4,8 +4,6 @@ The plain loop here keeps a master of each param in its own shape, and gives tor
 nothing of Gemini is in it but the rounding of weights and the norm.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import math
@@ -28,7 +26,7 @@ from gemini.train.checkpoint.format import write_manifest
 from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
 from tests import models
 from tests.train import helpers
-from tests.train.test_update_rules import bits, config_for, loss_of, make_model
+from tests.train.test_update_rules import bits, config_for, loss_of, make_model, settings_of
 from tests.world import world_of
 
 
@@ -166,43 +164,30 @@ def assert_same(model: Any, optimizer: Any, plain: Plain) -> None:
                 assert kept[kind].shape == value.shape and torch.equal(bits(kept[kind]), bits(value)), (name, kind)
 
 
-def placed(where: str, rule: Any, path: Path, precision: str) -> tuple[gemini.GeminiConfig, bool]:
-    """A config, and whether updates are made inside backward."""
+def placed(where: str, rule: Any, path: Path, precision: str) -> gemini.GeminiConfig:
     if where == "on nvme":
-        return config_for(rule, path, precision), False
-    device = "standin" if where in ("streamed", "on a device") else "cpu"
-    fractions = {
-        "in backward": {"optimizer_on_nvme": 1}, "small tiles": {"optimizer_on_nvme": 1},
-        "streamed": {"updates_on_gpu": 1},
-        "half": {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5},
-        "on a device": {"weights_on_gpu": 1, "optimizer_on_gpu": 1},
-    }.get(where, {})  # fmt: skip
-    gpu = {"gpu": "1GiB"} if device == "standin" else {}
-    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=path, **gpu)
-    used = where == "in backward"
-    config = gemini.GeminiConfig(
-        precision=precision, device=device, memory=memory, optimizer=rule, max_chunk=64 if where == "half" else 6000,
-        placement=gemini.StaticPlacement(**fractions), gradients="transient" if used else "retain",
-    )  # fmt: skip
-    return config, used
+        return config_for(rule, path, precision)  # with room for one module
+    return gemini.GeminiConfig(precision=precision, optimizer=rule, **{"max_chunk": 6000, **settings_of(where, path)})
 
 
 @pytest.mark.sweep(every=6)
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    "where", ["in memory", "on nvme", "in backward", "streamed", "on a device", "half", "small tiles"]
+    "where", ["in memory", "on nvme", "transient", "streamed", "on the device", "half", "small tiles"]
 )
 @pytest.mark.parametrize("which", STOCK)
 def test_a_stock_optimizer_has_the_bits_of_its_own_run(
     which: str, where: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rule, clip = rule_of(which), None if where == "in backward" else 0.5
+    rule, clip = rule_of(which), None if where == "transient" else 0.5
     plain = Plain(which, precision, clip)
-    config, used = placed(where, rule, tmp_path, precision)
+    config = placed(where, rule, tmp_path, precision)
     assert rule.spec.needs == ("param" if "whole" in which else "place")
     with models.tiles_of(monkeypatch, rule.spec.align if where == "small tiles" else None):
         model = gemini.GeminiDDP(make_model(), config)
-        optimizer = rule.make(decayed(model.parameters(), which), step_in_backward=used, **STOCK[which][2])
+        optimizer = rule.make(
+            decayed(model.parameters(), which), step_in_backward=where == "transient", **STOCK[which][2]
+        )
         assert train(model, optimizer, range(NUM_STEPS), clip) == plain.train(range(NUM_STEPS))
         assert_same(model, optimizer, plain)
 

@@ -1,7 +1,5 @@
 """Which attention a model is built with: the rule as a pure function, and models on a fake ``flash_attn``."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import sys
 import types

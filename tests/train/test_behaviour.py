@@ -5,8 +5,6 @@ before or after) on a model whose chunks live in RAM, on disk, or on the stand-i
 of ``helpers``. Kinds of models are in ``test_model_kinds.py``, reads and writes of params in ``test_access.py``.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ leaves one that loads. Damage is found, and loading changes nothing until everyt
 Those of several ranks are in ``tests/ranks``.
 """
 
-from __future__ import annotations
-
 import builtins
 import errno
 import json

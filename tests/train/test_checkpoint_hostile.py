@@ -4,8 +4,6 @@ Whatever stands in them, loading ends in one of our errors before anything has c
 that may be any (a learning rate, say) and the run goes on with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -4,8 +4,6 @@ The plain loop keeps whole params one after the other: compact ones as bytes and
 small ones exact. What is small is lowered here, so that the matrices of a tiny model are compact and its norms are not.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
@@ -130,11 +128,6 @@ def config_for(which: str, **how: Any) -> gemini.GeminiConfig:
     return gemini.GeminiConfig(precision="bf16", optimizer=rule, **settings)
 
 
-def on_nvme(path: Path, **how: Any) -> dict[str, Any]:
-    memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=path)
-    return {"memory": memory, "placement": gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1), **how}
-
-
 def assert_same(model: Any, plain: dict[str, Any]) -> None:
     world = world_of(model)
     world.check()
@@ -168,7 +161,7 @@ def test_compact_states_that_no_param_gets_are_told(how: str, warns: bool, monke
 @pytest.mark.parametrize("which", EXACT)
 def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, overlap: bool, tmp_path: Path) -> None:
     plain = plain_loop(which, range(4), clip=0.1)
-    model = gemini.GeminiDDP(make_model(), config_for(which, **on_nvme(tmp_path, overlap=overlap)))
+    model = gemini.GeminiDDP(make_model(), config_for(which, **rules.settings_of("on nvme", tmp_path), overlap=overlap))
     optimizer = make_optimizer(model, which)
     assert train(model, optimizer, range(4), 0.1) == plain["losses"]
     assert_same(model, plain)
@@ -177,16 +170,9 @@ def test_compact_states_on_nvme_have_the_bits_of_the_plain_loop(which: str, over
         assert all((tier is gemini.Tier.CPU) == kind.endswith("_scale") for kind, tier in tiers.items()), tiers
 
 
-PLACED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "in memory": ("cpu", {}, {}),
-    "one chunk each": ("cpu", {}, {"max_chunk": 64}),
-    "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
-    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
-    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
-    "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
-    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
-    "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
-}
+PLACED = (
+    "in memory", "one chunk each", "transient", "on the device", "streamed", "streamed, transient", "half", "summed up",
+)  # fmt: skip
 
 
 @pytest.mark.sweep(every=2)
@@ -195,14 +181,11 @@ PLACED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     which: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, fractions, how = PLACED[told]
     plain = plain_loop(which, range(3))
-    gpu = {"gpu": "1GiB"} if device == "standin" else {}
-    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path, **gpu)
-    config = config_for(which, device=device, memory=memory, placement=gemini.StaticPlacement(**fractions), **how)
+    config = config_for(which, **rules.settings_of(told, tmp_path))
     with models.tiles_of(monkeypatch, None if told == "in memory" else 4096):
         model = gemini.GeminiDDP(make_model(), config)
-        optimizer = make_optimizer(model, which, step_in_backward=how.get("gradients") == "transient")
+        optimizer = make_optimizer(model, which, step_in_backward="transient" in told)
         assert train(model, optimizer, range(3), None) == plain["losses"]
         assert_same(model, plain)
 
@@ -211,7 +194,7 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
 @pytest.mark.parametrize("which", EXACT)
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_bits(which: str, tmp_path: Path) -> None:
     plain = plain_loop(which, range(4))
-    config = config_for(which, **on_nvme(tmp_path))
+    config = config_for(which, **rules.settings_of("on nvme", tmp_path))
     model = gemini.GeminiDDP(make_model(), config)
     optimizer = make_optimizer(model, which)
     losses = train(model, optimizer, range(2), None)
@@ -242,7 +225,7 @@ def test_exact_states_become_compact_and_it_is_said_what_they_lost(
     which: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact, before = saved("exact", which, tmp_path / "exact")
-    how = on_nvme(tmp_path) if where == "nvme" else {}
+    how = rules.settings_of("on nvme", tmp_path) if where == "nvme" else {}
     with models.tiles_of(monkeypatch, 4096):
         model = gemini.GeminiDDP(make_model(), config_for(which, **how))
         optimizer = make_optimizer(model, which)
@@ -274,7 +257,7 @@ def test_compact_states_become_exact_and_lose_nothing(
     which: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     coded, before = saved("compact", which, tmp_path / "compact")
-    model = gemini.GeminiDDP(make_model(), config_for(which, states="exact", **on_nvme(tmp_path)))
+    model = gemini.GeminiDDP(make_model(), config_for(which, states="exact", **rules.settings_of("on nvme", tmp_path)))
     optimizer = make_optimizer(model, which)
     gemini.load_checkpoint(tmp_path / "compact", model, optimizer)
     assert not [w for w in recwarn if "states" in str(w.message)]
@@ -446,14 +429,7 @@ def test_other_states_and_optimizers_are_refused() -> None:
 # 24 bits of the sum wherever it lives, of which updates read 16.
 
 CLIP = 0.1
-SUMMED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "in memory": ("cpu", {}, {}),
-    "on nvme": ("cpu", {"weights_on_nvme": 1, "optimizer_on_nvme": 1}, {}),
-    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
-    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
-    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
-    "in turn": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"overlap": False}),
-}
+SUMMED = ("in memory", "on nvme", "on the device", "streamed", "half", "in turn")
 
 
 def train_summed(model: Any, optimizer: Any, steps: range, micro: int = 3) -> list[float]:
@@ -469,11 +445,8 @@ def train_summed(model: Any, optimizer: Any, steps: range, micro: int = 3) -> li
 
 
 def wrapped(which: str, told: str, folder: Path, gradients: str = "accumulate_bf16") -> tuple[Any, Any]:
-    device, fractions, how = SUMMED[told]
-    gpu = {"gpu": "1GiB"} if device == "standin" else {}
-    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=folder, **gpu)
-    settings = {"gradients": gradients, "memory": memory, "placement": gemini.StaticPlacement(**fractions)}
-    model = gemini.GeminiDDP(make_model(), config_for(which, **settings, device=device, **how))
+    settings = {**rules.settings_of(told, folder), "gradients": gradients}
+    model = gemini.GeminiDDP(make_model(), config_for(which, **settings))
     return model, make_optimizer(model, which)
 
 

@@ -5,8 +5,6 @@ inductor's own code takes a minute to make (``make test-slow``). One model is co
 kept by what it was made of, not by the module.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Callable, Iterator

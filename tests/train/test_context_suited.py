@@ -1,7 +1,5 @@
 """Which models context parallel refuses, by the name of what stands in the way."""
 
-from __future__ import annotations
-
 import importlib
 from collections import Counter
 from typing import Any

@@ -5,8 +5,6 @@ to the bodies of those kernels on the host (tests/native/emulated_cuda.py). Sums
 before they were fetched, and each fetch, where a GPU would make the host wait, is counted.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path

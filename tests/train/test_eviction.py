@@ -1,7 +1,5 @@
 """``GeminiConfig(eviction=)``: a policy decides what moves and never what comes out, and has to make sense."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,6 @@ most a little more, so that windows are taken from chunks inside forward and bac
 prints its own, and replays.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Saved directories open with plain transformers and give equal logits, from every
 dicts round-trip, fp32 masters with every bit.
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import json

@@ -1,7 +1,5 @@
 """``gemini.GradScaler``: the bits of the stock loop (fp16 weights, torch.amp.GradScaler), whatever the program does."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -2,8 +2,6 @@
 skipped.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -23,7 +21,7 @@ import gemini
 from gemini import kernels
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
-from tests.train.helpers import Blocks, Plain, adam, noise, squares, train_plain, wrap
+from tests.train.helpers import Blocks, Plain, adam, noise, squares, train, train_plain, wrap
 from tests.train.test_kept_weights import WIDTH, Net, in_turn
 from tests.world import world_of
 
@@ -103,11 +101,7 @@ def test_nothing_is_looked_for_after_a_step_that_ended_in_order(
     swept: list[int] = []
     abandon = world.forward.abandon
     monkeypatch.setattr(world.forward, "abandon", lambda: (swept.append(1), abandon()))
-    for seed in (0, 1):
-        squares(model, seed).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, (0, 1), squares)
     assert not swept
     squares(model, 2)  # its backward never comes
     squares(model, 3).backward()

@@ -1,7 +1,5 @@
 """Ctrl-C at chosen moments, with real signals: an update or a write is whole or has not begun."""
 
-from __future__ import annotations
-
 import dataclasses
 import dis
 import gc
@@ -300,26 +298,17 @@ def test_a_loaded_checkpoint_is_whole(where: str, tmp_path: Path, monkeypatch: p
 # ``tests.hunts.interrupt_hunt`` takes every one.
 
 
-def try_moments(where: str, name: str, path: Path, number: int) -> None:
-    trials = make_trials(where, name, path)
+@pytest.mark.parametrize("number", [15, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", PLACEMENTS)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str, number: int, tmp_path: Path) -> None:
+    """At so many moments."""
+    trials = make_trials(where, name, tmp_path)
     moments = trials.moments()
     for moment in moments[:: max(len(moments) // number, 1)]:
         trials.at(moment)
     assert trials.outcomes["error"] == 0
     assert trials.outcomes["before"] + trials.outcomes["after"] > number // 2
-
-
-@pytest.mark.parametrize("where", PLACEMENTS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_leaves_no_lock_and_nothing_half_done(where: str, name: str, tmp_path: Path) -> None:
-    try_moments(where, name, tmp_path, 15)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", PLACEMENTS)
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_many_more_moments(where: str, name: str, tmp_path: Path) -> None:
-    try_moments(where, name, tmp_path, 150)
 
 
 def test_waiting_for_an_update_holds_no_lock_that_the_worker_needs(tmp_path: Path) -> None:

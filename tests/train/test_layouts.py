@@ -1,7 +1,5 @@
 """Params of every memory layout and size, and classes of every layout: managed as torch has them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import types
@@ -50,7 +48,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # of 8 x 16 numb
     "empty": lambda w: w[:0],
     "empty in the last dim": lambda w: w[:, :0],
 }
-PRECISIONS: dict[Any, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Net(nn.Module):
@@ -74,7 +71,7 @@ def results(weight: torch.Tensor, precision: Any, folder: Path) -> list[torch.Te
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
     scaler: Any = gemini.GradScaler(enabled=precision == "fp16")
     for _ in range(2):
-        scaler.scale(model(torch.ones(2, 4, dtype=PRECISIONS[precision]))).backward()
+        scaler.scale(model(torch.ones(2, 4, dtype=DTYPES[precision]))).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -89,7 +86,7 @@ def results(weight: torch.Tensor, precision: Any, folder: Path) -> list[torch.Te
 
 @pytest.mark.filterwarnings("ignore:params are kept contiguous")
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_param_has_the_values_of_a_contiguous_one(
     layout: str, precision: str, given: torch.dtype, tmp_path: Path

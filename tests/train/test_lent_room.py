@@ -1,7 +1,5 @@
 """Windows borrow the room that activations leave free, give it back before these come, and change no bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

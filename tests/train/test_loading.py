@@ -4,8 +4,6 @@ Weights are compared with those of a plain model that was wrapped, so that what 
 pages that params may take while they are drawn are made so few that every param goes home and comes back.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -165,46 +163,35 @@ def test_a_constructor_that_is_not_deterministic_is_refused() -> None:
         drawing.DrawnModel(make).manage(config_of())
 
 
-def test_copied_layers_are_copied_home() -> None:
+class SharedAfterCopying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.copies = copy.deepcopy(self.heads)
+        for head, other in zip(self.heads, self.copies, strict=True):
+            head.weight = other.weight
+
+
+class ReadsMoreThanThereIsRoomFor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        assert paging.ROOM < 80 * 80 * 4
+        self.a, self.b, self.c = (nn.Linear(80, 80, bias=False) for _ in range(3))
+        with torch.no_grad():
+            self.b.weight.copy_(torch.stack([self.a.weight, self.b.weight, self.c.weight]).sum(0))
+
+
+def copied_layers() -> nn.Module:
     """nn.TransformerEncoder deep-copies its layer: those params are never registered."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False)
 
-    def make() -> nn.Module:
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3, enable_nested_tensor=False)
 
+@pytest.mark.parametrize("make", [copied_layers, SharedAfterCopying, ReadsMoreThanThereIsRoomFor])
+def test_what_a_constructor_does_with_params_is_drawn_alike(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     plain = make()
     torch.manual_seed(0)
     assert_same(drawing.DrawnModel(make).manage(config_of()), plain)
-
-
-def test_params_shared_after_they_were_copied() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-            self.copies = copy.deepcopy(self.heads)
-            for head, other in zip(self.heads, self.copies, strict=True):
-                head.weight = other.weight
-
-    torch.manual_seed(0)
-    plain = Model()
-    torch.manual_seed(0)
-    assert_same(drawing.DrawnModel(Model).manage(config_of()), plain)
-
-
-def test_an_operation_on_more_params_than_there_is_room_for() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = (nn.Linear(80, 80, bias=False) for _ in range(3))
-            with torch.no_grad():
-                self.b.weight.copy_(torch.stack([self.a.weight, self.b.weight, self.c.weight]).sum(0))
-
-    assert paging.ROOM < 80 * 80 * 4
-    torch.manual_seed(0)
-    plain = Model()
-    torch.manual_seed(0)
-    assert_same(drawing.DrawnModel(Model).manage(config_of()), plain)
 
 
 def test_no_budget_no_drawing() -> None:
@@ -415,6 +402,16 @@ def saved(kind: str, folder: Path) -> type[Any]:
     return type(model)
 
 
+def assert_adapted_alike(kind: Any, folder: Path, adapt: Adapt, config: Any = None, precision: str = "bf16") -> None:
+    """What ``adapt`` makes of a model of files is, on the way to a managed one, what it makes of a loaded one."""
+    torch.manual_seed(5)
+    plain = kind.from_pretrained(folder)
+    plain = adapt(plain) or plain
+    torch.manual_seed(5)
+    managed = gemini.from_pretrained(folder, config or config_of(), model_class=kind, adapt=adapt)
+    assert_same(managed, plain, precision)
+
+
 def matrices(model: Any) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.dim() == 2]
 
@@ -483,13 +480,7 @@ CHANGES: list[Adapt] = [
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_change_is_that_of_a_loaded_model(kind: str, change: Adapt, tmp_path: Path) -> None:
-    kind_of = saved(kind, tmp_path)
-    torch.manual_seed(5)
-    plain: Any = kind_of.from_pretrained(tmp_path)
-    change(plain)
-    torch.manual_seed(5)
-    managed = gemini.from_pretrained(tmp_path, config_of(), model_class=kind_of, adapt=change)
-    assert_same(managed, plain)
+    assert_adapted_alike(saved(kind, tmp_path), tmp_path, change)
 
 
 def _adapted(**changes: Any) -> Any:
@@ -513,14 +504,9 @@ def _adapted(**changes: Any) -> Any:
 def test_adapters_that_read_the_base(changes: dict[str, Any], tmp_path: Path) -> None:
     import peft
 
-    kind = saved("untied", tmp_path)
-    torch.manual_seed(5)
-    plain = peft.get_peft_model(kind.from_pretrained(tmp_path), _adapted(**changes))
-    torch.manual_seed(5)
-    managed = gemini.from_pretrained(
-        tmp_path, config_of(), adapt=lambda model: peft.get_peft_model(model, _adapted(**changes))
+    assert_adapted_alike(
+        saved("untied", tmp_path), tmp_path, lambda model: peft.get_peft_model(model, _adapted(**changes))
     )
-    assert_same(managed, plain)
 
 
 def test_a_head_that_is_not_in_the_files_is_drawn_first(tmp_path: Path) -> None:
@@ -528,15 +514,10 @@ def test_a_head_that_is_not_in_the_files_is_drawn_first(tmp_path: Path) -> None:
     import peft
 
     saved("untied", tmp_path)
-    kind = transformers.LlamaForSequenceClassification
     lora = _adapted(task_type="SEQ_CLS")
-    torch.manual_seed(5)
-    plain = peft.get_peft_model(kind.from_pretrained(tmp_path), lora)
-    torch.manual_seed(5)
-    managed = gemini.from_pretrained(
-        tmp_path, config_of(), model_class=kind, adapt=lambda model: peft.get_peft_model(model, lora)
+    assert_adapted_alike(
+        transformers.LlamaForSequenceClassification, tmp_path, lambda model: peft.get_peft_model(model, lora)
     )
-    assert_same(managed, plain)
 
 
 def test_weights_that_nobody_touches_are_not_read_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,25 +563,17 @@ def test_what_was_only_read_makes_room(tmp_path: Path) -> None:
 def test_one_load_leaves_nothing_to_the_next(tmp_path: Path) -> None:
     """What stands for weights that are not there yet is nobody's to change."""
     kind = saved("untied", tmp_path)
-    for change in (in_place, None, another_layer):
-        torch.manual_seed(5)
-        plain: Any = kind.from_pretrained(tmp_path)
-        if change is not None:
-            change(plain)
-        torch.manual_seed(5)
-        assert_same(gemini.from_pretrained(tmp_path, config_of(), adapt=change), plain)
+    for change in (in_place, lambda model: None, another_layer):
+        assert_adapted_alike(kind, tmp_path, change)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_changes_on_their_way_to_a_file(precision: str, tmp_path: Path) -> None:
     kind = saved("llama", tmp_path / "model")
-    torch.manual_seed(5)
-    plain = grow(kind.from_pretrained(tmp_path / "model"))
     memory = gemini.MemoryBudget(cpu="64MiB", nvme="64MiB", nvme_path=str(tmp_path))
     on_nvme = gemini.StaticPlacement(weights_on_nvme=1.0, optimizer_on_nvme=1.0)
     config = gemini.GeminiConfig(precision=precision, device="cpu", memory=memory, placement=on_nvme)  # type: ignore[arg-type]
-    torch.manual_seed(5)
-    assert_same(gemini.from_pretrained(tmp_path / "model", config, adapt=grow), plain, precision)
+    assert_adapted_alike(kind, tmp_path / "model", grow, config, precision)
 
 
 def test_files_of_torch_save(tmp_path: Path) -> None:

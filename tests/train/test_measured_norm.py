@@ -1,7 +1,5 @@
 """Two backwards, of which the first measures: the bits of gradients that are kept and clipped, wherever chunks live."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

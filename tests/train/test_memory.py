@@ -15,8 +15,6 @@ glibc is not counted) to the end of the last step; the peak of the whole life, b
 as well. On small models in this process the same sums are done to the byte.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import os

@@ -4,8 +4,6 @@ The plain program is the model with its params in those dtypes, and nothing else
 itself (batch norms) it is left to, and where a program casts (a head that is given ``x.float()``) it does so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Each kind of model trains a few steps in RAM, on disk and on the stand-in GPU, and gives the bits of the plain loop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,15 +39,12 @@ from tests.train.helpers import (
 from tests.world import world_of
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_models_train_as_in_the_plain_loop(name: str, where: str, tmp_path: Path) -> None:
-    model, _, _ = compare(MODELS[name], where, tmp_path)
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "bf16") for name in MODELS), ("tied", "fp16"), ("tied", "fp32")]
+)
+def test_models_train_as_in_the_plain_loop(name: str, precision: str, where: str, tmp_path: Path) -> None:
+    model, _, _ = compare(MODELS[name], where, tmp_path, precision=precision)
     assert where == "ram" or world_of(model).num_evictions > 0
-
-
-@pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_other_precisions(precision: str, where: str, tmp_path: Path) -> None:
-    compare(MODELS["tied"], where, tmp_path, precision=precision)
 
 
 def test_module_called_twice(where: str, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 and loading; what cannot be kept, or is not taken, is refused by name, and nothing has changed.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import json

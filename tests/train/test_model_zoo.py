@@ -3,8 +3,6 @@
 The whole zoo is ``tests/hunts/model_zoo.py``; docs/models.md has what came of it, and must list what transformers has.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ Torch has SGD. Lion and Adan are written down here again from their papers, in f
 variables, not in those of the kernels.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from gemini.optim.matrices import orthogonalized
 from gemini.train.gradients.hutchinson import HessianProbe
 from tests import models
 from tests.train import helpers
+from tests.train.test_update_rules import loss_of, settings_of
 from tests.world import world_of
 
 STEPS = 20
@@ -244,11 +243,6 @@ def wrapped(rule: Any, **how: Any) -> gemini.GeminiDDP:
     return gemini.GeminiDDP(models.make_model("llama"), config)
 
 
-def loss_of(model: Any, seed: int) -> Tensor:
-    ids = torch.randint(2, models.VOCAB, (2, 7), generator=torch.Generator().manual_seed(seed))
-    return model(input_ids=ids, labels=ids).loss
-
-
 def test_sgd_without_momentum_keeps_nothing(tmp_path: Path) -> None:
     """4 bytes per param, gradients used inside backward and never kept."""
     model = wrapped(optim.PlainSGDRule(), gradients="transient")
@@ -313,29 +307,18 @@ def test_sophia_is_the_papers() -> None:
     assert 0.01 < clipped.float().mean() < 0.99, "some elements of the step were clipped, and some were not"
 
 
-def settings_of(placed: str, tmp_path: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
-    if placed == "on nvme":
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path)
-        settings["placement"] = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
-    elif placed == "transient":
-        settings["gradients"] = "transient"
-    elif placed == "streamed":
-        settings |= {"device": "standin", "placement": gemini.StaticPlacement(updates_on_gpu=1)}
-        settings["memory"] = gemini.MemoryBudget(cpu="1GiB", gpu="1GiB")
-    return settings
+PLACES = ["in memory", "on nvme", "in memory, transient", "streamed"]
 
 
-@pytest.mark.parametrize("placed", ["in memory", "on nvme", "transient", "streamed"])
+@pytest.mark.parametrize("placed", PLACES)
 def test_estimates_of_the_hessian_have_the_bits_of_the_plain_loop(placed: str, tmp_path: Path) -> None:
     """Weights and momentum stay; the estimate is made of the gradients of its block alone."""
     rule, how = optim.SophiaGRule(), {"lr": 1e-3, "bs": 7.0}
-    settings = settings_of(placed, tmp_path)
     config = gemini.GeminiConfig(
-        **{"precision": "bf16", "device": "cpu", "optimizer": rule, "max_chunk": 6000} | settings
+        precision="bf16", optimizer=rule, **{"max_chunk": 6000, **settings_of(placed, tmp_path)}
     )
     model = gemini.GeminiDDP(models.make_model("llama"), config)
-    optimizer = optim.SophiaG(model.parameters(), **how, step_in_backward=placed == "transient")  # type: ignore[arg-type]
+    optimizer = optim.SophiaG(model.parameters(), **how, step_in_backward="transient" in placed)  # type: ignore[arg-type]
     plain = models.make_model("llama")
     masters = {name: param.detach().float().reshape(-1).clone() for name, param in plain.named_parameters()}
     states = {n: {"exp_avg": torch.zeros_like(m), "hessian": torch.zeros_like(m)} for n, m in masters.items()}
@@ -384,8 +367,6 @@ def test_an_estimate_takes_no_gradients_of_a_training_step() -> None:
 
 
 # ---- Sophia-H --------------------------------------------------------------------------------------------------------
-
-PLACES = ["in memory", "on nvme", "transient", "streamed"]
 
 
 def test_sophia_h_is_the_papers() -> None:
@@ -448,10 +429,10 @@ def test_estimates_are_right_in_the_mean() -> None:
 
 
 def sophia_h(placed: str, precision: str, tmp_path: Path) -> tuple[gemini.GeminiDDP, optim.SophiaH]:
-    settings = settings_of(placed, tmp_path)
-    config = {"precision": precision, "device": "cpu", "optimizer": optim.SophiaHRule(), "max_chunk": 6000}
-    model = gemini.GeminiDDP(twice_differentiable(), gemini.GeminiConfig(**(config | settings)))
-    return model, optim.SophiaH(model.parameters(), lr=1e-3, step_in_backward=placed == "transient")
+    settings = {"max_chunk": 6000, **settings_of(placed, tmp_path)}
+    config = gemini.GeminiConfig(precision=precision, optimizer=optim.SophiaHRule(), **settings)
+    model = gemini.GeminiDDP(twice_differentiable(), config)
+    return model, optim.SophiaH(model.parameters(), lr=1e-3, step_in_backward="transient" in placed)
 
 
 def twice_differentiable() -> Any:
@@ -495,7 +476,7 @@ def test_hutchinsons_estimates_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     train(model, optimizer, range(3))
     gemini.save_checkpoint(tmp_path / "there", model, optimizer)
     rest = train(model, optimizer, range(3, 6))
-    other, its = sophia_h("transient", "bf16", tmp_path)
+    other, its = sophia_h("in memory, transient", "bf16", tmp_path)
     gemini.load_checkpoint(tmp_path / "there", other, its)
     assert train(other, its, range(3, 6)) == rest
 

@@ -4,8 +4,6 @@ Every case is tried on managed and on plain models, whose weights, states, step 
 and after. And the other side: labels, implementation options and states of torch's AdamW that must go on to work.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a placement asks for is what stands where, and what cannot be is refused before anything is touched."""
 
-from __future__ import annotations
-
 import gc
 import re
 from pathlib import Path

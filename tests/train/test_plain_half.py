@@ -1,7 +1,5 @@
 """In fp16 a backward needs a scaler: one without is refused before a gradient is kept, and nothing is lost by it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

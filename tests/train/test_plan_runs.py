@@ -1,7 +1,5 @@
 """What the planner says is what the engine does: the same homes, the same bytes over every boundary, the same bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ outside of forward, several threads, ``torch.func``. Each of these once gave oth
 of somebody else's, where weights move.
 """
 
-from __future__ import annotations
-
 import collections
 import threading
 from collections.abc import Callable
@@ -22,7 +20,18 @@ from torch.nn import functional as F
 
 import gemini
 from gemini.train.modules.calls import CallRecord
-from tests.train.helpers import ALL_PLACEMENTS, Plain, adam, compare, noise, same_bits, squares, wrap
+from tests.train.helpers import (
+    ALL_PLACEMENTS,
+    DTYPES,
+    Plain,
+    adam,
+    assert_same_state,
+    compare,
+    noise,
+    same_bits,
+    squares,
+    wrap,
+)
 from tests.world import world_of
 
 WIDTH = 32
@@ -394,19 +403,20 @@ def test_several_threads_evaluate_one_model(where: str, tmp_path: Path) -> None:
 # ---- state at rest -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("precision", "masked"), [("fp32", True), ("bf16", False)])
 @pytest.mark.parametrize("where", ALL_PLACEMENTS)
-def test_fused_paths_of_torch_in_evaluation(where: str, tmp_path: Path) -> None:
-    """torch's encoder has a fused path that it takes only where every param of a layer is an ordinary one."""
+def test_fused_paths_of_torch_in_evaluation(where: str, precision: str, masked: bool, tmp_path: Path) -> None:
+    """torch's encoder has a fused path that takes all weights of a layer, where every param is an ordinary one."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), 2)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=masked)
 
-    plain, model = Plain(make(), "fp32"), wrap(make(), where, tmp_path, precision="fp32")
-    optimizer = adam(model)
-    mask = torch.zeros(3, 6, dtype=torch.bool)
+    plain, model = Plain(make(), precision), wrap(make(), where, tmp_path, precision=precision, slack=2**20)
+    optimizer, mask = adam(model), torch.zeros(3, 6, dtype=torch.bool)
     mask[1, 3:] = mask[2, 4:] = True
-    x = noise(3, 6, 32, dtype=torch.float32)
+    x, how = noise(3, 6, 32, dtype=DTYPES[precision]), {"src_key_padding_mask": mask} if masked else {}
     for _ in range(2):
         model.train()(x).square().mean().backward()
         plain.backward(plain.model.train()(x).square().mean())
@@ -414,9 +424,10 @@ def test_fused_paths_of_torch_in_evaluation(where: str, tmp_path: Path) -> None:
         optimizer.zero_grad()
         plain.step()
         with torch.no_grad():
-            wanted = plain.model.eval()(x, src_key_padding_mask=mask)
+            wanted = plain.model.eval()(x, **how)
             for _ in range(2):
-                assert same_bits(model.eval()(x, src_key_padding_mask=mask), wanted)
+                assert same_bits(model.eval()(x, **how), wanted)
+    assert_same_state(model, plain)
 
 
 # ---- torch.func ------------------------------------------------------------------------------------------------------

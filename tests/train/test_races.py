@@ -1,7 +1,5 @@
 """Random schedules give the bits of a run in which everything is done in turn: a few of tests/hunts/race_hunt.py."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -19,37 +17,27 @@ from tests.world import world_of
 SEEDS = range(10_000, 10_025)  # not those of the hunt
 
 
+@pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
 @pytest.mark.parametrize("seeds", [SEEDS[:6], pytest.param(SEEDS[6:], marks=pytest.mark.slow)], ids=str)
-def test_schedules_do_not_change_the_bits(seeds: range, tmp_path: Path, summary: Callable[[str], None]) -> None:
-    seen: Counter[str] = Counter()
-    for seed in seeds:
-        schedule = race_hunt.draw(seed)
-        try:
-            seen += race_hunt.run(schedule, tmp_path)
-        except BaseException:
-            print(f"failed: python tests/hunts/race_hunt.py --seeds {seed}:{seed + 1}\n{schedule}")
-            raise
-    assert seen["evictions"] > len(seeds) and len(seen) > 10, seen
-    summary(f"races: {len(seeds)} schedules, {dict(sorted(seen.items()))}")
-
-
-@pytest.mark.parametrize("seeds", [SEEDS[:4], pytest.param(SEEDS[4:], marks=pytest.mark.slow)], ids=str)
-def test_schedules_with_guesses_do_not_change_the_bits(
-    seeds: range, tmp_path: Path, summary: Callable[[str], None]
+def test_schedules_do_not_change_the_bits(
+    seeds: range, guesses: bool, tmp_path: Path, summary: Callable[[str], None]
 ) -> None:
-    """Of steps that clip and steps that do not, read at any moment."""
+    """With guesses: of steps that clip and steps that do not, read at any moment."""
     seen: Counter[str] = Counter()
     for seed in seeds:
-        schedule = race_hunt.guessing(race_hunt.draw(seed))
-        own = tmp_path / str(seed)
+        schedule, own = race_hunt.draw(seed), tmp_path / str(seed)
         own.mkdir()
         try:
-            seen += race_hunt.run(schedule, own)
+            seen += race_hunt.run(race_hunt.guessing(schedule) if guesses else schedule, own)
         except BaseException:
-            print(f"failed: python tests/hunts/race_hunt.py --guess --seeds {seed}:{seed + 1}\n{schedule}")
+            option = "--guess " if guesses else ""
+            print(f"failed: python tests/hunts/race_hunt.py {option}--seeds {seed}:{seed + 1}\n{schedule}")
             raise
-    assert seen["kept"] and seen["undone"], seen
-    summary(f"races with guesses: {len(seeds)} schedules, {dict(sorted(seen.items()))}")
+    if guesses:
+        assert seen["kept"] and seen["undone"], seen
+    else:
+        assert seen["evictions"] > len(seeds) and len(seen) > 10, seen
+    summary(f"races{' with guesses' * guesses}: {len(seeds)} schedules, {dict(sorted(seen.items()))}")
 
 
 def test_the_hunt_sees_one_wrong_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """``model.recording()``: a real step as a timeline, which changes no bit and agrees with the reports."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

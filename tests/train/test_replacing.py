@@ -5,8 +5,6 @@ is what SIGKILL would leave. From every state that a kill leaves the next progra
 in turn, until no new state comes. Beside that: links, folders that cannot be renamed, and whose a leftover is.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

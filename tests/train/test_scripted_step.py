@@ -1,7 +1,5 @@
 """A rank that leaves a script of collectives, with what it has offered and where others do not answer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace

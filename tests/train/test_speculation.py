@@ -1,7 +1,5 @@
 """Updates that begin inside backward as if the step clipped nothing: the bits of the plain loop, right or wrong."""
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

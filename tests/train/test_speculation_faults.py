@@ -1,7 +1,5 @@
 """Guessed updates and what may go wrong: gradients that are not finite, drives that fail, Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import threading
 from pathlib import Path

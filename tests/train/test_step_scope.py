@@ -1,7 +1,5 @@
 """``step_scope``: the micro-batches of a step are one step of the schedule, in whatever order they come."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One model in several threads: forwards run at once, all else runs alone, and the bits are those of one thread."""
 
-from __future__ import annotations
-
 import random
 import sys
 import threading
@@ -87,25 +85,6 @@ def assert_same(ours: Any, theirs: Any) -> None:
         assert all(same_bits(value, wanted[name][kind]) for kind, value in planes.items()), name
 
 
-@pytest.mark.parametrize("gradients", ["retain", "transient", "accumulate"])
-@pytest.mark.parametrize("where", ALL_PLACEMENTS)
-def test_training_has_its_bits_while_others_evaluate(where: str, gradients: str, tmp_path: Path) -> None:
-    def train(model: Any) -> None:
-        optimizer = adam(model, step_in_backward=gradients == "transient")
-        for seed in range(6):
-            squares(model, seed).backward()
-            if gradients != "transient":
-                model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16, gradients=gradients) for _ in range(2))
-    train(alone)
-    with evaluated(model, 2):
-        train(model)
-    assert_same(model, alone)
-
-
 def call_a_block(model: Any) -> None:
     """Call a module by itself: no forward of the model goes on in this thread."""
     with torch.no_grad():
@@ -120,17 +99,24 @@ def read_gathered(model: Any) -> None:
         assert all(same_bits(before, param.detach()) for before, param in zip(first, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("work", [call_a_block, read_gathered], ids=lambda work: work.__name__)
+@pytest.mark.parametrize(
+    ("gradients", "work"),
+    [("retain", evaluate), ("transient", evaluate), ("accumulate", evaluate), ("retain", call_a_block),
+     ("retain", read_gathered)],
+    ids=lambda value: getattr(value, "__name__", value),
+)  # fmt: skip
 @pytest.mark.parametrize("where", ALL_PLACEMENTS)
-def test_training_has_its_bits_beside_calls_of_blocks_and_reads(where: str, work: Any, tmp_path: Path) -> None:
+def test_training_has_its_bits_while_others_work(where: str, gradients: str, work: Any, tmp_path: Path) -> None:
     def train(model: Any) -> None:
-        optimizer = adam(model)
+        optimizer = adam(model, step_in_backward=gradients == "transient")
         for seed in range(6):
             squares(model, seed).backward()
+            if gradients != "transient":
+                model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
 
-    alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16) for _ in range(2))
+    alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16, gradients=gradients) for _ in range(2))
     train(alone)
     with evaluated(model, 2, work):
         train(model)

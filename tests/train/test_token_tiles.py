@@ -1,7 +1,5 @@
 """Parts of a model computed in tiles of tokens: the same losses, gradients within rounding, and far smaller peaks."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Models, precisions, gradients and placements are crossed; what was gathered is w
 other byte follows from homes and sizes alone.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,16 +103,15 @@ def compare(device: str, homes: str, folder: Path, *, backwards: int = 1, **sett
 ON_CPU = [name for name, (on_gpu, states_on_gpu, _, _) in HOMES.items() if not on_gpu and not states_on_gpu]
 
 
-@pytest.mark.parametrize("homes", ON_CPU)
-def test_on_the_cpu_the_forms_are_what_moved(homes: str, tmp_path: Path) -> None:
-    moved = compare("cpu", homes, tmp_path)
-    assert bool(moved) == ("nvme" in homes) and moved.keys() <= {"nvme->cpu", "cpu->nvme"}
-
-
-@pytest.mark.parametrize("homes", HOMES)
-def test_on_a_gpu_the_forms_are_what_moved(homes: str, tmp_path: Path) -> None:
-    moved = compare("standin", homes, tmp_path)
-    assert moved.keys() <= {"cpu->gpu", "gpu->cpu", "nvme->cpu", "cpu->nvme"}, "nothing jumps over host memory"
+@pytest.mark.parametrize(
+    ("device", "homes"), [*(("cpu", homes) for homes in ON_CPU), *(("standin", homes) for homes in HOMES)]
+)
+def test_the_forms_are_what_moved(device: str, homes: str, tmp_path: Path) -> None:
+    """On a GPU nothing jumps over host memory."""
+    moved, over_nvme = compare(device, homes, tmp_path), {"nvme->cpu", "cpu->nvme"}
+    if device == "cpu":
+        assert bool(moved) == ("nvme" in homes) and moved.keys() <= over_nvme
+    assert moved.keys() <= {"cpu->gpu", "gpu->cpu", *over_nvme}
 
 
 @pytest.mark.parametrize("device", ["cpu", "standin"])
@@ -125,29 +122,29 @@ def test_masters_wider_than_what_is_gathered(device: str, homes: str, precision:
         compare(device, homes, tmp_path, precision=precision)
 
 
-@pytest.mark.parametrize("homes", ["all on nvme", "all on the gpu", "everywhere"])
-def test_gradients_that_are_not_kept(homes: str, tmp_path: Path) -> None:
-    compare("standin", homes, tmp_path, gradients="transient")
+COMPACT = {"states": "compact"}
+BF16_SUMS = {"gradients": "accumulate_bf16", **COMPACT}
 
 
-@pytest.mark.parametrize("device, homes", [("cpu", "all on nvme"), ("standin", "everywhere")])
-def test_gradients_that_are_summed_over_several_backwards(device: str, homes: str, tmp_path: Path) -> None:
-    compare(device, homes, tmp_path, backwards=3, gradients="accumulate")
-
-
-@pytest.mark.parametrize("backwards", [1, 3])
-@pytest.mark.parametrize("device, homes", [("cpu", "all on nvme"), ("standin", "everywhere")])
-def test_gradients_that_are_summed_up_in_bf16(
-    device: str, homes: str, backwards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("device", "homes", "backwards", "how"),
+    [
+        *(
+            ("standin", homes, 1, {"gradients": "transient"})
+            for homes in ("all on nvme", "all on the gpu", "everywhere")
+        ),
+        ("cpu", "all on nvme", 3, {"gradients": "accumulate"}),
+        ("standin", "everywhere", 3, {"gradients": "accumulate"}),
+        *(("cpu", "all on nvme", backwards, BF16_SUMS) for backwards in (1, 3)),
+        *(("standin", "everywhere", backwards, BF16_SUMS) for backwards in (1, 3)),
+        *(("cpu", "all on nvme", 1, {"gradients": kind, **COMPACT}) for kind in ("retain", "transient")),
+    ],
+)
+def test_other_gradients_and_compact_states_are_what_moved(
+    device: str, homes: str, backwards: int, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compact, "SMALLEST", 600)
-    compare(device, homes, tmp_path, backwards=backwards, gradients="accumulate_bf16", states="compact")
-
-
-@pytest.mark.parametrize("gradients", ["retain", "transient"])
-def test_compact_states_are_what_moved(gradients: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compact, "SMALLEST", 600)
-    compare("cpu", "all on nvme", tmp_path, gradients=gradients, states="compact")
+    compare(device, homes, tmp_path, backwards=backwards, **how)
 
 
 @pytest.mark.parametrize(("rule", "most"), [(ADAM, 0.45), (LionRule().spec, 0.5)], ids=["Adam", "Lion"])

@@ -5,8 +5,6 @@ elements, and dithers by the place of an element: planes of a byte and of less, 
 ``Normed`` divides by the norm of a whole param, and looks at its rows.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Mapping
@@ -65,15 +63,20 @@ class Momentum(UpdateRule):
         master.sub_(velocity * lr)
 
 
-@dataclass(frozen=True)
-class Coded(UpdateRule):
-    """Momentum in 8 bits: ``(code - 128) * scale``, rounded by a dither that depends on the place and the step."""
+class WithRate(UpdateRule):
+    """Its scalars are the learning rate, the scale of gradients, and the number of the update."""
 
-    spec = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), needs="place")
     defaults = {"lr": 0.05}  # noqa: RUF012
 
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         return float(group["lr"]), grad_scale, step
+
+
+@dataclass(frozen=True)
+class Coded(WithRate):
+    """Momentum in 8 bits: ``(code - 128) * scale``, rounded by a dither that depends on the place and the step."""
+
+    spec = RuleSpec("coded", (PlaneSpec("code", "uint8"), PlaneSpec("scale", "float32", block=64)), needs="place")
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -93,14 +96,10 @@ class Coded(UpdateRule):
 
 
 @dataclass(frozen=True)
-class Normed(UpdateRule):
+class Normed(WithRate):
     """Momentum whose step is as long as the param, in each row apart: an element's update depends on all others."""
 
     spec = RuleSpec("normed", (PlaneSpec("velocity", "float32"),), needs="param")
-    defaults = {"lr": 0.05}  # noqa: RUF012
-
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
-        return float(group["lr"]), grad_scale, step
 
     def update(
         self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
@@ -132,6 +131,31 @@ HYPERS: dict[type[UpdateRule], dict[str, Any]] = {
     MuonRule: {"lr": 1e-2, "adjust_lr": "match_rms_adamw"},
 }
 PRECISIONS = ("bf16", "fp32")
+
+
+PLACES: dict[str, tuple[str, dict[str, float], dict[str, Any]]] = {
+    "in memory": ("cpu", {}, {}),
+    "one chunk each": ("cpu", {}, {"max_chunk": 64}),
+    "small tiles": ("cpu", {"optimizer_on_nvme": 1}, {}),
+    "on nvme": ("cpu", {"weights_on_nvme": 1, "optimizer_on_nvme": 1}, {}),
+    "in memory, transient": ("cpu", {}, {"gradients": "transient"}),
+    "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
+    "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
+    "streamed": ("standin", {"updates_on_gpu": 1}, {}),
+    "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
+    "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
+    "in turn": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"overlap": False}),
+    "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
+}
+"""Where planes live: a device, the fractions of a placement, and what else a config says."""
+
+
+def settings_of(place: str, path: Path) -> dict[str, Any]:
+    """Of a config, with memory for all of it."""
+    device, fractions, how = PLACES[place]
+    gpu = {"gpu": "1GiB"} if device == "standin" else {}
+    memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=path, **gpu)
+    return {"device": device, "memory": memory, "placement": gemini.StaticPlacement(**fractions), **how}
 
 
 def make_model() -> nn.Module:
@@ -263,29 +287,15 @@ def test_bits_do_not_depend_on_chunks_tiles_and_tiers(
     """In memory, on a device, streamed through it, staged in small tiles, and used in backward as autograd left it."""
     rule = EVERY[which]
     plain = plain_loop(rule, precision, range(2), clip=None)
-    placed = {
-        "in memory": ("cpu", {}, {}),
-        "transient": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "transient"}),
-        "on the device": ("standin", {"weights_on_gpu": 1, "optimizer_on_gpu": 1}, {}),
-        "streamed": ("standin", {"updates_on_gpu": 1}, {}),
-        "streamed, transient": ("standin", {"updates_on_gpu": 1}, {"gradients": "transient"}),
-        "half": ("standin", {"weights_on_nvme": 0.5, "optimizer_on_nvme": 0.5}, {"max_chunk": 64}),
-        "summed up": ("cpu", {"optimizer_on_nvme": 1}, {"gradients": "accumulate"}),
-        "in slabs": ("cpu", {}, {}),
-    }
-    for told, (device, fractions, how) in placed.items():
-        gpu = {"gpu": "1GiB"} if device == "standin" else {}
-        memory = gemini.MemoryBudget(cpu="1GiB", nvme="64MiB", nvme_path=tmp_path, **gpu)
-        placement = gemini.StaticPlacement(**fractions)
-        config = gemini.GeminiConfig(
-            precision=precision, device=device, memory=memory, placement=placement, optimizer=rule, **how
-        )
+    every = ("in memory", "transient", "on the device", "streamed", "streamed, transient", "half", "summed up")
+    for told in (*every, "in slabs"):
+        settings = settings_of("in memory" if told == "in slabs" else told, tmp_path)
+        config = gemini.GeminiConfig(precision=precision, optimizer=rule, **settings)
         tile = None if told in ("in memory", "in slabs") else rule.spec.align
         monkeypatch.setattr(rules, "_SLAB", 2048 if told == "in slabs" else 2**20)
         with models.tiles_of(monkeypatch, tile):
             model = gemini.GeminiDDP(make_model(), config)
-            used_at_once = how.get("gradients") == "transient"
-            optimizer = make_optimizer(model, rule, step_in_backward=used_at_once)
+            optimizer = make_optimizer(model, rule, step_in_backward="transient" in told)
             assert train(model, optimizer, range(2), None) == plain["losses"], told
             assert_same(model, plain)
 

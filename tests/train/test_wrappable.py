@@ -1,7 +1,5 @@
 """What cannot be managed is refused at the wrap with its place, and a wrap that fails leaves the model as it was."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -4,8 +4,6 @@ In fp32 each must leave the bits of the same program on an ordinary model; in ha
 must be what torch computes of what was shown, and the masters of elements that did not change must keep their residual.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable

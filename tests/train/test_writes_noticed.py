@@ -3,8 +3,6 @@
 Wherever weights are gathered copies, the refusal also undoes the write: the copy is dropped, nobody stays pinned.
 """
 
-from __future__ import annotations
-
 import gc
 import zlib
 from collections.abc import Callable

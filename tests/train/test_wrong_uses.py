@@ -5,8 +5,6 @@ checks that after every case). Then come values, arguments that are meant otherw
 not what they should be. Wraps that are refused are in ``test_wrappable.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import os
@@ -583,7 +581,7 @@ def test_arguments_that_are_not_there() -> None:
     assert type(model) is nn.Linear
 
 
-def test_checkpoint_arguments_in_another_order(tmp_path: Path) -> None:
+def test_checkpoints_by_other_arguments_and_in_folders_that_are_not_there(tmp_path: Path) -> None:
     model, folder = GeminiDDP(nn.Linear(2, 2)), tmp_path / "ck"
     optimizer = HybridAdam(model.parameters())
     words = r"the folder comes first.*Got PosixPath for the model"
@@ -592,6 +590,8 @@ def test_checkpoint_arguments_in_another_order(tmp_path: Path) -> None:
         (lambda: gemini.load_checkpoint(model, folder, optimizer), TypeError, words),
         (lambda: gemini.save_checkpoint(folder, model, optimizer, {"step": 1}), TypeError,
          r"scheduler is a dict, which has no state_dict.*extra="),
+        (lambda: gemini.save_checkpoint(tmp_path / "no" / "where", model, optimizer), gemini.StorageError, "create it"),
+        (lambda: gemini.load_checkpoint(tmp_path / "nowhere", model, optimizer), gemini.StorageError, "nowhere"),
     ])  # fmt: skip
     assert not any(tmp_path.iterdir())
 
@@ -612,15 +612,6 @@ def test_paths_of_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         memory = MemoryBudget(cpu="16MiB", nvme="16MiB", nvme_path=path)
         with pytest.raises(gemini.StorageError, match=f"nvme_path .*{words}"):
             GeminiDDP(nn.Linear(8, 8), GeminiConfig(memory=memory))
-
-
-def test_a_folder_of_checkpoints_that_is_not_there(tmp_path: Path) -> None:
-    model = GeminiDDP(nn.Linear(2, 2))
-    optimizer = HybridAdam(model.parameters())
-    refuse([
-        (lambda: gemini.save_checkpoint(tmp_path / "no" / "where", model, optimizer), gemini.StorageError, "create it"),
-        (lambda: gemini.load_checkpoint(tmp_path / "nowhere", model, optimizer), gemini.StorageError, "nowhere"),
-    ])  # fmt: skip
 
 
 def test_an_unfrozen_model_that_is_only_evaluated() -> None:

@@ -1,7 +1,5 @@
 """``zero_grad(set_to_none=False)``: what gets no gradient afterwards is updated with zeros, as in torch."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import ADAM
 from tests.train.helpers import (
     ALL_PLACEMENTS,
+    DTYPES,
     PLACEMENTS,
     Blocks,
     Plain,
@@ -37,8 +36,6 @@ from tests.world import world_of
 
 PATHS = ((0, 1), (1, 2), (1,), (2, 0), (0, 1))
 """Which layers each step uses: layer 2 has had no gradient when the first step is over, and so has no zeros then."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def loss_of(model: Any, step: int, precision: str) -> torch.Tensor:

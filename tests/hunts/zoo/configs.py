@@ -4,8 +4,6 @@ Only the fields that name a size are given, everything derived from them is left
 by name; what the rules get wrong for one model stands in ``overrides``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

@@ -4,8 +4,6 @@ How many placeholder tokens an image or a sound takes is the model's own arithme
 ("... features and ... tokens do not match"). Where an argument has several usual shapes, they are tried in turn.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import dataclass, field

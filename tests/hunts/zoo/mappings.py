@@ -1,7 +1,5 @@
 """Which classes there are: transformers' auto-mappings, grouped into the kinds of models that the table shows."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from functools import cache

@@ -1,7 +1,5 @@
 """What the general rules get wrong for single models: fields of tiny configs, by model type."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """One class, three steps, twice: the plain loop and the managed one with every plane on NVMe, compared bit by bit."""
 
-from __future__ import annotations
-
 import gc
 import random
 import re

@@ -1,7 +1,5 @@
 """Many classes, one after the other, each in a forked process with a limit of time and memory."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

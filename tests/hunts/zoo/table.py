@@ -1,7 +1,5 @@
 """docs/models.md: every class of the auto-mappings with what came out, from the results of a sweep."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """The loss and gradients of a tiny language model on a long batch, to compare with what is computed in parts."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os
