@@ -151,9 +151,7 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
         waiting.append(len(store.landing))
         segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
         others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
-        of_ledger = ledger.held(gemini.Tier.GPU, "windows") + ledger.held(gemini.Tier.GPU, "pool")
-        assert sum(segments) - of_ledger < 2 * MIB * max(len(segments), 1), "more than segments are rounded up by"
-        taken.append(of_ledger + others)
+        taken.append(sum(segments) + others)
         may_land.set()
         try:
             return relieve(store, want)
