@@ -98,6 +98,12 @@ def test_one_update_agrees_with_torch(decoupled: bool) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_adam_on_a_managed_model(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama(), decoupled=False)
+    assert train(model, adam(model, decoupled=False), range(3)) == train_plain(plain, range(3))
+    assert_same_state(model, plain)
+
+
 def test_first_update_of_a_managed_model_agrees_with_torch(where: str, tmp_path: Path) -> None:
     model, raw = wrap(llama(), where, tmp_path, precision="fp32"), llama()
     train(model, adam(model), [0], clip=0.5)
@@ -144,6 +150,24 @@ def test_closure_on_a_managed_model(where: str, tmp_path: Path) -> None:
 
 
 # ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_inside_one_chunk(where: str, tmp_path: Path) -> None:
+    model, plain = wrap(llama(), where, tmp_path), Plain(llama())
+    fast = [(n, p) for n, p in model.named_parameters() if "q_proj" in n or "mlp.up" in n]
+    still = [(n, p) for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if all(p is not q for _, q in fast + still)]
+    assert len({world_of(model).by_names[n].chunk.spec.index for n, _ in fast + still}) < len(fast + still)
+    optimizer = gemini.HybridAdam(
+        [
+            {"params": rest},
+            {"params": [p for _, p in fast], "lr": 5e-2},
+            {"params": [p for _, p in still], "weight_decay": 0.0},
+        ],
+        lr=1e-2, weight_decay=0.1,
+    )  # fmt: skip
+    plain.of = {n: {"lr": 5e-2} for n, _ in fast} | {n: {"weight_decay": 0.0} for n, _ in still}
+    assert_trains_alike(model, optimizer, plain, range(3))
 
 
 def test_params_left_out_of_the_optimizer_stay(where: str, tmp_path: Path) -> None:
