@@ -53,14 +53,18 @@ class Observers:
         self.recording: StepObserver | None = None
         self.around_own_work: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around what is done for chunks beside the model's own work."""
+        self.are_there = False
+        """Whether there is a recording or a tracer: they are told of every module, and of what it reads alone."""
 
     def record(self, recording: StepObserver | None) -> None:
         """Tell ``recording`` from now on, or nobody."""
         self.recording = recording
+        self.are_there = recording is not None or self.around_own_work is not None
 
     def set_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
         """Enter ``around`` around own work from now on, or nothing."""
         self.around_own_work = around
+        self.are_there = around is not None or self.recording is not None
 
 
 # ---- writes to masters and states ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import gemini
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.cuda_streams import CudaEvent
 from gemini.memory.devices.cuda_windows import LastUses
+from gemini.memory.devices.device import DONE
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.movement.transfers import Transfers
 from gemini.train.params.exposure import nan_of
@@ -72,7 +73,7 @@ def _before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _before_they_have_landed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Transfers, "events_of", lambda transfers, lane, of: [])
+    monkeypatch.setattr(Transfers, "end_of", lambda transfers, lane, of: DONE)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.interrupts import WHOLE
-from gemini.memory.devices.device import DONE, Event
+from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.worker import Errand, Job, JobThread, Worker
 from gemini.tiers import Ledger, Tier
@@ -253,11 +253,13 @@ class Transfers:
         self.open[transfer.lane].pop(transfer.key, None)
         transfer.give_back()
 
-    def events_of(self, lane: Lane, of: Any) -> list[Event]:
-        """The ends of what a lane has in flight for ``of``. Asked by the training thread; anybody may wait for them."""
+    def end_of(self, lane: Lane, of: Any) -> Event:
+        """The end of what a lane has in flight for ``of``, if there is anything. Asked by the training thread;
+        anybody may wait for it.
+        """
         # Of one without a job its copies alone: who waits does not keep what it holds.
         flights = [transfer for transfer in self.open[lane].values() if transfer.of is of]
-        return [transfer if transfer.copies is DONE else transfer.copies for transfer in flights]
+        return AllOf([transfer if transfer.copies is DONE else transfer.copies for transfer in flights])
 
     def drain(self, lane: Lane, cause: str, name: str) -> None:
         """Wait until nothing of a lane is in flight.

@@ -166,7 +166,7 @@ class Calls:
         self._acquire_all(chunks)
         for chunk in chunks:
             self._expose(chunk)
-        kept = self._keep(keep)
+        kept = self._keep(keep) if keep else ()
         stack = self.running.setdefault(threading.get_ident(), [])
         record = CallRecord(module, chunks, stack[-1] if stack else None)
         record.chunks, record.kept = chunks + kept, kept

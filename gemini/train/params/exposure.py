@@ -143,11 +143,13 @@ class Exposure:
         return self._hide({chunk.spec.index})
 
     def _hide(self, indices: set[int]) -> bool:
-        partly = {index: self._partly.pop(index) for index in indices & self._partly.keys()}
-        some = partly.keys() - self._exposed
-        handles = self._params_of(indices - some)
-        for index in some:
-            handles = handles + partly[index]
+        some, handles = set[int](), list[ParamHandle]()
+        for index in indices & self._partly.keys():
+            partly = self._partly.pop(index)
+            if index not in self._exposed:
+                some.add(index)
+                handles += partly
+        handles = handles + self._params_of(indices - some) if indices != some else handles
         # Noted before it is done: what an interrupt leaves half hidden is hidden again by Recovery.
         self._exposed -= indices
         written, cast = hide(handles)

@@ -75,8 +75,10 @@ class ForwardPass:
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
                 self.exposure.catch_up(resident)
-                # Not while others are in the model: each module then waits for room less long.
-                record = self.calls.begin(module, chunks, keep if len(self.calls.running) < 2 else ())
+                # Not while others are in the model (they need room as well), nor where every module is watched.
+                if len(self.calls.running) > 1 or self.observers.are_there:
+                    keep = ()
+                record = self.calls.begin(module, chunks, keep)
                 # After the gathering: if that fails there is no call whose end could end the phase.
                 if not state.in_forward:
                     state.begin_forward()
@@ -97,12 +99,7 @@ class ForwardPass:
         """Begin the call of a module whose weights the call around it keeps gathered: most of what there is to do was
         done there. False if that is not so, or if somebody watches every module. Takes the lock.
         """
-        observers = self.observers
-        if (
-            observers.recording is not None
-            or observers.around_own_work is not None
-            or innermost_transform() is not None
-        ):
+        if self.observers.are_there or innermost_transform() is not None:
             return False
         with self._lock:
             inside = self.calls.enter(module, tuple(reads))

@@ -103,7 +103,7 @@ def _attach_parts(
         if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten))
-            pre, post = _pre(ref, reads, resident, keep, is_entrance=entrance), _post(ref)
+            pre, post = _pre(ref, reads, resident, keep, is_entrance=entrance), _post(ref, may_enter=bool(chunks))
             if not passes.store.moves:
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
@@ -334,8 +334,11 @@ def _pre(
 
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
-        if chunks and passes.forward.enter(module, reads, resident):
-            return
+        if chunks:
+            if passes.forward.enter(module, reads, resident):
+                return
+        elif keep and not is_entrance and passes.forward.observers.are_there:
+            return  # it keeps nothing then, and has no other reason to be hooked
         state = passes.state
         if state.requires_grad_changed and not state.computing:
             passes.forward.follow_flips()
@@ -378,12 +381,14 @@ def _unless_inside(
     return pre_unless_inside, post_unless_inside
 
 
-def _post(ref: weakref.ref[Passes]) -> Post:
-    """Make the hook that ends the call of a module, and notices when its backward begins."""
+def _post(ref: weakref.ref[Passes], *, may_enter: bool = False) -> Post:
+    """Make the hook that ends the call of a module, and notices when its backward begins. ``may_enter``: the call may
+    be one inside another that keeps its weights.
+    """
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes = passes_of(ref)
-        if passes.forward.leave(module):
+        if may_enter and passes.forward.leave(module):
             return None
         record = passes.forward.end_call(module)
         if record is None or output is None:

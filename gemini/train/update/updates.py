@@ -19,7 +19,6 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import AllOf
 from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -172,7 +171,8 @@ class Updates:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
         number there that gradients are multiplied by (clipping).
         """
-        AllOf(self._transfers.events_of(Lane.LANDING, update.chunk)).wait()
+        if self._transfers.open[Lane.LANDING]:
+            self._transfers.end_of(Lane.LANDING, update.chunk).wait()
         if update.path is Path.STREAMED:
             self._run_now(update.chunk, streamed_in_turn(self._mover, update))
         else:
@@ -245,7 +245,7 @@ class Updates:
             observers=self._observers,
             guess=Guess.certain(update.chunk, self._ledger) if guess is None else guess,
         )
-        job.landed = AllOf(self._transfers.events_of(Lane.LANDING, update.chunk))
+        job.landed = self._transfers.end_of(Lane.LANDING, update.chunk)
         return job
 
     def _urgency(self, chunk: Chunk) -> float:
@@ -290,7 +290,7 @@ class Updates:
         behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
-                AllOf(self._transfers.events_of(Lane.LANDING, chunk)).wait()  # sums come with it
+                self._transfers.end_of(Lane.LANDING, chunk).wait()  # sums come with it
                 stop = self.unseen.stop_for(update)
             self._update_now(update, stop)
             return
