@@ -26,7 +26,7 @@ import torch
 from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
-from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.device import AllOf, Event
 from gemini.memory.devices.pages import PAGE, Pages, host_bytes
 from gemini.tiers import DRIVE, Tier
 
@@ -310,10 +310,15 @@ class StripedFile(SpillFile):
         super().__init__(drives[0].directory, num_bytes, tier)
 
     def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
-        return self._on_drives(lambda drive, parts: drive.begin_read(parts, urgent=urgent), extents)
+        if len(self._drives) == 1:
+            return self._drives[0].begin_read(extents, urgent=urgent)
+        return self._on_drives([list(extents)], lambda drive, parts: drive.begin_read(parts, urgent=urgent))
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
-        return self._on_drives(lambda drive, parts: drive.begin_write(parts), extents)
+        if len(self._drives) == 1:
+            return self._drives[0].begin_write(extents)
+        # One by one: the next one is asked for when the one before it has been begun.
+        return self._on_drives(([extent] for extent in extents), lambda drive, parts: drive.begin_write(parts))
 
     def close(self) -> None:
         for drive in self._drives:
@@ -333,24 +338,30 @@ class StripedFile(SpillFile):
         for number, at, start, size in stripes(offset, num_bytes, len(self._drives)):
             yield self._drives[number], at, start, size
 
-    def _on_drives(self, begin: Callable[[SpillFile, Iterable[Extent]], Event], extents: Iterable[Extent]) -> Event:
-        if len(self._drives) == 1:
-            return begin(self._drives[0], extents)
+    def _on_drives(self, batches: Iterable[list[Extent]], begin: Callable[[SpillFile, list[Extent]], Event]) -> Event:
+        """Begin what each drive has of a batch, one drive after the other."""
         begun: list[Event] = []
         try:
             with WHOLE:  # until it is in the list, nobody waits for what was begun
-                for tensor, offset in extents:
-                    assert tensor.is_contiguous(), "unaligned transfer"
-                    flat, size_of = tensor.view(-1), tensor.element_size()
-                    for drive, at, start, size in self._parts(offset, tensor.nbytes):
-                        part = flat[start // size_of : (start + size) // size_of]
-                        begun.append(begin(drive, [Extent(part, at)]))
+                for batch in batches:
+                    for drive, parts in self._cut(batch).items():
+                        begun.append(begin(drive, parts))
         except BaseException:
             # Whoever asked gives this memory to others when it raises.
             for event in begun:
                 event.wait_until_over()
             raise
-        return DONE if not begun else begun[0] if len(begun) == 1 else AllOf(begun)
+        return AllOf(begun)
+
+    def _cut(self, extents: list[Extent]) -> dict[SpillFile, list[Extent]]:
+        found: dict[SpillFile, list[Extent]] = {}
+        for tensor, offset in extents:
+            assert tensor.is_contiguous(), "unaligned transfer"
+            flat, size_of = tensor.view(-1), tensor.element_size()
+            for drive, at, start, size in self._parts(offset, tensor.nbytes):
+                part = flat[start // size_of : (start + size) // size_of]
+                found.setdefault(drive, []).append(Extent(part, at))
+        return found
 
 
 def spill_file(directories: Sequence[Path], num_bytes: int, tier: Tier = DRIVE) -> SpillFile:

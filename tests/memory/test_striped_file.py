@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import gemini
 from gemini.memory import nvme
@@ -58,6 +59,32 @@ def test_what_is_read_is_what_was_written(seed: int, drives: list[Path]) -> None
     again = host_bytes(PAGES * PAGE)
     file.read(again, start)
     assert again.numpy().tobytes() == bytes(expected)
+    file.close()
+
+
+def test_a_drive_is_asked_once_for_all_that_a_read_takes_of_it(
+    drives: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = spill_file(drives, 60 * PAGE)
+    start = file.allocate(60 * PAGE)
+    extents = [Extent(host_bytes(20 * PAGE), start + 30 * number * PAGE) for number in (0, 1)]
+    for number, extent in enumerate(extents):
+        extent.tensor.fill_(number + 1)
+    begin, asked = SpillFile._begin, list[tuple[Path, str, int]]()
+
+    def note(drive: SpillFile, what: str, submit: Any, parts: Any, urgent: bool) -> Any:
+        parts = list(parts)
+        asked.append((drive.directory, what, len(parts)))
+        return begin(drive, what, submit, parts, urgent)
+
+    monkeypatch.setattr(SpillFile, "_begin", note)
+    file.begin_write(extents).wait()
+    assert len(asked) == 6, "a write asks for the next extent when the one before it has been begun"
+    asked.clear()
+    again = [Extent(host_bytes(20 * PAGE), offset) for _, offset in extents]
+    file.begin_read(again).wait()
+    assert sorted(directory for directory, _, _ in asked) == drives
+    assert all(torch.equal(found.tensor, extent.tensor) for found, extent in zip(again, extents, strict=True))
     file.close()
 
 
