@@ -55,6 +55,7 @@ from .huggingface_save import (
     staging_in,
     start_staging,
 )
+from .metrics import MetricsCallback
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
 from .settings import check_config, config_of, warn_half
 
@@ -93,6 +94,7 @@ class GeminiTrainerMixin:
     accelerator: Any
     state: Any
     control: Any
+    callback_handler: Any
 
     def __init__(
         self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any
@@ -107,6 +109,8 @@ class GeminiTrainerMixin:
         self._gemini_evaluates = False
         with _not_cast(kwargs.get("model", args[0] if args else None)):
             super().__init__(*args, **kwargs)
+        # First, since trackers are told of what is in the row when their turn comes; a sort keeps the order of others.
+        self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
 
     # ---- the accelerator ----------------------------------------------------------------------------------------
 
