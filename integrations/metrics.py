@@ -7,8 +7,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from gemini.train.ddp import GeminiDDP
-
 
 class MetricsCallback(TrainerCallback):
     """Adds to each row that a :class:`~gemini.integrations.huggingface.GeminiTrainerMixin` logs while it trains: what
@@ -30,7 +28,8 @@ class MetricsCallback(TrainerCallback):
         self._seen = 0.0 if state.global_step == 0 else None  # of a resumed run a trainer may count anew or on
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], model: Any = None, **_: Any) -> None:
-        if "loss" not in logs or not isinstance(model, GeminiDDP):
+        engine = getattr(model, "__dict__", {}).get("_gemini_engine")  # of a managed model
+        if "loss" not in logs or engine is None:
             return
         now, steps = time.perf_counter(), max(1, state.global_step - self._at)
         seconds = (now - self._since) / steps
@@ -39,7 +38,7 @@ class MetricsCallback(TrainerCallback):
         if tokens is not None and self._seen is not None:
             found["tokens_per_second"] = (tokens - self._seen) / max(now - self._since, 1e-9)
         self._since, self._at, self._seen = now, state.global_step, tokens
-        store = model._gemini_engine.store  # memory_report() would wait for the updates that are in flight
+        store = engine.store  # memory_report() would wait for the updates that are in flight
         for tier in store.ledger.tiers:
             found[f"{tier.value}_bytes"] = store.ledger.used(tier)
             found[f"{tier.value}_peak_bytes"] = store.ledger.peak(tier)

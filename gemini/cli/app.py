@@ -236,7 +236,7 @@ def _trainer(name: str, words: str) -> None:
 
         return job("sft" if name == "train" else name, ctx.args, console())
 
-    about = f"{words} TRL's trainer, options and YAML (--config), in the memory given. --help lists all. Ctrl-C saves a checkpoint."
+    about = f"{words} TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
     how = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
     app.command(name, help=about, add_help_option=False, context_settings=how)(refusals(run))
 

@@ -80,7 +80,9 @@ def prepare_out(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
     except OSError as e:
-        raise JobError(f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to.") from e
+        raise JobError(
+            f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to."
+        ) from e
 
 
 @contextmanager
@@ -97,7 +99,8 @@ def claimed(out: Path) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise JobError(
-                f"--output_dir {out} is in use: another job writes into it. Wait for its end, or give another --output_dir."
+                f"--output_dir {out} is in use: another job writes into it. Wait for its end, or give another "
+                "--output_dir."
             ) from e
         except OSError:  # a file system without locks
             pass
@@ -120,7 +123,7 @@ def check_room(out: Path, checkpoint: int, keep: int) -> None:
     free, needed = shutil.disk_usage(out).free, checkpoint * (keep + 1)
     if needed > free:
         raise JobError(
-            f"--output_dir {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} take "
-            f"{human_bytes(needed)} (--save_total_limit {keep}, and the one that is written). Choose another drive, a smaller "
-            "--save_total_limit, or --save_strategy no for none."
+            f"--output_dir {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} "
+            f"take {human_bytes(needed)} (--save_total_limit {keep}, and the one that is written). Choose another "
+            "drive, a smaller --save_total_limit, or --save_strategy no for none."
         )

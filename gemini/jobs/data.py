@@ -67,8 +67,13 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
     if train not in found:
         raise JobError(f"--dataset_name {name}: there is no split {train!r}, but {', '.join(found)}.")
     if mixture.test_split_size is not None and test not in found:
-        with refusing_rows(f"--test_split_size {mixture.test_split_size:g}"):
-            size = mixture.test_split_size
+        size = mixture.test_split_size
+        if len(found[train]) < 2:
+            raise JobError(
+                f"--test_split_size {size:g}: one row cannot be split (a file of text is one). Give several files, or "
+                "a folder with a train.txt and a test.txt."
+            )
+        with refusing_rows(f"--test_split_size {size:g}"):
             parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=seed)
             found |= {train: parts["train"], test: parts["test"]}
     if hasattr(found[train], "__len__") and not len(found[train]):
@@ -79,7 +84,12 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
 def _open(name: str, script: Any) -> Any:
     path, streaming = Path(name), script.dataset_streaming
     if texts := text_files(name):
-        return datasets.load_dataset("text", data_files=texts, sample_by="document", streaming=streaming)
+        if not any(Path(text).stat().st_size for text in texts):
+            raise JobError(f"--dataset_name {name}: there is no text in it, only empty files ({len(texts)}).")
+        test = [text for text in texts if Path(text).stem == script.dataset_test_split]
+        train = [text for text in texts if text not in test]
+        files = {script.dataset_train_split: train} | ({script.dataset_test_split: test} if test else {})
+        return datasets.load_dataset("text", data_files=files, sample_by="document", streaming=streaming)
     if path.is_file():
         return datasets.load_dataset(_KINDS[path.suffix.lower()], data_files=[str(path)], streaming=streaming)
     if path.is_dir() and {"dataset_info.json", "dataset_dict.json"} & {p.name for p in path.iterdir()}:
@@ -90,8 +100,9 @@ def _open(name: str, script: Any) -> Any:
 
 
 @contextmanager
-def refusing_rows(asked: str) -> Iterator[None]:
-    """What ``datasets`` or TRL trip over in the block comes from the rows and options they were given.
+def refusing_rows(asked: str, hint: str = "") -> Iterator[None]:
+    """What ``datasets`` or TRL trip over in the block comes from the rows and options they were given; ``hint`` is said
+    after it.
 
     Raises:
         JobError: with the innermost cause.
@@ -104,7 +115,7 @@ def refusing_rows(asked: str) -> Iterator[None]:
         cause: BaseException = e
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise JobError(f"{asked}: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}") from e
+        raise JobError(f"{asked}: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}{hint}") from e
 
 
 class CountsRows:
@@ -127,28 +138,45 @@ class CountsRows:
         # SFT's comes with whether to pack and a function before the name: whole rows are not packed.
         whole = prepare(dataset, processing_class, uncut, *([False, *rest[1:]] if len(rest) == 3 else rest))
         packs = len(rest) == 3 and rest[0]
-        cuts = not packs or args.packing_strategy == "bfd"
-        self.told = (*self.told, what_is_cut(whole, most, cuts, None if packs else len(whole) - len(kept), rest[-1]))
+        words = [f"packed into {counted(len(kept), 'sequence')} of --max_length {most}"] if packs else []
+        self.told = (
+            *self.told,
+            what_is_cut(
+                whole,
+                most,
+                words,
+                0 if packs else len(whole) - len(kept),
+                rest[-1],
+                cuts=not packs or args.packing_strategy == "bfd",
+            ),
+        )
         if not len(kept):
-            raise JobError(f"--max_length {most} leaves nothing of any row to learn: give a larger one. {self.told[-1]}")
+            raise JobError(
+                f"--max_length {most} leaves nothing of any row to learn: give a larger one. {self.told[-1]}"
+            )
         return kept
 
 
-def what_is_cut(whole: Any, most: int, cuts: bool, left_out: int | None, name: str) -> str:
-    """How long rows of tokens are, and what becomes of those that are longer than ``most``."""
+def what_is_cut(whole: Any, most: int, words: list[str], left_out: int, name: str, *, cuts: bool) -> str:
+    """How long rows of tokens are, and what becomes of those that are longer than ``most``.
+
+    Args:
+        words: what is said of all of them beside that.
+        left_out: rows of which nothing is left.
+        cuts: whether the end of a long row is lost.
+    """
     lengths = []
     parts = [c for c in whole.column_names if c in ("input_ids", "prompt_ids", "completion_ids")]
     pair = [c for c in whole.column_names if c in ("chosen_ids", "rejected_ids")]
     for row in whole.select_columns(parts + pair):
         lengths.append(sum(len(row[c]) for c in parts) + max((len(row[c]) for c in pair), default=0))
     cut = sum(length > most for length in lengths) if cuts else 0
-    words = [f"{'rows' if name == 'train' else 'rows to evaluate on'}: {len(lengths):,}"]
-    words.append(f"{cut:,} longer than --max_length {most}")
-    if left_out:
-        words.append(f"{left_out:,} left out")
-    words.append(f"longest {max(lengths):,}, median {int(median(lengths)):,} tokens")
+    said = [f"{'rows' if name == 'train' else 'rows to evaluate on'}: {len(lengths):,}", *words]
+    said += [f"{cut:,} longer than --max_length {most}"] if cuts else []
+    said += [f"{left_out:,} left out"] if left_out else []
+    said.append(f"longest {max(lengths):,}, median {int(median(lengths)):,} tokens")
     hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
-    return "; ".join(words) + hint
+    return "; ".join(said) + hint
 
 
 def words_of(found: dict[str, Any], split: str) -> str:

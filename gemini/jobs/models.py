@@ -238,14 +238,15 @@ def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") ->
     except Exception as e:
         lines = " ".join(str(e).split())[:300]
         raise JobError(
-            f"--model_name_or_path {folder}: its tokenizer ({found}) cannot be loaded: {type(e).__name__}: {lines} A tokenizer.json "
-            f"(tokenizer.save_pretrained(folder) of transformers writes one) loads without further packages. {_BYTES}"
+            f"--model_name_or_path {folder}: its tokenizer ({found}) cannot be loaded: {type(e).__name__}: {lines} "
+            f"A tokenizer.json (tokenizer.save_pretrained(folder) of transformers writes one) loads without further "
+            f"packages. {_BYTES}"
         ) from e
     # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
     if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len({*ids} - {tokenizer.unk_token_id}) < 3:
         raise JobError(
-            f"--model_name_or_path {folder}: what transformers makes of its tokenizer ({found}) has {len(tokenizer)} ids and cannot "
-            f"read {_SAMPLE!r}: files of it are missing. Copy all of them into the folder. {_BYTES}"
+            f"--model_name_or_path {folder}: what transformers makes of its tokenizer ({found}) has {len(tokenizer)} "
+            f"ids and cannot read {_SAMPLE!r}: files of it are missing. Copy all of them into the folder. {_BYTES}"
         )
     return tokenizer
 

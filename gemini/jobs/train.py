@@ -12,7 +12,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,18 +21,17 @@ from typing import Any
 import torch
 import transformers
 import trl
-from accelerate import ParallelismConfig
 from rich.console import Console
 from torch import nn
 
 import gemini
+import gemini.integrations.trl as ready
 from gemini.errors import counted, human_bytes
-from gemini.integrations import trl as ready
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
-from gemini.jobs.data import CountsRows, open_data, refusing_rows, text_files, words_of
+from gemini.jobs.data import CountsRows, open_data, refusing_rows, words_of
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import (
     ModelSource,
@@ -70,6 +69,10 @@ from gemini.train.params.codes import num_weights
 
 PAIRS = ("dpo", "reward")
 """Trainers whose forward pass has two sequences for each row."""
+MARKS = (
+    " Templates that mark what the assistant says are in docs/examples/chat_templates, for --chat_template_path FILE; "
+    "without --assistant_only_loss all of a chat is learned."
+)
 _STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
 
 
@@ -80,21 +83,16 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
     if {"-h", "--help"} & {*words}:
         parser.print_help()
         return 0
-    values = parser.read(words)
-    if parser.said.get("packing") is None and kind == "sft" and text_files(values.dataset_name):
-        values.packing, values.packing_strategy = True, "wrapped"  # a document is no example
-    cuda = torch.cuda.is_available() and not values.use_cpu
-    with join(values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
-        if not team.is_first:
-            console = Console(quiet=True, force_terminal=False)
+    asked = parser.read(words)
+    cuda = torch.cuda.is_available() and not asked.values.use_cpu
+    with join(asked.values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
         with team.all_or_none("the options"):
-            values.parallelism_config = parallelism_of(values, team.size)
-            options = options_of(parser, values)
+            options = options_of(asked, team.size)
             if team.is_first:
                 until_end.enter_context(checkpoints.claimed(Path(options.args.output_dir)))
-        run = Run(kind, options, console, team)
-        again = launch.again(command_again(kind, words))
-        return run.go(again)
+        if not team.is_first:
+            console = Console(quiet=True, force_terminal=False)
+        return Run(kind, options, console, team).go(launch.again(command_again(kind, words)))
 
 
 def command_again(kind: str, words: Sequence[str]) -> str:
@@ -113,9 +111,9 @@ class Run:
 
     def __init__(self, kind: str, options: Options, console: Console, team: Team) -> None:
         self.kind, self.options, self.team, self._console = kind, options, team, console
-        args = options.args
-        self.out = Path(args.output_dir)
+        self.begun_at, args, self.out = 0, options.args, Path(options.args.output_dir)
         with team.all_or_none("the preparation of the job"):
+            checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
                 as_bytes=options.ours.bytes,
@@ -136,14 +134,19 @@ class Run:
                     "that is the same on all machines."
                 )
         self._resume = None if everyone[0][0] is None else Path(everyone[0][0])
-        self._position = Position(identity)
+        self.position = Position(identity)
         self.model = self._managed(source)
         self._wish = StopWish(_STOPPING if team.is_first else "")
         self._stop = Stop(self._wish, team, console)
         self._shown = Shown(console, self.out / "metrics.jsonl" if team.is_first else None)
         self.trainer = self._trainer(data, tokenizer)
         if self._resume is not None:
-            self._position.check(self._resume)
+            self.position.check(self._resume)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return torch.device(self.options.args.device)
 
     # ---- before the first step ---------------------------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class Run:
         with refusing_in_options("--nvme_path FOLDER --nvme_memory", f"Other ways: {plan_command(self.options)}"):
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
                 is_built = isinstance(outline, nn.Module)
-                model = GeminiDDP(outline, config, mesh=mesh) if is_built else outline.manage(config, mesh=mesh)
+                model: Any = GeminiDDP(outline, config, mesh=mesh) if is_built else outline.manage(config, mesh=mesh)
         if args.torch_compile:
             _compile(model)  # drawing builds the model anew
             args.torch_compile = False  # the Trainer would compile the whole
@@ -223,14 +226,15 @@ class Run:
 
     def _trainer(self, data: dict[str, Any], tokenizer: Any) -> Any:
         args, script, ours = self.options.args, self.options.script, self.options.ours
-        callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self._position]
+        callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self.position]
         if ours.patience is not None:
             callbacks.append(transformers.EarlyStoppingCallback(ours.patience))
         made: dict[str, Any] = {"reward_funcs": reward_functions(script)} if self.kind in ("grpo", "rloo") else {}
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):
             self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
-        with refusing_rows(f"gemini {self.kind}"), _base_as_reference(self.model):
+        marks = getattr(args, "assistant_only_loss", False)
+        with refusing_rows(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
             trainer = trainer_class(self.kind)(
                 model=self.model,
                 args=args,
@@ -253,9 +257,10 @@ class Run:
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
-    def go(self, again: str) -> int:
-        """Train to the last step, or to the whole step after Ctrl-C, and write the model; returns the exit code."""
-        trainer, before = self.trainer, self._start()
+    def steps(self) -> bool:
+        """Train to the last step, or to the whole step after Ctrl-C, where a checkpoint is; say if that was the end."""
+        trainer = self.trainer
+        self.begun_at = self._start()
         try:
             with self._wish:
                 trainer.train(None if self._resume is None else str(self._resume))
@@ -268,26 +273,32 @@ class Run:
                 f"saved as checkpoint-{at}; --resume_from_checkpoint auto goes on from there. A lower --learning_rate "
                 "may help."
             ) from e
-        state = trainer.state
-        past, finished = before > state.max_steps, state.global_step >= state.max_steps or not self._stop.heeded
+        return trainer.state.global_step >= trainer.state.max_steps or not self._stop.heeded
+
+    def go(self, again: str) -> int:
+        """Make the steps and write the model; returns the exit code. ``again``: how to call it to go on."""
+        finished, state = self.steps(), self.trainer.state
+        past = self.begun_at > state.max_steps
         if finished and not past:
-            trainer.save_model(str(self.out))
-        lines, all_within = budget_lines(*self.team.tell(shares(self.model.memory_report()), "the end of the job"))
-        self._console.print(str(self.model.memory_report()), *lines, sep="\n")
+            self.trainer.save_model(str(self.out))
+        memory = self.model.memory_report()
+        lines, all_within = budget_lines(*self.team.tell(shares(memory), "the end of the job"))
+        self._console.print(str(memory), *lines, sep="\n")
         if not finished:
             self._console.print(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
             return 130
+        what, whose = ("adapter", "peft's AutoPeftModel") if self.options.model.use_peft else (
+            "model", "transformers' AutoModel")  # fmt: skip
+        said = f"The {what} is in {self.out}; it opens with {whose}ForCausalLM.from_pretrained."
+        if self.kind == "reward":
+            said = said.replace("ForCausalLM", "ForSequenceClassification")
         if past:
-            said = f"Nothing was trained and nothing written: step {before} is past {state.max_steps}."
-        else:
-            what, how = ("model", "transformers'") if trl.get_peft_config(self.options.model) is None else (
-                "adapter", "peft's")  # fmt: skip
-            said = f"The {what} is in {self.out}; it opens with {how} from_pretrained."
-            if state.global_step < state.max_steps:
-                said = f"Stopped after step {state.global_step} of {state.max_steps}: no lower loss. {said}"
+            said = f"Nothing was trained and nothing written: step {self.begun_at} is past {state.max_steps}."
+        elif state.global_step < state.max_steps:
+            said = f"Stopped after step {state.global_step} of {state.max_steps}: no lower loss. {said}"
         self._console.print(said)
-        if self.options.args.push_to_hub:
-            trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
+        if self.options.args.push_to_hub and not past:
+            self.trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
         return 0 if all_within else 1
 
     def _start(self) -> int:
@@ -384,7 +395,8 @@ def make_config(kind: str, options: Options, source: ModelSource, notes: list[st
         PlanMismatch: for a plan that cannot be read.
     """
     args, ours = options.args, options.ours
-    plan, budgets = None, {}
+    plan: gemini.Plan | None = None
+    budgets: Mapping[Tier, int] = {}
     gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
     if ours.plan is not None:
         plan = document.load(Path(ours.plan), "--plan", gemini.Plan.from_json)
@@ -438,35 +450,6 @@ def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryT
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
-
-
-def parallelism_of(ours: Any, num_processes: int) -> ParallelismConfig | None:
-    """How processes share sequences and layers, as the Trainer is told it; None where none do.
-
-    Raises:
-        JobError: for numbers of processes that do not go together.
-    """
-    sizes = {name: max(1, getattr(ours, name)) for name in ("replicas", "tp", "cp", "ep")}
-    groups = sizes["replicas"] * sizes["tp"] * sizes["cp"] * sizes["ep"]
-    if num_processes % groups:
-        asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
-        raise JobError(
-            f"{asked} takes {groups} processes or a multiple of that, and there "
-            f"{'is' if num_processes == 1 else 'are'} {num_processes}: torchrun --nproc-per-node {groups} -m gemini ..."
-        )
-    if sizes["tp"] * sizes["cp"] == 1:
-        return None
-    if sizes["replicas"] > 1 and num_processes == groups:  # accelerate does not know replicas that shard nothing
-        raise JobError(
-            f"--replicas {sizes['replicas']} leaves each of {num_processes} processes without another one to share its "
-            "part of the model with: leave --replicas out, or start more processes."
-        )
-    return ParallelismConfig(
-        dp_replicate_size=sizes["replicas"],
-        dp_shard_size=num_processes // groups,
-        cp_size=sizes["cp"],
-        tp_size=sizes["tp"],
-    )
 
 
 def mesh_of(options: Options, num_processes: int) -> Any:

@@ -4,6 +4,7 @@ from the command line and from YAML, and Gemini's beside them.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import shlex
 from argparse import SUPPRESS, Namespace
@@ -15,9 +16,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 import trl
 import yaml
+from accelerate import ParallelismConfig
 
 from gemini.config import contradictions
-from gemini.errors import parse_bytes
+from gemini.jobs.data import text_files
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.options import check_size, tiles_of
 from gemini.planning import document
@@ -41,9 +43,7 @@ class GeminiArguments:
     cpu_memory: str | None = _opt(
         None, "Budget in host memory, for all processes of a machine together. (Default: what is free.)"
     )
-    nvme_memory: str | None = _opt(
-        None, "Budget on the drive of --nvme_path, for all processes of a machine together."
-    )
+    nvme_memory: str | None = _opt(None, "Budget on the drive of --nvme_path, for all processes of a machine together.")
     nvme_path: str | None = _opt(None, "A folder for what does not fit elsewhere. The file in it has no name.")
     activations: str | None = _opt(None, "The part of --gpu_memory to leave to activations, such as 4GiB.")
     offload_activations: str | None = _opt(
@@ -67,7 +67,8 @@ class GeminiArguments:
     )
     bytes: bool = _opt(False, "Every byte of the text is a token, whatever tokenizer the model has.")
     patience: int | None = _opt(
-        None, "Stop after so many evaluations without a lower loss; with --load_best_model_at_end keep the best weights."
+        None,
+        "Stop after so many evaluations without a lower loss; with --load_best_model_at_end keep the best weights.",
     )
     durable_every: int = _opt(0, "Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.")
     replicas: int = _opt(1, "Groups of processes that keep a whole model each; a group shares its model.")
@@ -89,7 +90,7 @@ _RENAMED = (
 )
 _ELSEWHERE = {
     **{old: f"Here it is --{new}." for old, new in (pair.split("=") for pair in _RENAMED.split())},
-    "precision": "Here it is --bf16, --fp16, or --bf16 false for fp32.",
+    "precision": "Here it is --bf16 true (the default), --fp16 true, or --bf16 false for fp32.",
     "lora": "Here it is --use_peft --lora_r 16 --lora_target_modules all-linear.",
     "device": "Here it is --use_cpu, or nothing.",
     "loss_on": "Here it is --completion_only_loss, or --assistant_only_loss for chats.",
@@ -123,6 +124,14 @@ class Options(NamedTuple):
     said: dict[str, Any]
 
 
+class Asked(NamedTuple):
+    """What a parser has read: a value for every option, of the ``said`` ones the given one."""
+
+    parser: Parser
+    values: Namespace
+    said: dict[str, Any]
+
+
 class Parser(trl.TrlParser):  # type: ignore[misc]
     """TRL's, which says what is wrong in one paragraph, and keeps apart what was said from what is a default."""
 
@@ -153,8 +162,8 @@ class Parser(trl.TrlParser):  # type: ignore[misc]
         self.said |= vars(self.parse_known_args(args)[0])
         return values, rest
 
-    def read(self, words: Sequence[str]) -> Namespace:
-        """The value of every option, and ``self.said``.
+    def read(self, words: Sequence[str]) -> Asked:
+        """The value of every option.
 
         Raises:
             JobError: for options that there are not, or that are no values of their kind.
@@ -171,7 +180,8 @@ class Parser(trl.TrlParser):  # type: ignore[misc]
                 raise JobError(f"--config: this is not YAML: {' '.join(str(e).split())}") from e
         for word in (*of_file[::2], *rest):
             self._refuse(word)
-        return values  # type: ignore[no-any-return]
+        _check_alone(values)
+        return Asked(self, values, copy.deepcopy(self.said))  # records are made of the values, in place
 
     def _refuse(self, word: str) -> NoReturn:
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
@@ -182,35 +192,48 @@ class Parser(trl.TrlParser):  # type: ignore[misc]
         raise JobError(f"{what}. {hint}")
 
 
-def options_of(parser: Parser, values: Namespace) -> Options:
-    """The records of what a parser has read, checked against each other; of a plan, what it says and they do not.
+def options_of(asked: Asked, num_processes: int = 1) -> Options:
+    """The records of what so many processes were asked, checked against each other. What was left out is a plan's, if
+    there is one, and otherwise what the kind of the data needs.
 
     Raises:
         JobError: for options that do not go together.
     """
-    kind, said = parser.prog.split()[1], parser.said
-    values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
+    parser, values, said = asked
+    kind = parser.prog.split()[1]
+    unsaid: dict[str, Any] = {"data_seed": values.seed}  # all ranks draw the same order, whatever else they draw
+    if kind == "sft" and text_files(values.dataset_name):
+        unsaid |= {"packing": True, "packing_strategy": "wrapped"}  # a document is no example
+    if values.cp > 1:
+        unsaid["pad_to_multiple_of"] = values.cp
+    if kind in ("dpo", "kto") and not (values.use_peft or values.sync_ref_model):
+        unsaid["precompute_ref_log_probs"] = True  # by the model itself, before its first step: no second one in memory
+    if values.patience is not None:
+        unsaid |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
+        unsaid["save_steps"] = values.eval_steps or values.logging_steps
     if values.plan is not None:
-        read = document.load(Path(values.plan), "--plan", Plan.from_json)
-        for name, value in step_of(read).items():
-            if name not in said:
-                setattr(values, name, value)
-    if kind in ("dpo", "kto") and not ("precompute_ref_log_probs" in said or values.use_peft or values.sync_ref_model):
-        values.precompute_ref_log_probs = True  # by the model itself, before its first step: no second one in memory
+        unsaid |= step_of(document.load(Path(values.plan), "--plan", Plan.from_json))
+    for name, value in unsaid.items():
+        if name not in said:
+            setattr(values, name, value)
     with as_job_error(asked=parser.prog):
-        made = [
+        made: list[Any] = [
             record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
             for record in parser.dataclass_types
         ]
-    options = Options(*made, said)
-    _check(options)
+    options = Options(made[0], made[1], made[2], made[3], made[4], said)
+    _check(kind, options)
+    options.args.parallelism_config = parallelism_of(options.ours, num_processes)
     return options
 
 
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
 _APART = {
-    ("!model.model_name_or_path", "ours"): "Say what to train with --model_name_or_path: a folder, a config.json, a name.",
+    (
+        "!model.model_name_or_path",
+        "ours",
+    ): "Say what to train with --model_name_or_path: a folder, a config.json, a name.",
     ("!script.dataset_name", "!mixture.datasets"): (
         "Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name."
     ),
@@ -232,34 +255,42 @@ _APART = {
     ("model.load_in_4bit|model.load_in_8bit", "!model.use_peft"): (
         "--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then."
     ),
-    ("ours.ep>1", "ours.tp>1|ours.cp>1"): "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.",
+    (
+        "ours.ep>1",
+        "ours.tp>1|ours.cp>1",
+    ): "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.",
     ("ours.tp>1|ours.ep>1", "model.use_peft|ours.tile_tokens|ours.durable_every"): (
         "--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every. Leave one out."
     ),
     ("ours.tp>1|ours.ep>1|ours.cp>1", "ours.plan"): "--tp, --cp and --ep and --plan: a plan is of a whole model.",
     ("ours.states=compact", "args.fp16"): "--states compact keeps bf16 weights, which does not go with --fp16.",
-    ("ours.patience", "args.eval_strategy.value=no"): (
-        "--patience needs something to evaluate on: --eval_strategy steps, with --test_split_size or a split of the data."
-    ),
 }
 """Two conditions, as :func:`gemini.config.contradictions` reads them, and what is said of them together."""
 
 
-def _check(options: Options) -> None:
-    ours = options.ours
-    for tier in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
-        if (size := getattr(ours, tier)) is not None:
-            check_size(f"--{tier}", str(size))
-    for name in ("replicas", "tp", "cp", "ep", "patience"):
-        if (number := getattr(ours, name)) is not None and number < 1:
-            raise JobError(f"--{name} must be at least 1, got {number}.")
-    if ours.durable_every < 0:
-        raise JobError(f"--durable_every must be at least 0, got {ours.durable_every}.")
+def _check_alone(values: Namespace) -> None:
+    """What can be refused before processes meet."""
+    for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
+        if (size := getattr(values, name)) is not None:
+            check_size(f"--{name}", str(size))
+    least = {"replicas": 1, "tp": 1, "cp": 1, "ep": 1, "patience": 1, "durable_every": 0}
+    for name, number in least.items():
+        if (given := getattr(values, name)) is not None and given < number:
+            raise JobError(f"--{name} must be at least {number}, got {given}.")
     for name, known in {"states": STATES, "optimizer": (None, *RULES)}.items():
-        if getattr(ours, name) not in known:
-            raise JobError(f"--{name} must be one of {', '.join(filter(None, known))}, got {getattr(ours, name)!r}.")
-    if ours.optimizer is not None and not RULES[ours.optimizer].unattended:
-        raise JobError(f"--optimizer {ours.optimizer} needs a loop of its own: docs/optimizers.md has it.")
+        if getattr(values, name) not in known:
+            raise JobError(f"--{name} must be one of {', '.join(filter(None, known))}, got {getattr(values, name)!r}.")
+    if values.optimizer is not None and not RULES[values.optimizer].unattended:
+        raise JobError(f"--optimizer {values.optimizer} needs a loop of its own: docs/optimizers.md has it.")
+    if values.patience is not None and getattr(values.eval_strategy, "value", values.eval_strategy) == "no":
+        raise JobError("--patience needs something to evaluate on: --eval_strategy steps, and a split of the data.")
+    values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
+
+
+def _check(kind: str, options: Options) -> None:
+    ours = options.ours
+    if kind != "sft" and max(ours.tp, ours.cp, ours.ep) > 1:
+        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers and sequences.")
     for pair in contradictions(options, _APART):
         raise JobError(_APART[pair].format(o=options))
 
@@ -267,6 +298,38 @@ def _check(options: Options) -> None:
 def precision_of(args: Any) -> str:
     """What is computed in."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+# ---- several processes -------------------------------------------------------------------------------------------
+
+
+def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConfig | None:
+    """How processes share sequences and layers, as the Trainer is told it; None where none do.
+
+    Raises:
+        JobError: for numbers of processes that do not go together.
+    """
+    sizes = {name: getattr(ours, name) for name in ("replicas", "tp", "cp", "ep")}
+    groups = sizes["replicas"] * sizes["tp"] * sizes["cp"] * sizes["ep"]
+    if num_processes % groups:
+        asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
+        raise JobError(
+            f"{asked} takes {groups} processes or a multiple of that, and there "
+            f"{'is' if num_processes == 1 else 'are'} {num_processes}: torchrun --nproc-per-node {groups} -m gemini ..."
+        )
+    if sizes["tp"] * sizes["cp"] == 1:
+        return None
+    if sizes["replicas"] > 1 and num_processes == groups:  # accelerate does not know replicas that shard nothing
+        raise JobError(
+            f"--replicas {sizes['replicas']} leaves each of {num_processes} processes without another one to share its "
+            "part of the model with: leave --replicas out, or start more processes."
+        )
+    return ParallelismConfig(
+        dp_replicate_size=sizes["replicas"],
+        dp_shard_size=num_processes // groups,
+        cp_size=sizes["cp"],
+        tp_size=sizes["tp"],
+    )
 
 
 # ---- a plan's step, and a plan for a step ----------------------------------------------------------------------------
@@ -355,8 +418,3 @@ def to_yaml(said: dict[str, Any]) -> str:
     """What was said, as ``--config`` reads it."""
     plain = {name: value for name, value in said.items() if name != "resume_from_checkpoint"}
     return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)) if plain else "{}\n"
-
-
-def bytes_of(size: str | None) -> int:
-    """A size that was checked; 0 for none."""
-    return 0 if size is None else parse_bytes(size)

@@ -122,7 +122,7 @@ class Shown(TrainerCallback):
             elif step - self._good >= _HOPELESS_STEPS:
                 raise JobError(
                     f"The loss has been inf or NaN for {step - self._good} steps, the last is step {step}. A lower "
-                    "--learning_rate may help, or --bf16. Checkpoints that were saved before are in --output_dir."
+                    "--learning_rate may help, or --bf16 true. Checkpoints that were saved before are in --output_dir."
                 )
             self._console.print(f"step {step}/{state.max_steps}  {_line(logs)}")
         else:
