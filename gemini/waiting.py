@@ -11,7 +11,7 @@ that it is done stands there, and all who wait for it. So whoever shares somethi
   :data:`gemini.interrupts.WHOLE` besides. A thread is started in there too: ``Thread.start`` waits for an Event.
 
 How long anything takes nobody can know; whether it goes on, somebody can. Who moves bytes or ends a job says so
-(:meth:`Progress.note`), and :func:`await_latch` gives up only when nobody has for a long time.
+(:meth:`Progress.note`), and a wait gives up only when nobody has for a long time (:func:`patience`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ TELL_LOOKS, GIVE_UP_LOOKS = 60, 300
 """After how many looks in a row without any progress a wait says so, and ends in an error. (Looks and not a clock: a
 process that was stopped, or a machine that was suspended, has not looked.)
 """
+
+
+GIVE_UP_DEVICE_LOOKS = 3600
+"""The same for a GPU that reports no error: what it computes may be one kernel that takes minutes (a causal attention
+over 800,000 tokens: 132 s on an RTX 4090, by arithmetic)."""
 
 
 class _WorkerMark(threading.local):
@@ -119,7 +124,7 @@ class Progress:
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """Around a wait for other processes, which has a limit of its own: what waits for it does not give up."""
+        """Around a wait for other processes or a GPU, which has its own limit: what waits for it does not give up."""
         own = threading.get_ident()
         try:
             # Inside `try`: an interrupt right behind it must not leave this thread in the set, or no wait of the
@@ -138,30 +143,50 @@ class Progress:
 PROGRESS = Progress()
 
 
+def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator[None]:
+    """Go on for however long a wait takes while anything goes on in this process. Whoever waits calls ``next`` whenever
+    another ``LOOK_SECONDS`` have passed.
+
+    Args:
+        what: what is waited for, in words.
+        is_elsewhere: whether it is for what has a longer limit of its own: all others that wait meanwhile go on, as
+            long as the caller is in :meth:`Progress.elsewhere`.
+
+    Raises:
+        GeminiError: when nothing has gone on for too long; it says what every thread of ours is doing.
+    """
+    limit = GIVE_UP_DEVICE_LOOKS if is_elsewhere else GIVE_UP_LOOKS
+    seen, idle = PROGRESS.count, 0
+    while True:
+        # Any change starts the count anew, also of other models: a slow drive is no fault as long as it moves
+        # something.
+        has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
+        seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
+        text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for "
+        if idle >= limit:
+            raise GeminiError(
+                f"{text}{what()}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. Start "
+                "again from the last checkpoint"
+            )
+        if idle == TELL_LOOKS:
+            warn(f"{text}{what()}: {_threads()}")
+        yield
+
+
 def await_latch(latch: Latch, what: Callable[[], str], look: Callable[[], None] = lambda: None) -> None:
-    """Block until it is set, however long that takes while anything goes on in this process.
+    """Block until it is set.
 
     Args:
         what: what is waited for, in words.
         look: called every ``LOOK_SECONDS``; may raise.
 
     Raises:
-        GeminiError: when nothing has gone on for ``GIVE_UP_LOOKS`` looks; it says what every thread of ours is doing.
+        GeminiError: when nothing has gone on for too long (:func:`patience`).
     """
-    seen, idle = PROGRESS.count, 0
+    looks = patience(what)
     while not latch.wait(LOOK_SECONDS):
         look()
-        # Any change starts the count anew, also of other models: a slow drive is no fault as long as it moves
-        # something.
-        idle = idle + 1 if PROGRESS.count == seen and not PROGRESS.is_elsewhere else 0
-        seen = PROGRESS.count
-        if idle == TELL_LOOKS:
-            warn(f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}: {_threads()}")
-        if idle >= GIVE_UP_LOOKS:
-            raise GeminiError(
-                f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for {what()}. A drive or a device "
-                f"that does not answer, or a fault of Gemini: {_threads()}. Start again from the last checkpoint"
-            )
+        next(looks)
 
 
 def _threads() -> str:

@@ -1,8 +1,8 @@
 """A ``GeminiTrainer`` whose states are durable (``MemoryBudget(durable=True)``): its steps are commits of the store.
 
-A commit has all that a checkpoint of the Trainer has beside the model: the Trainer's state, the schedule, RNGs. To go
-on from one, its small files are written to ``OUT/.durable/checkpoint-N``, with the name of the store in the place of
-masters and states, and the Trainer is given that folder.
+A commit has all that a checkpoint of the Trainer has beside the model: the Trainer's state, the schedule, the scaler of
+fp16, RNGs. To go on from one, its small files are written to ``OUT/.durable/checkpoint-N``, with the name of the store
+in the place of masters and states, and the Trainer is given that folder.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def commit(trainer: Any) -> None:
     if store is None or trainer.state.global_step % trainer.durable_every:
         return
     trainer.store_flos()
+    scaler = trainer.accelerator.scaler
     extra = {
         "global_step": trainer.state.global_step,
         "run": os.path.realpath(trainer.args.output_dir),
         "files": trainer.durable_files(),
+        "scaler": None if scaler is None else scaler.state_dict(),
     }
-    save_checkpoint(
-        store.directory, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler, extra, wait=False
-    )  # fmt: skip
+    optimizer, schedule = trainer.optimizer.optimizer, trainer.lr_scheduler
+    save_checkpoint(store.directory, trainer.model, optimizer, schedule, extra, wait=False)
 
 
 def state_text(trainer: Any) -> str:

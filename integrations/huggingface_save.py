@@ -166,6 +166,9 @@ def load_states(trainer: Any, checkpoint: str) -> None:
     else:
         extra = load_checkpoint(store, trainer.model, trainer.optimizer.optimizer, trainer.lr_scheduler)
         trainer._gemini_random = rng_states()
+        scaler = trainer.accelerator.scaler
+        if scaler is not None and extra.get("scaler"):  # a store of before has none
+            scaler.load_state_dict(extra["scaler"])
     if extra["global_step"] != trainer.state.global_step:
         raise ValueError(
             f"{checkpoint} holds the states of step {extra['global_step']} and a trainer_state.json of step "

@@ -412,12 +412,9 @@ class RecordedEvent(Event):
             self._report_once()
         return complete
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self) -> None:
         try:
-            if timeout is None:
-                self._event.wait()
-            else:
-                self._event.wait(timeout)
+            self._event.wait()
         finally:
             if self._event.is_complete():
                 self._report_once()

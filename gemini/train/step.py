@@ -7,15 +7,17 @@ clipping asks for, which weights an update inside backward has changed already, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
+from torch import nn
 
 from gemini.errors import GeminiError, IllegalTransition
 from gemini.kernels import ClipFactor
@@ -67,14 +69,19 @@ class Occupancy:
     """Which threads work in one model: several in forwards, or one *alone*, in a backward, a step, or what reads or
     writes the model as a whole. A readers-writer lock, without a lock that an interrupt could leave held: each line
     that counts is one call in C, and threads look whether they may go on.
+
+    A backward inside of a forward (forces) cannot wait until the forwards of others end, which may want the same: it
+    waits until each is over or *parked*, before such a backward of its own.
     """
 
     def __init__(self) -> None:
         self.inside: dict[int, threading.Thread] = {}
         """Threads in a forward of the whole model, by identifier: looked at in every call of the model."""
-        self._alone: dict[str, tuple[threading.Thread, Callable[[], Any]]] = {}
-        """Who is alone, under its only key (``setdefault`` lets one of several have it): the thread, and what says
-        whether it is at work still."""
+        self._alone: dict[str, _Mark] = {}
+        """Who is alone ("is"), and who will be when all forwards are over ("wants"), so that none begins meanwhile.
+        ``setdefault`` lets one of several have a mark."""
+        self._parked: set[int] = set()
+        """Threads that have come to a backward inside of a forward, and wait to be alone."""
 
     def enter(self) -> None:
         """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
@@ -87,7 +94,7 @@ class Occupancy:
             if not self._alone:
                 return
             self.leave()
-            self._wait(self._is_taken)
+            self._wait(self._is_marked)
 
     def leave(self) -> None:
         """End the forward of this thread."""
@@ -96,28 +103,61 @@ class Occupancy:
     @property
     def is_own(self) -> bool:
         """Whether this thread is alone."""
-        holder = self._alone.get("is")
-        return holder is not None and holder[0].ident == threading.get_ident() and bool(holder[1]())
+        mark = self._alone.get("is")
+        return mark is not None and mark.thread.ident == threading.get_ident() and mark.is_valid()
 
-    def begin_alone(self, works: Callable[[], Any], inside: int | None = None) -> None:
+    def begin_alone(self, works: Callable[[], Any] | None = None, inside: int | None = None) -> None:
         """Be alone, when the forwards of other threads have ended. Not called by who is.
 
         Args:
-            works: says whether it is at work still, should nobody call :meth:`end_alone`.
+            works: says whether it is at work still, should nobody call :meth:`end_alone`; by default for as long as
+                the thread lives.
             inside: a thread in a forward that waits for this one meanwhile, if there is one.
         """
-        holder = threading.current_thread(), works
-        while self._alone.setdefault("is", holder) is not holder:
-            self._wait(self._is_taken)
-        if self.inside:
-            self._wait(lambda: self._has_others(inside))
+        mark = _Mark(threading.current_thread(), works)
+        if not self.inside and self._alone.setdefault("is", mark) is mark:
+            if not self.inside:
+                return
+            self.end_alone(works)
+        own = threading.get_ident() if inside is None else inside
+        if own in self.inside or _is_in_module_call():
+            self._begin_inside(own, mark)
+        else:
+            self._begin_outside(mark)
 
-    def end_alone(self, works: Callable[[], Any]) -> None:
+    def _begin_inside(self, own: int, mark: _Mark) -> None:
+        try:
+            self._parked.add(own)
+            self._take("is", mark)
+            self._wait(lambda: self._are_computing(own))
+        finally:
+            self._parked.discard(own)
+
+    def _begin_outside(self, mark: _Mark) -> None:
+        try:
+            self._take("wants", mark)
+            while True:
+                # Not alone yet: a forward that is to end may need to be, for a backward of its own.
+                self._wait(self._has_others)
+                self._take("is", mark)
+                if not self._has_others():
+                    return
+                self.end_alone(mark.works)
+        finally:
+            if self._alone.get("wants") is mark:
+                self._alone.pop("wants", None)
+
+    def _take(self, key: str, mark: _Mark) -> None:
+        while self._alone.setdefault(key, mark) is not mark:
+            self._wait(lambda: self._is_taken(key))
+
+    def end_alone(self, works: Callable[[], Any] | None = None) -> None:
         """Let others in again, if ``works`` is what :meth:`begin_alone` was given. From any thread: autograd may end a
         backward on another one.
         """
-        holder = self._alone.get("is")
-        if holder is not None and holder[1] is works:
+        mark = self._alone.get("is")
+        # Without `works` only by the thread itself, which may not have come so far as to be alone.
+        if mark is not None and mark.works is works and (works is not None or self.is_own):
             self._alone.pop("is", None)
 
     def if_alone(self, function: Callable[[], None]) -> None:
@@ -125,31 +165,43 @@ class Occupancy:
         if self.is_own:
             function()
             return
-        holder = threading.current_thread(), ALIVE
-        if self._is_taken() or self._alone.setdefault("is", holder) is not holder:
+        mark = _Mark(threading.current_thread(), None)
+        if self._is_marked() or self._alone.setdefault("is", mark) is not mark:
             return
         try:
             if not self._has_others():
                 function()
         finally:
-            self.end_alone(ALIVE)
+            self.end_alone()
 
-    def _is_taken(self) -> bool:
-        """Say whether another thread is alone. A mark that an error or an interrupt has left behind goes."""
-        holder = self._alone.get("is")
-        if holder is None:
-            return False
-        thread, works = holder
-        if works() and (works is not ALIVE or thread.is_alive()):
-            return True
-        self.end_alone(works)
+    def _is_marked(self) -> bool:
+        """Say whether another thread is alone, or wants to be."""
+        return self._is_taken("is") or self._is_taken("wants")
+
+    def _is_taken(self, key: str) -> bool:
+        """Say whether another thread has a mark. One that an error or an interrupt has left behind goes."""
+        mark = self._alone.get(key)
+        if mark is None or mark.is_valid():
+            return mark is not None
+        if self._alone.get(key) is mark:
+            self._alone.pop(key, None)
         return False
 
-    def _has_others(self, but: int | None = None) -> bool:
+    def _others(self) -> set[int]:
         for ident, thread in list(self.inside.items()):
             if not thread.is_alive():  # it has died inside
                 self.inside.pop(ident, None)
-        return bool(self.inside.keys() - {threading.get_ident(), but})
+        return self.inside.keys() - {threading.get_ident()}
+
+    def _has_others(self) -> bool:
+        return bool(self._others())
+
+    def _are_computing(self, own: int) -> bool:
+        """Say whether another thread than ``own`` computes in a forward, and is not parked."""
+        computing = self._others() - self._parked - {own}
+        # Threads that run a part of another's forward, which waits for them where Python's threads do.
+        num_parts = len(self._parked - self.inside.keys())
+        return len(computing) > num_parts or not all(map(_stands_still, computing))
 
     def _wait(self, is_busy: Callable[[], bool]) -> None:
         seen, since = PROGRESS.count, time.monotonic()
@@ -158,7 +210,7 @@ class Occupancy:
             if PROGRESS.count != seen:
                 seen, since = PROGRESS.count, time.monotonic()
             elif time.monotonic() - since > GIVE_UP_LOOKS:
-                there = {*self.inside.values(), *(thread for thread, _ in self._alone.values())}
+                there = {*self.inside.values(), *(mark.thread for mark in self._alone.values())}
                 names = ", ".join(sorted(thread.name for thread in there - {threading.current_thread()}))
                 raise GeminiError(
                     f"nothing has moved for {GIVE_UP_LOOKS} s while waiting for what another thread does with this "
@@ -167,13 +219,34 @@ class Occupancy:
                 )
 
 
+class _Mark(NamedTuple):
+    """Who is alone, or wants to be. Marks are compared by identity."""
+
+    thread: threading.Thread
+    works: Callable[[], Any] | None
+
+    def is_valid(self) -> bool:
+        """Whether its thread is at work still."""
+        return self.thread.is_alive() if self.works is None else bool(self.works())
+
+
 _LOOK_SECONDS = 0.0005
 """How often a thread looks whether it may go on."""
 
+_WAITS = frozenset({"threading", "concurrent", "multiprocessing", "queue", "asyncio", "selectors"})
+"""Packages of Python's in which a thread stands that waits for another."""
 
-def ALIVE() -> bool:
-    """Say that who is alone is at work still, for as long as its thread lives: it calls ``end_alone`` in any case."""
-    return True
+
+def _is_in_module_call() -> bool:
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def _stands_still(ident: int) -> bool:
+    frame = sys._current_frames().get(ident)
+    return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS
 
 
 def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -185,11 +258,10 @@ def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwarg
         return function(*args, **kwargs)
     # Inside `try`: whatever an interrupt cuts off from here on, what was begun is ended.
     try:
-        occupancy.begin_alone(ALIVE)
+        occupancy.begin_alone()
         return function(*args, **kwargs)
     finally:
-        if occupancy.is_own:
-            occupancy.end_alone(ALIVE)
+        occupancy.end_alone()
 
 
 def alone(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Self, P], T]:

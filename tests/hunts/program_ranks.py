@@ -16,7 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.hunts.program_draw import program_of
-from tests.hunts.program_run import FAILURES, HANG, RAW, RIGHT, SILENT, Ran, Result, judge, kind_of, run_plain, run_side
+from tests.hunts.program_run import (
+    FAILURES,
+    HANG,
+    RAW,
+    REFUSED,
+    RIGHT,
+    SILENT,
+    Ran,
+    Result,
+    judge,
+    kind_of,
+    run_plain,
+    run_side,
+)
 from tests.hunts.program_sides import PLACEMENTS, ManagedSide
 from tests.hunts.program_source import source
 from tests.hunts.program_workers import Task
@@ -75,6 +88,9 @@ def worst(task: Task, placement: str, outcomes: list[Any]) -> Result:
             outcome = HANG if found.kind == "Hung" else RAW
             found = Result(task.seed, placement, task.precision, outcome, told, kind_of(f"{found.kind}: {found.text}"))
         results.append(found)
+    # A rank that refuses drops its model, and with it the connections in which another may still be told of that.
+    if any(result.outcome == REFUSED for result in results):
+        results = [result for result in results if not result.detail.startswith("RankLost: ")]
     by_name = {result.outcome: result for result in reversed(results)}
     for name in (HANG, RAW, SILENT, *FAILURES):
         if name in by_name:

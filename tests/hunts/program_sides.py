@@ -206,6 +206,8 @@ class Side:
 
     def _restore(self, values: Any, model: nn.Module, optimizer: Any, scheduler: Any, order: str) -> None:
         program_state.restore(values, model, optimizer, order)
+        if order.startswith("checkpoint"):
+            model.zero_grad()  # a checkpoint is of a model without gradients
 
 
 class PlainSide(Side):
@@ -237,9 +239,30 @@ class PlainSide(Side):
         params = list(self.model.parameters())
         # In fp32, as Gemini has them: torch would cast them too.
         sums = [None if param.grad is None else param.grad.clone() for param in params]
+        parts = [part for module in self._fp32_parts() for part in module.modules()]
+        weights = [
+            (param, param.detach().clone())
+            for part in parts
+            for param in part._parameters.values()
+            if param is not None
+        ]
+        buffers = [dict(part._buffers) for part in parts]
         super().to_own_dtype()
+        for param, value in weights:
+            param.data = value
+        for part, before in zip(parts, buffers, strict=True):
+            part._buffers.update(before)
         for param, total in zip(params, sums, strict=True):
             param.grad = total
+
+    def _fp32_parts(self) -> list[nn.Module]:
+        """Modules with params that stay in fp32, which ``to`` leaves as they are."""
+        kept = [
+            name.rpartition(".")[0]
+            for name, param in self.model.named_parameters()
+            if param.dtype == torch.float32 == dtype_of(self.model, name, self.precision) != self.dtype
+        ]
+        return [self.model.get_submodule(name) for name in kept]
 
     def lay_out(self) -> None:
         """PEFT has left merged weights transposed: torch would choose other kernels for them."""

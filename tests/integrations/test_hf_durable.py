@@ -61,3 +61,25 @@ def test_a_run_goes_on_from_its_last_step(step: int, changes: dict[str, Any], tm
     assert [row for row in again.state.log_history if "loss" in row][:-1] == [
         row for row in whole.state.log_history if "loss" in row
     ][:-1]
+
+
+def test_the_scale_of_fp16_goes_on(tmp_path: Path) -> None:
+    """One that grows every second step: the run goes on with the scale and the count of its last step."""
+
+    def growing(folder: str, store: str) -> Any:
+        made = trainer(tmp_path / folder, tmp_path / store, fp16=True, bf16=False)
+
+        def begin(*args: Any, **kwargs: Any) -> None:
+            made.accelerator.scaler.set_growth_interval(2)
+
+        made.add_callback(type("Growing", (TrainerCallback,), {"on_train_begin": begin})())
+        return made
+
+    whole = growing("whole", "other")
+    whole.train()
+    die(growing("run", "store"), 5)
+    again = growing("run", "store")
+    again.train(resume_from_checkpoint=True)
+    assert whole.accelerator.scaler.get_scale() != 2.0**16, "it did not grow"
+    assert again.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+    assert_same_run(whole, again)

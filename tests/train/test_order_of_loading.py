@@ -6,6 +6,7 @@ those and no others.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as of_torch
+from torch.utils import _pytree as pytree
 
 import gemini
 from gemini import kernels
@@ -271,3 +273,93 @@ def test_plain_params_say_it_too(tmp_path: Path) -> None:
         master = torch.empty(param.numel())
         kernels.join_master(param.detach().view(-1), optimizer.state[param]["residual"].view(-1), master)
         assert same_bits(model.full_param(name, torch.float32).view(-1), master), name
+
+
+def plain_run(precision: torch.dtype) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16).to(precision)
+    return model, gemini.HybridAdam(model.parameters(), lr=1e-2)
+
+
+def plain_step(model: Any, optimizer: Any, seed: int) -> None:
+    model(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(model.weight.dtype)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def copies(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("order", ["model_first", "optimizer_first", "saved_again_between"])
+def test_plain_params_take_any_order(order: str, precision: torch.dtype) -> None:
+    model, optimizer = plain_run(precision)
+    plain_step(model, optimizer, 0)
+    weights, states = copies(model, optimizer)
+    plain_step(model, optimizer, 1)
+    wanted = copies(model, optimizer)
+    plain_step(model, optimizer, 2)  # and goes back from here
+    if order == "model_first":
+        model.load_state_dict(weights)
+    optimizer.load_state_dict(states)
+    if order == "saved_again_between":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if order != "model_first":
+        model.load_state_dict(weights)
+    plain_step(model, optimizer, 1)
+    assert_same_values(copies(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16], ids=str)
+def test_a_loaded_master_of_other_weights_changes_no_plain_param(precision: torch.dtype) -> None:
+    """The weights that it is of never come, as with ``strict=False`` and other names: its own master stays."""
+    model, optimizer = plain_run(precision)
+    plain_step(model, optimizer, 0)
+    _, states = copies(model, optimizer)
+    plain_step(model, optimizer, 1)
+    other, others = plain_run(precision)
+    for seed in (0, 1):
+        plain_step(other, others, seed)
+    optimizer.load_state_dict(states)
+    rest = {"residual", "residual_of", "master"}
+    own = copies(other, others)[1]["state"]
+    states["state"] = {
+        number: {**state, **{name: own[number][name] for name in rest & state.keys()}}
+        for number, state in states["state"].items()
+    }
+    others.load_state_dict(states)  # with the masters that fit
+    for one, adam_ in ((model, optimizer), (other, others)):
+        plain_step(one, adam_, 2)
+    assert_same_values(copies(model, optimizer), copies(other, others))
+
+
+def test_what_was_written_to_plain_fp16_weights_is_their_master() -> None:
+    model, optimizer = plain_run(torch.float16)
+    plain_step(model, optimizer, 0)
+    with torch.no_grad():
+        model.weight[3].mul_(0.5)
+    before, master = model.weight.detach().clone(), optimizer.state[model.weight]["master"].clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    plain_step(model, optimizer, 1)
+    assert same_bits(model.weight.detach(), before)
+    after = optimizer.state[model.weight]["master"]
+    assert same_bits(after[3], before[3].float()) and same_bits(after[:3], master[:3])
+
+
+def test_it_is_when_the_model_is_wrapped_then_as_well(tmp_path: Path) -> None:
+    model, optimizer = plain_run(torch.float16)
+    plain_step(model, optimizer, 0)
+    with torch.no_grad():
+        model.weight[3].mul_(0.5)
+    wanted = optimizer.state[model.weight]["master"].clone()
+    wanted[3] = model.weight.detach()[3].float()
+    managed = wrap(model, "ram", tmp_path, precision="fp16")
+    assert same_bits(managed.full_param("weight", torch.float32), wanted)
+
+
+def assert_same_values(ours: Any, theirs: Any) -> None:
+    ours, theirs = pytree.tree_leaves(ours), pytree.tree_leaves(theirs)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert same_bits(a, b) if isinstance(a, torch.Tensor) else a == b

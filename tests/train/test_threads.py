@@ -7,7 +7,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,58 @@ def test_a_forward_may_wait_for_another_thread_s(where: str, tmp_path: Path) -> 
     assert errors == [] and loss.item() == wanted
     loss.backward()
     adam(model).step()
+    world_of(model).check()
+
+
+class Forces(nn.Module):
+    """Forces are gradients in forward, which may be taken in a thread of its own."""
+
+    def __init__(self, in_thread: bool) -> None:
+        super().__init__()
+        self.in_thread = in_thread
+        self.lift, self.energy = nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forces(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().float().requires_grad_()
+            energy = self.energy(torch.tanh(self.lift(x))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.in_thread:
+            return self.forces(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(_Call(self.forces), x).result(PATIENCE)
+
+
+class _Call(nn.Module):
+    def __init__(self, function: Any):
+        super().__init__()
+        self.forward = function
+
+
+@pytest.mark.parametrize("num_others", [0, 1, 2])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_backwards_inside_of_forwards_in_several_threads(
+    where: str, in_thread: bool, num_others: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each wants to be alone in the middle of its forward, and so does the training behind its own."""
+    monkeypatch.setattr(step, "GIVE_UP_LOOKS", 30)
+    results = []
+    for how in ("plain", where):
+        torch.manual_seed(0)
+        model: Any = Forces(in_thread)
+        if how != "plain":
+            model = wrap(model, where, tmp_path, precision="fp32", slack=2**16)
+        optimizer = adam(model)
+        with nullcontext() if how == "plain" else evaluated(model, num_others):
+            for number in range(4):
+                loss = squares(model, number)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append((loss.item(), squares(model, 9).item()))
+    assert results[0] == results[1]
     world_of(model).check()
 
 

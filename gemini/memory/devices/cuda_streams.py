@@ -12,8 +12,10 @@ from collections import deque
 
 import torch
 
+from gemini import waiting
 from gemini.errors import GeminiError
-from gemini.memory.devices.device import WAIT_SECONDS, Event
+from gemini.memory.devices.device import Event
+from gemini.waiting import PROGRESS
 
 SPIN_SECONDS = 50e-6
 """How long a wait asks without a pause: about what it takes to be woken up once."""
@@ -40,7 +42,7 @@ class CudaEvent(Event):
         except RuntimeError:  # over, though not well: wait() says how
             return True
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         try:
             # No clock is read where it is over already.
             if self._event.query():
@@ -49,14 +51,25 @@ class CudaEvent(Event):
             # Asked and not synchronized with: `synchronize` of CUDA has no limit, and Ctrl-C waits for it.
             while not self._event.query():
                 waited = time.perf_counter() - since
-                if waited > timeout:
-                    raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its stream is stuck")
+                if waited > waiting.LOOK_SECONDS:
+                    with PROGRESS.elsewhere():
+                        self._wait_long()
+                    return
                 # 0 lets other threads of Python run; a sleep also gives the processor away, and costs a wake-up.
                 time.sleep(0 if waited < SPIN_SECONDS else min(max(waited / 16, _SHORTEST), _LONGEST))
         except GeminiError:
             raise
         except RuntimeError as e:  # an error of the GPU, of this work or of any before it
             raise GeminiError(f"{self.what} failed: {e}") from e
+
+    def _wait_long(self) -> None:
+        looks = waiting.patience(lambda: self.what, is_elsewhere=True)
+        looked = time.perf_counter()
+        while not self._event.query():
+            time.sleep(_LONGEST)
+            if time.perf_counter() - looked > waiting.LOOK_SECONDS:
+                next(looks)
+                looked = time.perf_counter()
 
     def wait_on_device(self) -> None:
         with torch.cuda.device(self._device):

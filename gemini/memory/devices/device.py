@@ -20,10 +20,7 @@ from gemini.errors import GeminiError
 from gemini.memory.devices.pages import can_move_pages, host_bytes
 from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
 from gemini.tiers import Tier
-from gemini.waiting import PROGRESS, Latch
-
-WAIT_SECONDS = 120.0
-"""How long anything waits for a copy before it says that the copy is stuck."""
+from gemini.waiting import PROGRESS, Latch, await_latch
 
 
 class Event:
@@ -42,25 +39,26 @@ class Event:
         """Whether it is over, well or not. Never blocks."""
         return self._done.is_set()
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         """Block the calling thread until it is over.
 
         Raises:
-            GeminiError: if it failed (with what it raised as the cause), or did not end in ``timeout`` seconds.
+            GeminiError: if it failed (with what it raised as the cause), or if nothing has moved in this process for
+                minutes.
         """
-        if not self._done.wait(timeout):
-            raise GeminiError(f"{self.what} did not complete within {timeout:.0f} s: its stream is stuck")
+        if not self._done.is_set():
+            await_latch(self._done, lambda: self.what)
         if self._error is not None:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
 
-    def wait_until_over(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait_until_over(self) -> None:
         """:meth:`wait`, for who does not need to know how it ended.
 
         Raises:
-            GeminiError: if it did not end in ``timeout`` seconds.
+            GeminiError: if it did not end, and nothing has moved in this process for minutes.
         """
         try:
-            self.wait(timeout)
+            self.wait()
         except Exception:
             if not self.is_complete():
                 raise
@@ -91,13 +89,13 @@ class AllOf(Event):
     def is_complete(self) -> bool:
         return all(event.is_complete() for event in self._events)
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         # First until all are over, then how they ended: an error that is raised early would leave copies under way in
         # memory that the caller gives back.
         for event in self._events:
-            event.wait_until_over(timeout)
+            event.wait_until_over()
         for event in self._events:
-            event.wait(timeout)
+            event.wait()
 
     def wait_on_device(self) -> None:
         failed: Exception | None = None

@@ -163,7 +163,7 @@ def load_checkpoint(
     during loading takes effect when the model is complete.
 
     What the state of the model had beside params is loaded by the model itself, with its ``load_state_dict`` and those
-    of its modules.
+    of its modules. Gradients that the model has are dropped, for it had none when it was saved.
 
     A checkpoint with exact states can be loaded into a model with compact ones, and the other way round. The former
     warns how much precision was lost.

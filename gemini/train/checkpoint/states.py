@@ -29,6 +29,7 @@ from gemini.train.checkpoint.plain_data import plain_form
 from gemini.train.checkpoint.tensor_file import Malformed
 from gemini.train.optimizers.checks import IMPLEMENTATIONS, check_decay, loaded_group
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
+from gemini.train.optimizers.states import BEFORE, complete_master
 from gemini.train.params.by_name import ByName
 from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, ParamSet, StageParam, handle_of
@@ -51,12 +52,14 @@ def groups_of(optimizer: HybridOptimizer) -> list[dict[str, Any]]:
 
 def plain_states(optimizer: HybridOptimizer) -> dict[str, Any]:
     """Params of the optimizer that are not managed, with their states, by number."""
-    params = _params(optimizer)
-    return {
-        f"#{i}": {"param": p.detach(), "state": dict(optimizer.state[p])}
-        for i, p in enumerate(params)
-        if handle_of(p) is None
-    }
+    found = {}
+    for number, param in enumerate(_params(optimizer)):
+        if handle_of(param) is None:
+            state = dict(optimizer.state[param])
+            if BEFORE in state:
+                complete_master(param, state)  # of these weights, which are in the checkpoint too
+            found[f"#{number}"] = {"param": param.detach(), "state": state}
+    return found
 
 
 def factors_of(handles: Iterable[ParamHandle]) -> dict[str, dict[str, torch.Tensor]]:

@@ -321,13 +321,17 @@ class HybridOptimizer(torch.optim.Optimizer):
         states_of.check_owned(self, self._handles())
         result = super().state_dict()
         for number, state in result["state"].items():  # a copy: these are the states themselves
-            result["state"][number] = {name: states_of.shown(self.rule, name, value) for name, value in state.items()}
+            result["state"][number] = {
+                name: states_of.shown(self.rule, name, value)
+                for name, value in state.items()
+                if name != states_of.BEFORE
+            }
         for index, param in enumerate(self._params()):
             handle = handle_of(param)
             if handle is not None and handle.num_steps:
                 result["state"][index] = states_of.saved_state(handle)
             elif "residual" in result["state"].get(index, {}):
-                result["state"][index][RESIDUAL_OF] = states_of.sum_of_plain(param)
+                result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))
         return result
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -373,7 +377,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 if handle is not None:
                     states_of.write_state(handle, state)
                 elif state:
-                    self.state[param] = states_of.plain_state(self.rule.spec, param, state)
+                    self.state[param] = states_of.plain_state(self.rule.spec, param, state, self.state.get(param, {}))
                 else:
                     self.state.pop(param, None)
             for group, loaded in zip(self.param_groups, groups, strict=True):
@@ -445,10 +449,15 @@ class HybridOptimizer(torch.optim.Optimizer):
             handle = handle_of(param)
             if handle is not None and dict.__contains__(self.state, param):  # not in planes
                 state = self.state.pop(param)
+                # What was loaded may wait for its weights there as well.
+                loaded = (
+                    {name: state[name] for name in states_of.REST & state.keys()} if states_of.BEFORE in state else {}
+                )
                 if "master" in state:
                     # In fp16 the master was among the states, and the weights only its rounding.
+                    states_of.complete_master(param, state)
                     owner_of(handle).by_names.write(handle, state["master"])
-                states_of.write_state(handle, state)
+                states_of.write_state(handle, {**state, **loaded})
 
     def _owner_of(self, params: Iterable[Any]) -> Owner | None:
         handles = {handle.owner: handle for handle in map(handle_of, params) if handle is not None}
@@ -469,10 +478,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")
             state.update(states_of.empty_states(self.rule.spec, param))
-        if param.dtype is torch.bfloat16 and "residual" not in state:
-            state["residual"] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
-        if param.dtype is torch.float16 and "master" not in state:
-            state["master"] = param.detach().float().contiguous()
+        states_of.complete_master(param, state)
         state["step"] += 1
         # In fp16 the master is updated, and the weights are its rounding.
         data = state.get("master", param.data)

@@ -31,8 +31,14 @@ if TYPE_CHECKING:
     from gemini.train.optimizers.optimizer import HybridOptimizer
 
 
+BEFORE = "before"
+"""In the state of a plain param: the residual or master before one was loaded, until the next update. If the weights
+that the loaded one is of are not there by then, it comes back.
+"""
 MASTER = "master"
 """A state in fp16: the fp32 master, which the weights that a model's state has are only the rounding of."""
+REST = frozenset({RESIDUAL, RESIDUAL_OF, MASTER})
+"""What a state may have of a master."""
 
 
 class States(defaultdict):  # type: ignore[type-arg]
@@ -365,22 +371,56 @@ def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]
     return found
 
 
-def sum_of_plain(param: nn.Parameter) -> torch.Tensor:
+def sum_of_plain(param: torch.Tensor) -> torch.Tensor:
     """The "residual_of" of a plain bf16 param: the CRC-32 of its weights, as a managed one has it."""
     return torch.tensor(crc32(param.detach().reshape(-1).cpu()), device="cpu")
 
 
-def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy."""
+def _is_of(param: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Whether a loaded residual, or in fp16 a master, is of the weights that a plain param has now."""
+    if MASTER in state:
+        weights = param.detach().contiguous()
+        # Bits: NaN is equal to itself, and 0.0 not to -0.0.
+        return torch.equal(state[MASTER].to(weights.dtype).view(torch.int16), weights.view(torch.int16))
+    return RESIDUAL_OF not in state or int(state[RESIDUAL_OF]) == int(sum_of_plain(param))
+
+
+def complete_master(param: torch.Tensor, state: dict[str, Any]) -> None:
+    """Make what a plain param's master has beyond its weights, of the weights as they are now, before an update.
+
+    What was loaded with an optimizer's state may be of other weights, and fp16 weights may have been written to since.
+    """
+    before = state.pop(BEFORE, None)
+    if before is not None and not _is_of(param, state):
+        for name in (RESIDUAL, MASTER):
+            state.pop(name, None)
+        state.update(before)
+    state.pop(RESIDUAL_OF, None)
+    if param.dtype is torch.bfloat16 and RESIDUAL not in state:
+        state[RESIDUAL] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
+    elif param.dtype is torch.float16:
+        weights = param.detach().contiguous()
+        master = state.setdefault(MASTER, weights.float())
+        written = master.to(weights.dtype).view(torch.int16) != weights.view(torch.int16)
+        if written.any():
+            master[written] = weights[written].float()
+
+
+def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """A loaded state of a plain param, as :meth:`HybridOptimizer.step` has it: a copy.
+
+    Args:
+        before: the state until now.
+    """
     blocks = {spec.kind: spec for spec in rule.planes if spec.block != 1}
     dtypes = {spec.kind: getattr(torch, spec.dtype) for spec in rule.planes}
     dtypes.update(dict.fromkeys(shapes_of(rule.factors, param.shape), torch.float32))
     if param.dtype is torch.bfloat16:
-        dtypes["residual"] = torch.int16
+        dtypes[RESIDUAL] = torch.int16
     if param.dtype is torch.float16:
-        dtypes["master"] = torch.float32
+        dtypes[MASTER] = torch.float32
     # On the CPU wherever the param is, as in `step`: it is read in every step.
-    found = {"step": torch.tensor(float(state["step"]), device="cpu")}
+    found: dict[str, Any] = {"step": torch.tensor(float(state["step"]), device="cpu")}
     for name, dtype in dtypes.items():
         if name in state:
             value = state[name].detach()
@@ -388,4 +428,8 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any]) -> d
                 # One number for the whole param, as a state dict shows it.
                 value = value.expand(blocks[name].num_items(param.numel()))
             found[name] = value.to(param.device, dtype, copy=True).contiguous()
+    if RESIDUAL in found and RESIDUAL_OF in state:
+        found[RESIDUAL_OF] = torch.as_tensor(state[RESIDUAL_OF], device="cpu").clone()
+    if RESIDUAL in found or MASTER in found:
+        found[BEFORE] = {name: before[name] for name in (RESIDUAL, MASTER) if name in before}
     return found

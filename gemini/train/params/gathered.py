@@ -25,7 +25,7 @@ from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import take_in, undo_writes
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.step import ALIVE, StepState
+from gemini.train.step import StepState
 
 
 class Gathering:
@@ -60,7 +60,7 @@ class Gathering:
         is_first = write and not self._occupancy.is_own
         try:
             if is_first:
-                self._occupancy.begin_alone(ALIVE)
+                self._occupancy.begin_alone()
             if write:
                 # Before the copies: an update in flight still changes weights that are in place.
                 for chunk in chunks:
@@ -102,7 +102,7 @@ class Gathering:
                     for chunk in begun:
                         self._observers.after_write(chunk)
             if is_first:
-                self._occupancy.end_alone(ALIVE)
+                self._occupancy.end_alone()
 
     def _check_same_on_all(self, handles: list[ParamHandle]) -> None:
         """Refuse, before any master changes, what was not written alike on every rank.

@@ -17,7 +17,7 @@ import torch
 
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import DONE, WAIT_SECONDS, AllOf, Event
+from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.store import ChunkStore
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Agreement, Point
@@ -37,7 +37,7 @@ class Arrival(Event):
         self._agreement = agreement
         self._turn = threading.Lock()
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         """Block until the weights are there; how long that may take is the process group's.
 
         Raises:

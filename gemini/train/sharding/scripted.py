@@ -28,7 +28,7 @@ import torch
 from gemini.errors import GeminiError, RankLost
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.devices.device import DONE, WAIT_SECONDS, Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.worker import Job, Worker
 from gemini.planning.script import Gather, Script
@@ -75,9 +75,9 @@ class Launch(Event):
         assert self.job is not None
         return self.job.is_complete() and (self.job.error is not None or self.end.is_complete())
 
-    def wait(self, timeout: float = WAIT_SECONDS) -> None:
+    def wait(self) -> None:
         self.await_launch()
-        self.end.wait(timeout)
+        self.end.wait()
 
     def wait_on_device(self) -> None:
         self.await_launch()
