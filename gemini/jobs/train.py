@@ -187,7 +187,7 @@ class Run:
         args, ours = self.options.args, self.options.ours
         with self.team.all_or_none("the outline of the model"):
             outline, lacking = outline_of(self.kind, source, self.options)
-            if args.torch_compile:
+            if self.options.compiles:
                 _compile(outline)
         notes: list[str] = []
         config = make_config(self.kind, self.options, source, notes)
@@ -198,9 +198,8 @@ class Run:
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
                 is_built = isinstance(outline, nn.Module)
                 model: Any = GeminiDDP(outline, config, mesh=mesh) if is_built else outline.manage(config, mesh=mesh)
-        if args.torch_compile:
+        if self.options.compiles:
             _compile(model)  # drawing builds the model anew
-            args.torch_compile = False  # the Trainer would compile the whole
         name_the_loss(model).train()
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)

@@ -77,7 +77,14 @@ class GeminiArguments:
     ep: int = _opt(1, "Processes that share the experts of each layer (expert parallel).")
 
 
-_OURS = {"disable_tqdm": True, "logging_first_step": True, "logging_nan_inf_filter": False, "report_to": "none"}
+_OURS = {
+    "disable_tqdm": True,
+    "logging_first_step": True,
+    "logging_nan_inf_filter": False,
+    "report_to": "none",
+    "log_level": "error",
+    "log_level_replica": "error",
+}
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
 _RENAMED = (
@@ -114,6 +121,7 @@ class Options(NamedTuple):
         mixture: TRL's ``DatasetMixtureConfig``.
         ours: Gemini's.
         said: what was given, by name; all else is a default.
+        compiles: whether the blocks are compiled. To the Trainer ``torch_compile`` means the whole model.
     """
 
     script: Any
@@ -122,6 +130,7 @@ class Options(NamedTuple):
     mixture: Any
     ours: GeminiArguments
     said: dict[str, Any]
+    compiles: bool
 
 
 class Asked(NamedTuple):
@@ -216,12 +225,13 @@ def options_of(asked: Asked, num_processes: int = 1) -> Options:
     for name, value in unsaid.items():
         if name not in said:
             setattr(values, name, value)
+    compiles, values.torch_compile = bool(values.torch_compile), False
     with as_job_error(asked=parser.prog):
         made: list[Any] = [
             record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
             for record in parser.dataclass_types
         ]
-    options = Options(made[0], made[1], made[2], made[3], made[4], said)
+    options = Options(made[0], made[1], made[2], made[3], made[4], said, compiles)
     _check(kind, options)
     options.args.parallelism_config = parallelism_of(options.ours, num_processes)
     return options
