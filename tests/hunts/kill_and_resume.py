@@ -5,8 +5,9 @@
 
 The run is the command line's own: ``torchrun --max-restarts 3 -m gemini sft ... --resume_from_checkpoint auto`` on a
 small GPT-2 with dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL
-at a random step, or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the newest
-checkpoint by themselves. Measured besides: how long the other ranks live after the kill, and when the first step is done again.
+at a random step, or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the
+newest checkpoint by themselves. Measured besides: how long the other ranks live after the kill, and when the first step
+is done again.
 
 With ``--trainer`` it is a script as users write it, in one process: transformers' Trainer with one line changed, bf16,
 dropout, accumulation, clipping, a schedule, shuffled rows, evaluation and ``save_total_limit``. After the kill the same
