@@ -2,26 +2,32 @@
 
     python benchmarks/cuda_code.py --report benchmarks/reports/cuda_code_<architectures>_<date>.md
 
-Compiles csrc/cuda/*.cu with the flags that setup.py builds the library with, for each architecture that it names, and
-reads what ptxas says of every kernel, its PTX, and its machine code (SASS) where there is a disassembler: cuobjdump on
-PATH, beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). No GPU is needed.
+Compiles csrc/cuda/*.cu with the options of gemini/kernels/nvrtc.py, for each architecture that is asked for, and reads
+what ptxas says of every kernel, its PTX, and its machine code (SASS) where there is a disassembler: cuobjdump on PATH,
+beside nvcc, or given with --cuobjdump (the package nvidia-cuda-cuobjdump holds one). Where NVRTC of the same release is
+there (torch of CUDA brings it, or --nvrtc LIBRARY) its machine code, which is what runs, is compared byte by byte, and
+where that differs the arithmetic and accesses of its PTX. No GPU is needed.
 
 Status 1, naming the kernel, where one uses local memory (a stack frame, spills, LDL or STL); where one for aligned
 arrays has fewer 128-bit loads or stores than a thread's elements fill; and where PTX holds a fused multiply-add, an
-approximation or flushed subnormals, none of which the CPU kernels have. Status 2: there is no nvcc.
+approximation or flushed subnormals, none of which the CPU kernels have; and where NVRTC makes other code. Status 2:
+there is no nvcc.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import contextlib
+import itertools
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -30,9 +36,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import _report
 from benchmarks._report import add_out, told_command
+from gemini.kernels import nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHITECTURES = ["80", "89", "90"]
+COMPACT = ("Adam<true>", "Adam<false>", "Lion", "PlainSgd", "Sgd")  # rules with a compact form
+_ENTRY = r"^\s*(?:\.visible |\.weak )?\.entry (\w+)\(", r"^}"
 FORMATS = {"0": "fp32", "1": "bf16", "2": "fp16"}  # of gradients: enum Dtype
 DOINGS = {"0": "read", "1": "copy", "2": "widen", "3": "accumulate", "4": "first24", "5": "add24"}  # enum Doing
 STATES = {
@@ -149,7 +158,7 @@ def read_resources(said: str) -> dict[str, Kernel]:
 def read_ptx(text: str) -> dict[str, dict[str, int]]:
     """Counts by symbol."""
     found = {}
-    for symbol, body in _bodies(text, r"^\s*(?:\.visible )?\.entry (\w+)\(", r"^}"):
+    for symbol, body in _bodies(text, *_ENTRY):
         found[symbol] = {
             "wide loads": _count(body, r"\bld\.global\.(?:\w+\.)*v4\.\w?32|\bld\.global\.(?:\w+\.)*v2\.\w?64"),
             "wide stores": _count(body, r"\bst\.global\.(?:\w+\.)*v4\.\w?32|\bst\.global\.(?:\w+\.)*v2\.\w?64"),
@@ -195,30 +204,97 @@ def _count(text: str, pattern: str) -> int:
 # ---- the tools -------------------------------------------------------------------------------------------------------
 
 
-def flags() -> tuple[list[str], list[str]]:
-    """nvcc's flags and the architectures, as setup.py has them."""
-    values = {}
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if node.targets[0].id in ("NVCC_ARGS", "GENCODE"):
-                values[node.targets[0].id] = ast.literal_eval(node.value)
-    architectures = [match[1] for code in values["GENCODE"] if (match := re.search(r"code=sm_(\d+)", code))]
-    return values["NVCC_ARGS"], architectures
+def all_kernels() -> dict[str, str]:
+    """By the name of each kernel with its template arguments: the types of its arguments."""
+    found = {
+        "split_kernel": "const float*, uint16_t*, uint16_t*, int64_t",
+        "join_kernel": "const uint16_t*, const uint16_t*, float*, int64_t",
+        "clip_kernel": "const double*, const int64_t*, int64_t, double, double*, ClipPlaces",
+    }
+    for grad, aligned in itertools.product(("f32", "bf16", "f16"), ("true", "false")):
+        dtype = f"gemini::Dtype::{grad}"
+        for doing in DOINGS.values():
+            found[f"grad_kernel<gemini::cuda::Doing::{doing}, {dtype}, {aligned}>"] = (
+                "void*, void*, const void*, int64_t, NormPlaces"
+            )
+        for rule in ("Adam<true>", "Adam<false>", *sorted(STATES.keys() - {"AdamW", "Adam"})):
+            argument = f"const __grid_constant__ Launch<gemini::{rule}>"
+            for split in ("true", "false"):
+                found[f"update_kernel<gemini::{rule}, {dtype}, {split}, {aligned}>"] = argument
+            if rule in COMPACT:
+                found[f"compact_kernel<gemini::{rule}, {dtype}, {aligned}>"] = argument
+    return found
 
 
-def examine(nvcc: str, disassembler: str | None, source: Path, architecture: str, folder: Path) -> list[Kernel]:
-    """Every kernel of a source. Raises subprocess.CalledProcessError, with what the tool said."""
-    arguments, _ = flags()
-    binary, ptx = folder / f"{source.stem}.cubin", folder / f"{source.stem}.ptx"
-    target = [*arguments, f"-arch=sm_{architecture}"]
+def write_source(path: Path, chosen: Iterable[str] | None = None) -> None:
+    """Kernels (all without ``chosen``), for nvcc, which makes code of a template only where it is asked for."""
+    folder = ROOT / "csrc" / "cuda"
+    lines = ["#include <cstdint>", *(f'#include "{folder / name}.cu"' for name in ("update", "grad"))]
+    lines += ["namespace gemini::cuda {"]
+    types = all_kernels()
+    names = types if chosen is None else chosen
+    lines += [f"template __global__ void {name}({types[name]});" for name in names if "<" in name]
+    path.write_text("\n".join([*lines, "}\n"]))
+
+
+def examine(
+    nvcc: str, disassembler: str | None, architecture: str, folder: Path, chosen: Iterable[str] | None = None
+) -> list[Kernel]:
+    """Every kernel; leaves machine code and PTX in ``folder``. Raises subprocess.CalledProcessError, with what the tool
+    said.
+    """
+    source, binary, ptx = folder / "kernels.cu", folder / f"{architecture}.cubin", folder / f"{architecture}.ptx"
+    write_source(source, chosen)
+    target = [*nvrtc.OPTIONS, f"-arch=sm_{architecture}"]
     said = _run(nvcc, *target, "-Xptxas=-v", "-cubin", str(source), "-o", str(binary))
-    _run(nvcc, *arguments, f"-arch=compute_{architecture}", "-ptx", str(source), "-o", str(ptx))
+    _run(nvcc, *nvrtc.OPTIONS, f"-arch=compute_{architecture}", "-ptx", str(source), "-o", str(ptx))
     kernels, texts = read_resources(said), read_ptx(ptx.read_text())
     code = None if disassembler is None else read_machine_code(_run(disassembler, "-sass", str(binary)))
     for symbol, kernel in kernels.items():
         kernel.ptx = texts[symbol]
         kernel.machine = None if code is None else code[symbol]
     return sorted(kernels.values(), key=lambda kernel: kernel.name)
+
+
+def machine_code(binary: bytes) -> dict[str, bytes]:
+    """The instructions of each kernel, by its symbol, out of an ELF file."""
+    start, size, count, of_names = struct.unpack_from("<Q10xHHH", binary, 40)
+    sections = [struct.unpack_from("<IIQQQQ", binary, start + size * number) for number in range(count)]
+    names = sections[of_names][4]
+
+    def name(offset: int) -> str:
+        return binary[names + offset : binary.index(b"\0", names + offset)].decode()
+
+    found = {name(offset): binary[at : at + length] for offset, _, _, _, at, length in sections}
+    return {key.removeprefix(".text."): code for key, code in found.items() if key.startswith(".text.")}
+
+
+def arithmetic(body: str) -> Counter[str]:
+    """The instructions of PTX that compute with floating point, reach memory or wait, and how often each is there: not
+    what copies registers and arguments.
+    """
+    found = re.findall(r"^\s+(?:@!?%p\d+\s+)?((?:[a-z0-9_]+\.)+[a-z0-9]+)", body, re.MULTILINE)
+    wanted = r"^(?!mov|ld\.param).*\.f(32|64)\b|^(ld(?!\.param)|st|atom|bar|membar|shfl)\."
+    return Counter(name for name in found if re.search(wanted, name))
+
+
+def others(
+    folder: Path, compiler: nvrtc.Compiler, architecture: str, chosen: Iterable[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """The kernels of which NVRTC makes other machine code than nvcc, whose files are in ``folder``; and those among
+    them in whose PTX more differs than how addresses are computed.
+    """
+    wanted = machine_code((folder / f"{architecture}.cubin").read_bytes())
+    texts = dict(_bodies((folder / f"{architecture}.ptx").read_text(), *_ENTRY))
+    other, worse = [], []
+    for kernel in all_kernels() if chosen is None else chosen:
+        symbol, code = compiler.compile(kernel, f"sm_{architecture}")
+        if machine_code(code)[symbol] != wanted.get(symbol):
+            other.append(kernel)
+            text = compiler.compile(kernel, f"compute_{architecture}")[1].decode()
+            if arithmetic(dict(_bodies(text, *_ENTRY))[symbol]) != arithmetic(texts.get(symbol, "")):
+                worse.append(kernel)
+    return other, worse
 
 
 def _run(*command: str) -> str:
@@ -262,7 +338,7 @@ def report(found: dict[str, list[Kernel]], tools: str, command: str) -> str:
     )
     parts = [
         f"# Code of the CUDA kernels, {date.today().isoformat()}\n",
-        f"Compiled, not run: this says nothing of speed. {tools}\nFlags: `{' '.join(flags()[0])}`.",
+        f"Compiled, not run: this says nothing of speed. {tools}\nFlags: `{' '.join(nvrtc.OPTIONS)}`.",
         f"Command: `{command}`\n",
         f"{verdict}\n",
         "Wide: instructions that move 16 bytes for each thread, of all that access global memory. Each kernel of an\n"
@@ -291,7 +367,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add_out(parser)
     parser.add_argument("--cuobjdump", help="the disassembler; default: found on PATH or beside nvcc")
+    parser.add_argument("--nvrtc", help="the library; default: the one that torch brings")
+    parser.add_argument("--architecture", action="append", help="such as 90; may be repeated; default: 80, 89 and 90")
     arguments = parser.parse_args()
+    compiler = None
+    with contextlib.suppress(nvrtc.CompilerMissing):
+        compiler = nvrtc.Compiler(arguments.nvrtc and nvrtc.load(Path(arguments.nvrtc)))
     nvcc = find_nvcc()
     if nvcc is None:
         print("there is no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda: nothing was looked at", file=sys.stderr)
@@ -300,17 +381,25 @@ def main() -> int:
     version = re.search(r"release [\d.]+, V[\d.]+", _run(nvcc, "--version"))
     tools = f"nvcc {version[0] if version else 'of an unknown release'}; machine code "
     tools += "not looked at (no cuobjdump)." if disassembler is None else "read with cuobjdump."
-    found = {}
+    found, compared = {}, ""
+    other: dict[str, list[str]] = {}
+    worse: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for architecture in flags()[1]:
-            kernels = [
-                kernel
-                for source in SOURCES
-                for kernel in examine(nvcc, disassembler, source, architecture, Path(folder))
-            ]
-            found[architecture] = kernels
-    _report.publish([report(found, tools, told_command(sys.argv))], arguments.out)
-    return int(any(kernel.faults() for kernels in found.values() for kernel in kernels))
+        for architecture in arguments.architecture or ARCHITECTURES:
+            found[architecture] = examine(nvcc, disassembler, architecture, Path(folder))
+            if compiler is not None:
+                other[architecture], worse[architecture] = others(Path(folder), compiler, architecture)
+    if compiler is not None:
+        same = (f"{len(found[name]) - len(names)} of {len(found[name])} for sm_{name}" for name, names in other.items())
+        compared = (
+            f" NVRTC {compiler.version} makes the same machine code of {', '.join(same)}; of the others the same "
+        )
+        compared += "but for how addresses are computed."
+    _report.publish([report(found, tools + compared, told_command(sys.argv))], arguments.out)
+    for architecture, names in worse.items():
+        for name in names:
+            print(f"sm_{architecture}, {name}: NVRTC makes other code", file=sys.stderr)
+    return int(any(worse.values()) or any(kernel.faults() for kernels in found.values() for kernel in kernels))
 
 
 if __name__ == "__main__":

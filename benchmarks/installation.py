@@ -62,7 +62,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="where what is built goes")
     parser.add_argument("--python", type=Path, action="append", help="an interpreter with torch (default: this one)")
-    parser.add_argument("--without-cuda", action="store_true", help="leave the CUDA kernels out, which take longest")
     parser.add_argument("--rounds", type=int, default=5, help="of timing starts (default: %(default)s)")
     add_out(parser)
     args = parser.parse_args()
@@ -72,9 +71,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source = build_source(args.dist, folder)
-        ways = {"wheel, CPU": {"GEMINI_CUDA": "0"}, "source, no compiler": {"CC": "/bin/false", "CXX": "/bin/false"}}
-        if shutil.which("nvcc") and not args.without_cuda:
-            ways["wheel, CPU and CUDA"] = {}
+        ways = {"wheel": {}, "source, no compiler": {"CC": "/bin/false", "CXX": "/bin/false"}}
         for python in pythons:
             for way, environment in ways.items():
                 print(f"{python}: {way}", file=sys.stderr, flush=True)

@@ -13,7 +13,6 @@
 #include "checksum.h"
 #include "cpu_grad.h"
 #include "cpu_update.h"
-#include "cuda/bindings.h"
 #include "nvme_io.h"
 #include "stream.h"
 #include "thread_pool.h"
@@ -76,13 +75,6 @@ PYBIND11_MODULE(_C, m) {
     m.def("probe_width", &probe_width, nogil());
 
     py::class_<Scalars>(m, "Scalars").def(py::init(&make_scalars));
-
-#if defined(GEMINI_CUDA)
-    m.attr("HAS_CUDA") = true;
-    cuda::bind(m);
-#else
-    m.attr("HAS_CUDA") = false;
-#endif
 
     m.def("update",
           [](Isa isa, Address weights, Address residual, const std::vector<Address>& states, Address grad,

@@ -186,6 +186,19 @@ struct SophiaHEstimate {
 
 constexpr int kMaxStates = 4, kMaxScalars = 14;
 
+// The arrays of an update: weights are fp32 with residual == nullptr, or bf16 with int16 residuals; states are fp32.
+// Of compact ones weights are bf16 with int8 residuals, states bytes, and each has scales, a byte for 64 elements.
+struct Arrays {
+    void* weights;
+    void* residual;
+    const void* grad;
+    int num_states;
+    void* states[kMaxStates];
+    void* scales[kMaxStates];
+};
+
+#if !defined(__CUDACC_RTC__)  // the rest is for the host
+
 enum class RuleKind : int { adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate, sophia_h, sophia_h_estimate };
 
 // The scalars of an update of any rule: which one it is, and its numbers in the order of its struct.
@@ -217,17 +230,6 @@ inline Scalars make_scalars(const std::string& name, const std::vector<float>& v
     std::copy(values.begin(), values.end(), made.values);
     return made;
 }
-
-// The arrays of an update: weights are fp32 with residual == nullptr, or bf16 with int16 residuals; states are fp32.
-// Of compact ones weights are bf16 with int8 residuals, states bytes, and each has scales, a byte for 64 elements.
-struct Arrays {
-    void* weights;
-    void* residual;
-    const void* grad;
-    int num_states;
-    void* states[kMaxStates];
-    void* scales[kMaxStates];
-};
 
 inline Arrays arrays_at(uintptr_t weights, uintptr_t residual, uintptr_t grad, const std::vector<uintptr_t>& states) {
     const auto at = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
@@ -263,5 +265,7 @@ void with_rule(const Scalars& scalars, const Arrays& arrays, Use use) {
         case RuleKind::sophia_h_estimate: return use(scalars.as<SophiaHEstimate>(n));
     }
 }
+
+#endif
 
 }  // namespace gemini

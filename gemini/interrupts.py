@@ -23,7 +23,7 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -143,6 +143,16 @@ def without_grad(function: Callable[P, T]) -> Callable[P, T]:
         return _call(False, function, *args, **kwargs)
 
     return call
+
+
+def yield_without_grad() -> Iterator[None]:
+    """Yield once, with autograd off meanwhile: for ``yield from`` in what becomes a context manager."""
+    before = torch.is_grad_enabled()
+    try:
+        torch._C._set_grad_enabled(False)
+        yield
+    finally:
+        torch._C._set_grad_enabled(before)
 
 
 def _call(enabled: bool, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -160,7 +160,8 @@ class MemoryBudget:
             computed on the CPU are not counted.
         nvme: the size of the spill file. Needs ``nvme_path``.
         nvme_path: an existing, writable directory ("~" is your home). Without it there is no NVMe tier. The spill file
-            in it has no name, and its space is free again when the process ends.
+            in it has no name, and its space is free again when the process ends. A list of directories, one on each
+            drive: they are read and written together, in equal shares, and ``nvme`` is the size of all.
         durable: keep weights and optimizer states in a store in ``nvme_path`` that remains when the process ends, in
             whatever way. ``save_checkpoint(nvme_path, ...)`` then only adds what is in memory and a record of a few
             KiB, because training has written the rest already. The store takes twice the space of all weights and
@@ -174,7 +175,7 @@ class MemoryBudget:
     gpu: str | int | None = None
     cpu: str | int | None = None
     nvme: str | int | None = None
-    nvme_path: str | Path | None = None
+    nvme_path: str | Path | Sequence[str | Path] | None = None
     durable: bool = False
 
     def __post_init__(self) -> None:
@@ -184,14 +185,22 @@ class MemoryBudget:
             if size is not None:
                 parse_bytes(size, what=f"MemoryBudget({tier.value}=)")
         for tier in FILED:
-            path = self.path_of(tier)
-            if path is not None and not str(path):
+            given = getattr(self, f"{tier.value}_path")
+            several = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+            if not all(map(str, several)) or (given is not None and not several):
                 raise ValueError(
-                    f"MemoryBudget({tier.value}_path='') names no directory; leave it out for no {tier.spec.title} tier"
+                    f"MemoryBudget({tier.value}_path={given!r}) names no directory; leave it out for no "
+                    f"{tier.spec.title} tier"
                 )
-            if str(path or "").startswith("~"):
-                # The dataclass is frozen, and everybody after this reads a path that exists as it stands.
-                object.__setattr__(self, f"{tier.value}_path", Path(str(path)).expanduser())
+            # The dataclass is frozen, and everybody after this reads paths that exist as they stand.
+            paths = [Path(path).expanduser() if str(path).startswith("~") else path for path in several]
+            twice = [path for number, path in enumerate(paths) if Path(path) in map(Path, paths[:number])]
+            if twice:
+                raise ValueError(f"MemoryBudget({tier.value}_path=) names {twice[0]} twice; name each directory once")
+            if isinstance(given, (list, tuple)):
+                object.__setattr__(self, f"{tier.value}_path", tuple(paths))
+            elif paths:
+                object.__setattr__(self, f"{tier.value}_path", paths[0])
         if not isinstance(self.durable, bool):
             raise TypeError(f"MemoryBudget(durable=) is True or False, got {self.durable!r}")
         if self.durable and self.nvme_path is None:
@@ -209,9 +218,14 @@ class MemoryBudget:
         return None if size is None else parse_bytes(size)
 
     def path_of(self, tier: Tier) -> str | Path | None:
-        """The directory for the file of ``tier``; None where there is no such tier."""
-        path: str | Path | None = getattr(self, f"{tier.value}_path")
-        return path
+        """The directory for the file of ``tier``, the first one of several; None where there is no such tier."""
+        paths = self.paths_of(tier)
+        return paths[0] if paths else None
+
+    def paths_of(self, tier: Tier) -> tuple[str | Path, ...]:
+        """The directories over which the file of ``tier`` is striped; none where there is no such tier."""
+        given: Any = getattr(self, f"{tier.value}_path")
+        return () if given is None else given if isinstance(given, tuple) else (given,)
 
 
 class Turn(IntEnum):

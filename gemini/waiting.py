@@ -62,6 +62,13 @@ def on_worker() -> bool:
     return _of_thread.works
 
 
+def is_running(thread: threading.Thread) -> bool:
+    """Say whether a thread has begun and not ended. Not by ``Thread.is_alive``: a KeyboardInterrupt inside of it marks
+    a thread as ended for good that goes on (its clean-up takes any lock that is held for one that it has taken).
+    """
+    return thread is threading.current_thread() or thread in threading.enumerate()
+
+
 class Latch:
     """Something that happens once. As ``threading.Event`` without ``clear``, and without its lock. Any thread may set
     it and any may wait, several at once.
@@ -162,14 +169,14 @@ def patience(what: Callable[[], str], *, is_elsewhere: bool = False) -> Iterator
         # something.
         has_moved = PROGRESS.count != seen or (PROGRESS.is_elsewhere and not is_elsewhere)
         seen, idle = PROGRESS.count, 0 if has_moved else idle + 1
-        text = f"nothing has moved for {idle * LOOK_SECONDS:.0f} s while waiting for "
+        seconds = idle * LOOK_SECONDS
         if idle >= limit:
             raise GeminiError(
-                f"{text}{what()}. A drive or a device that does not answer, or a fault of Gemini: {_threads()}. Start "
-                "again from the last checkpoint"
+                f"nothing has moved for {seconds:.0f} s while waiting for {what()}. A drive or a device that does not "
+                f"answer, or a fault of Gemini: {_threads()}. Start again from the last checkpoint"
             )
         if idle == TELL_LOOKS:
-            warn(f"{text}{what()}: {_threads()}")
+            warn(f"nothing has moved for {seconds:.0f} s while waiting for {what()}: {_threads()}")
         yield
 
 

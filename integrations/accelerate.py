@@ -26,7 +26,7 @@ from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handles_of
 from gemini.train.params.owner import owner_of
 
 try:
@@ -281,7 +281,7 @@ class GeminiAccelerator(SavingAccelerator):
             ValueError: for some of its params only, and before the last micro-batch of an accumulation.
         """
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        handles = [handle for param in params if (handle := handle_of(param)) is not None]
+        handles = handles_of(params)
         if not handles:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         engine = owner_of(handles[0])
@@ -304,7 +304,7 @@ class GeminiAccelerator(SavingAccelerator):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refused for managed params: their gradients are clipped by norm only."""
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(handle_of(param) is not None for param in params):
+        if handles_of(params):
             raise ValueError("clip_grad_value_ on a managed model: use clip_grad_norm_, its gradients live in chunks")
         super().clip_grad_value_(params, clip_value)
 

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 
 from gemini.config import GeminiConfig
 from gemini.memory.durable.folder import has_commit, is_store
+from gemini.tiers import DRIVE
 from gemini.train.checkpoint.durable import committed_extra
 from gemini.train.checkpoint.saving import save_checkpoint
 
@@ -38,9 +39,8 @@ class Committed(NamedTuple):
 
 def store_of(config: GeminiConfig | None) -> Path | None:
     """Where a run with this config has its store, if it has one."""
-    if config is None or not config.memory.durable or config.memory.nvme_path is None:
-        return None
-    return Path(config.memory.nvme_path)
+    path = config.memory.path_of(DRIVE) if config is not None and config.memory.durable else None
+    return None if path is None else Path(path)
 
 
 # ---- committing --------------------------------------------------------------------------------------------------

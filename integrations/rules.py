@@ -7,7 +7,7 @@ the names of ``TrainingArguments(optim=)`` those are known here whose rule Gemin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from gemini.planning.rules import RULES, rule_named
 from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.optimizers.in_place import class_in_place_of, convert
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import ParamHandle, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, handle_of, handles_of, optimizer_of
 from gemini.train.params.owner import owner_of
 
 _STOCK = ("sgd", "adagrad", "rmsprop")
@@ -32,12 +32,11 @@ _POSSIBLE = "torch.optim.AdamW, torch.optim.Adam or gemini.HybridAdam"
 
 def owns_managed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any of its params is managed."""
-    return any(True for _ in _managed_of(optimizer))
+    return bool(_managed_of(optimizer))
 
 
-def _managed_of(optimizer: torch.optim.Optimizer) -> Iterator[ParamHandle]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return (handle for handle in map(handle_of, params) if handle is not None)
+def _managed_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
+    return handles_of(param for group in optimizer.param_groups for param in group["params"])
 
 
 def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:

@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
-
-from gemini.memory.durable.slots import SlotFile
-from gemini.memory.nvme import SpillFile
+from gemini.memory.durable.slots import NamedFile
+from gemini.memory.nvme import Extent, SpillFile
 from gemini.train.checkpoint.durable import open_store
 from gemini.train.checkpoint.tensor_file import bytes_of
 
@@ -51,7 +49,8 @@ class Log:
         self._start = self._files()
 
     def _files(self) -> dict[str, bytes]:
-        return {str(p.relative_to(self.root)): p.read_bytes() for p in self.root.rglob("*") if p.is_file()}
+        found = (p for p in self.root.rglob("*") if p.is_file() and not p.is_symlink())
+        return {str(p.relative_to(self.root)): p.read_bytes() for p in found}
 
     def _name(self, fd: int) -> str | None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
@@ -61,13 +60,18 @@ class Log:
     def recording(self) -> Iterator[None]:
         begin_write, pwrite, sync = SpillFile.begin_write, os.pwrite, os.fdatasync
 
-        def slot_write(file: Any, source: torch.Tensor, offset: int) -> Any:
-            data = bytes(bytes_of(source.detach().contiguous().view(-1)))
-            event = begin_write(file, source, offset)
-            if isinstance(file, SlotFile):
-                self.entries.append(
-                    Write(str(file.path.resolve().relative_to(self.root)), offset, data, event, time.monotonic_ns())
-                )
+        def slot_write(file: Any, extents: Any) -> Any:
+            if not isinstance(file, NamedFile):
+                return begin_write(file, extents)
+            written: list[tuple[int, bytes]] = []
+
+            def noted() -> Iterator[Extent]:
+                for source, offset in extents:
+                    written.append((offset, bytes(bytes_of(source.detach().contiguous().view(-1)))))
+                    yield Extent(source, offset)
+
+            event, name = begin_write(file, noted()), str(file.path.resolve().relative_to(self.root))
+            self.entries += [Write(name, offset, data, event, time.monotonic_ns()) for offset, data in written]
             return event
 
         def record_write(fd: int, data: Any, offset: int) -> int:
@@ -138,6 +142,10 @@ class Log:
             path = directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
+        # Of slots on several drives: made before the first commit, and on the drive with it.
+        for link in (p for p in self.root.rglob("*") if p.is_symlink()):
+            target = directory / Path(os.readlink(link)).relative_to(self.root)
+            (directory / link.relative_to(self.root)).symlink_to(target)
 
 
 def content(directory: Path) -> tuple[int, str]:
@@ -157,10 +165,10 @@ def content(directory: Path) -> tuple[int, str]:
 
 
 class Judge:
-    """Images of one log against the digests of its commits."""
+    """Images of one log against the digests of its commits, in a folder ``store`` of it."""
 
-    def __init__(self, log: Log):
-        self.log, self._commits = log, list[tuple[int, int, str]]()
+    def __init__(self, log: Log, store: str = "."):
+        self.log, self._store, self._commits = log, store, list[tuple[int, int, str]]()
 
     def committed(self, directory: Path) -> None:
         """A commit is over: what it holds must stay until the next one is."""
@@ -177,7 +185,7 @@ class Judge:
         last = max(i for i, (at, _, _) in enumerate(self._commits) if at <= stop)
         allowed = [(number, bits) for _, number, bits in self._commits[last : last + 2]]
         try:
-            found = content(directory)
+            found = content(directory / self._store)
         except Exception as e:
             return f"after {stop} entries: {type(e).__name__}: {e}"
         if found in allowed:

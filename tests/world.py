@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flights
 
 WHERE = {
     # what was asked for and decided
@@ -108,7 +107,7 @@ class World:
     def activation_workers(self) -> Any:
         """The activations in flight; None where their moves are made in turn."""
         flights = self._engine.activations.flights
-        return flights if isinstance(flights, Flights) else None
+        return None if flights.in_turn else flights
 
     @property
     def first_use(self) -> dict[int, int]:

@@ -217,7 +217,7 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     rounds = 3 if args.tiny else args.rounds
     results.say(f"{kernels.capabilities()}.", "")
     if card.real and not kernels.capabilities().cuda:
-        raise SystemExit("the library has no CUDA kernels: build it where nvcc is (setup.py build_ext --inplace)")
+        raise SystemExit(f"the CUDA kernels do not run here: {kernels.capabilities().why_not_cuda}")
     adam = speeds(card, results, "Adam", adam_contenders(n, card.torch), n, rounds)
     card.forget()
     grads = speeds(card, results, "Gradients", gradient_contenders(n, card.torch), n, rounds)

@@ -6,8 +6,6 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 
 #include "../formats.h"
 
@@ -32,6 +30,9 @@ GEMINI_DEVICE double root(double a) { return __dsqrt_rn(a); }
 GEMINI_DEVICE float narrow(double a) { return __double2float_rn(a); }
 GEMINI_DEVICE uint32_t bits_of(float value) { return __float_as_uint(value); }
 GEMINI_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
+GEMINI_DEVICE double double_of(uint32_t high, uint32_t low) {
+    return __hiloint2double(static_cast<int>(high), static_cast<int>(low));
+}
 #else
 GEMINI_DEVICE float add(float a, float b) { return a + b; }
 GEMINI_DEVICE float sub(float a, float b) { return a - b; }
@@ -50,6 +51,12 @@ GEMINI_DEVICE uint32_t bits_of(float value) {
 }
 GEMINI_DEVICE float float_of(uint32_t bits) {
     float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+GEMINI_DEVICE double double_of(uint32_t high, uint32_t low) {
+    const uint64_t bits = static_cast<uint64_t>(high) << 32 | low;
+    double value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
 }

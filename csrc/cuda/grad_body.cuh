@@ -4,11 +4,8 @@
 // Each phase is a function of one lane; between phases the lanes meet. On the host the tests run lane after lane.
 #pragma once
 
-#include <type_traits>
-
 #include "bits.cuh"
 #include "compact_body.cuh"
-#include "grad.h"
 #include "update_body.cuh"
 
 namespace gemini::cuda {
@@ -19,6 +16,23 @@ constexpr int64_t kBlock = 4096, kTile = int64_t{1} << 20;
 constexpr int kTileBlocks = static_cast<int>(kTile / kBlock);
 
 enum class Doing : int { read, copy, widen, accumulate, first24, add24 };
+
+// Where one launch leaves what it finds; all in device memory. `blocks` holds a double per 4096 elements of the tensor,
+// `tiles` one per 2^20; `arrived` is 0 before and after. `nonfinite` becomes 1 if a tile's sum is not finite, and is
+// left alone otherwise: several launches may share it.
+struct NormPlaces {
+    double* blocks;
+    double* tiles;
+    unsigned* arrived;
+    int* nonfinite;
+};
+
+// One number each, in device memory; nonfinite is 0 or 1.
+struct ClipPlaces {
+    double* norm;
+    float* factor;
+    int* nonfinite;
+};
 
 // What of a warp is in shared memory.
 struct WarpShared {
@@ -92,13 +106,45 @@ struct GradLane {
     }
 };
 
+// The exact square of a value that has the 8 or 11 bits of bf16 or fp16: its fraction is squared in fp32, which holds that,
+// and the double is put together out of integers. Cards for games do 1 double operation in the time of 64 others; this
+// takes none, where converting and multiplying take two.
+template <Dtype Source>
+GEMINI_DEVICE double square_of(float x) {
+    const uint32_t bits = bits_of(x) & 0x7fffffffu, exponent = bits >> 23;
+    const float one = float_of((bits & 0x7fffffu) | 0x3f800000u);  // [1, 2)
+    const bool is_tiny = Source == Dtype::bf16 && exponent == 0;   // a subnormal number, whose fraction begins with 0
+    const float fraction = is_tiny ? sub(one, 1.0f) : one;
+    const uint32_t square = bits_of(mul(fraction, fraction));
+    // From fp32's bias to the double's 896 more, and twice the exponent without its own bias of 127.
+    uint32_t high = (square >> 3) + ((is_tiny ? 1u : exponent) << 21) + ((896u - 254u) << 20);
+    if (square == 0 || (Source == Dtype::f16 && bits == 0)) high = 0;
+    if (exponent == 255) high = 0x7ff00000u | (bits & 0x7fffffu) >> 3;
+    return double_of(high, Source == Dtype::f16 && bits != 0 ? square << 29 : 0u);
+}
+
+template <>
+GEMINI_DEVICE double square_of<Dtype::f32>(float x) {
+    return mul(static_cast<double>(x), static_cast<double>(x));
+}
+
+// In which format the values are whose squares are added up, or f32 where doubles are quick: there two operations of them
+// are fewer instructions (A100, H100, B200).
+template <Doing What, Dtype Source>
+GEMINI_DEVICE constexpr Dtype squared_in() {
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+    return Dtype::f32;
+#else
+    return What == Doing::accumulate ? Dtype::f32
+           : What == Doing::first24 || What == Doing::add24 ? Dtype::bf16 : Source;
+#endif
+}
+
 // The squares of a step; what lies beyond the end is +0.0, which changes nothing.
+template <Dtype In>
 GEMINI_DEVICE void add_squares(const WarpShared& shared, int lane, double& sum) {
 #pragma unroll
-    for (int row = 0; row < kPerThread; ++row) {
-        const double x = static_cast<double>(shared.values[row * kLanes + lane]);
-        sum = add(sum, mul(x, x));
-    }
+    for (int row = 0; row < kPerThread; ++row) sum = add(sum, square_of<In>(shared.values[row * kLanes + lane]));
 }
 
 // One round of adding lanes pairwise: 16 apart, 8, 4, 2, 1.
@@ -115,7 +161,8 @@ GEMINI_DEVICE double total(const double* sums, int64_t first, int64_t last) {
     return sum;
 }
 
-// From the sum of each gradient: see clip_factor in grad.h.
+// From the sum of each gradient what clipping to `max_norm` multiplies gradients by: norm is the root of the sum of all, in
+// order, factor is min(1, max_norm / (norm + 1e-6)), rounded to fp32 once; where the norm is not finite it is 1.
 GEMINI_DEVICE void clip(const double* totals, int64_t count, double max_norm, const ClipPlaces& places) {
     const double norm = root(total(totals, 0, count));
     const double coefficient = div(max_norm, add(norm, 1e-6));

@@ -3,8 +3,8 @@
 // Without anything of the launch in it, so that the same text runs on the host for the tests, thread by thread.
 #pragma once
 
-#include "update.h"
 #include "bits.cuh"
+#include "../rules.h"
 
 namespace gemini::cuda {
 
@@ -13,6 +13,9 @@ constexpr int kThreads = 256;
 constexpr int64_t kPerBlock = int64_t{kPerThread} * kThreads;
 constexpr int kMaxSegments = 44;  // a launch's arguments stay under 4 KB, what every architecture takes
 
+// The argument of a launch, as gemini/kernels/cuda.py packs it. Segments ascend and do not overlap: the params of one group
+// inside a chunk, which share their scalars. `grad_scale`, if it is not null, replaces the scalars' own (what clipping left
+// in device memory); if `stop` is not null and not 0 when the kernel runs, it does nothing (a gradient was not finite).
 template <class Rule>
 struct Launch {
     struct Part {
@@ -161,35 +164,6 @@ GEMINI_DEVICE void thread_of_launch(const Launch<Rule>& launch, int64_t block, i
     if (at >= segment.end) return;
     const float grad_scale = launch.grad_scale != nullptr ? *launch.grad_scale : segment.rule.grad_scale;
     update_thread<Grad, Split, Aligned, Rule>(launch.arrays, segment, at, grad_scale);
-}
-
-// Splits segments into launches, each of one rule, and calls `run(launch, whether everything is aligned)` for each.
-template <class Run>
-void for_each_launch(const Arrays& arrays, const std::vector<Segment>& segments, const float* grad_scale, const int* stop,
-                     Run run) {
-    bool aligned = true;
-    for (const void* array : {static_cast<const void*>(arrays.weights), static_cast<const void*>(arrays.residual),
-                              static_cast<const void*>(arrays.grad)})
-        aligned = aligned && reinterpret_cast<uintptr_t>(array) % sizeof(Sixteen) == 0;
-    for (const void* array : arrays.states) aligned = aligned && reinterpret_cast<uintptr_t>(array) % sizeof(Sixteen) == 0;
-    for (size_t next = 0; next < segments.size();) {
-        with_rule(segments[next].scalars, arrays, [&](auto first) {
-            using Rule = decltype(first);
-            const RuleKind kind = segments[next].scalars.kind;
-            Launch<Rule> launch{arrays, grad_scale, stop, 0, {}, {}, {}};
-            for (; next < segments.size() && launch.count < kMaxSegments && segments[next].scalars.kind == kind; ++next) {
-                const Segment& segment = segments[next];
-                if (segment.end <= segment.begin) continue;
-                const int64_t span = segment.end - (segment.begin - segment.begin % kPerThread);
-                const int64_t blocks = (span + kPerBlock - 1) / kPerBlock;
-                launch.segments[launch.count] = {segment.begin, segment.end, segment.scalars.as<Rule>(arrays.num_states)};
-                launch.dithers[launch.count] = segment.dither;
-                launch.first_block[launch.count + 1] = launch.first_block[launch.count] + blocks;
-                ++launch.count;
-            }
-            if (launch.count > 0) run(launch, aligned);
-        });
-    }
 }
 
 }  // namespace gemini::cuda

@@ -30,8 +30,9 @@ from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.machines.measure import measure
+from gemini.memory.devices.pinned import seconds_to_register
 from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
-from gemini.memory.system import memory_limit
+from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
 from gemini.train.checkpoint.durable import Stored, open_store
@@ -134,12 +135,27 @@ def _kernels() -> Iterator[str]:
     yield from str(kernels.capabilities()).splitlines()
 
 
+_MODELS = {"8B model": 8_030_000_000, "70B model": 70_550_000_000}
+_BYTES_PER_PARAM, _CROSSING_PER_PARAM = 14, 4
+"""bf16 with Adam's exact states and gradients that are kept, all on the host; weights and gradients cross the bus."""
+
+
 def _memory() -> Iterator[str]:
     memory = psutil.virtual_memory()
     yield f"{human_bytes(memory.available)} available of {human_bytes(memory.total)}"
     limit = memory_limit()
     if limit is not None:
         yield f"limited to {human_bytes(limit)} by a control group"
+    nodes = memory_nodes()
+    if len(nodes) > 1:
+        yield f"of {len(nodes)} NUMA nodes: states are spread over them, weights and gradients are near their GPU"
+    for name, params in _MODELS.items():
+        whole, crossing = _BYTES_PER_PARAM * params, _CROSSING_PER_PARAM * params
+        yield (
+            f"a GPU's driver registers {human_bytes(crossing)} of the {human_bytes(whole)} of an exact {name} in about "
+            f"{seconds_to_register(crossing):.0f} s (by one thread and all of it "
+            f"{seconds_to_register(whole, touched=False):.0f} s; published rates, not measured here)"
+        )
 
 
 def _gpus() -> Iterator[str]:

@@ -13,6 +13,9 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
+from gemini import kernels
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.jobs.errors import REFUSED
 from gemini.jobs.planner import Machine
@@ -417,6 +420,8 @@ def _head(report: PlanReport) -> Iterator[str]:
     if machine.hardware is not None:
         given.append(f"machine {machine.hardware.name}")
     yield fact("given, each" if report.ranks > 1 else "given", "; ".join(given))
+    if machine.compute is Tier.GPU and torch.cuda.is_available() and (why := kernels.capabilities().why_not_cuda):
+        yield fact("slower here", f"updates and gradients on this machine's GPU go through torch: {why}")
 
 
 def _why_tiles(report: PlanReport) -> str:

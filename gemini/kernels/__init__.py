@@ -1,9 +1,9 @@
 """The numeric kernels and raw I/O under the memory manager and the optimizer: native where it can be, torch elsewhere.
 
-Every function checks its tensors, then runs C++ (CPU tensors, native library
-present) or the same function of gemini.kernels.reference, with the same bits either way: neither instruction set, nor
-threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd and
-leave version counters alone. Set GEMINI_NATIVE=0 to run without the native library.
+Every function checks its tensors, then runs C++ (CPU tensors, native library present), a CUDA kernel (CUDA tensors,
+NVRTC present) or the same function of gemini.kernels.reference, with the same bits every way: neither instruction set,
+nor threads, nor device change a result. Tensors are flat (1-D, contiguous); native writes do not pass through autograd
+and leave version counters alone. Set GEMINI_NATIVE=0 to run the reference alone.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemini.errors import warn
 from gemini.kernels import reference
 from gemini.kernels.arrays import (
     BFLOAT16,
@@ -39,6 +40,7 @@ from gemini.kernels.cuda import CudaKernels
 from gemini.kernels.io import IO_THREADS, IoQueue, crc32
 from gemini.kernels.native import native as _native
 from gemini.kernels.native import why_not as _why_not
+from gemini.kernels.nvrtc import Driver, compiler
 from gemini.kernels.reference import NORM_BLOCK, NORM_LANES, NORM_TILE, total
 from gemini.kernels.sums import ClipFactor, DeviceSums, Sums, clip_coefficient, nonfinite_flag, resolve
 from gemini.planning.compact import BLOCK as COMPACT_BLOCK
@@ -81,6 +83,7 @@ __all__ = [
     "totals",
     "update",
     "use_isa",
+    "why_not_cuda",
 ]
 
 
@@ -95,13 +98,14 @@ if _native is not None:
     _native.set_num_threads(_num_cpus())
 _isa_name = list(_isas)[-1]
 _isa: Any = _isas[_isa_name]
+_only_reference = False  # was asked for, of CUDA tensors too
 _num_threads = _num_cpus()
 
 _dtypes: dict[torch.dtype, Any] = (
     {} if _native is None else dict(zip(GRAD, (_native.Dtype.f32, _native.Dtype.bf16, _native.Dtype.f16), strict=True))
 )
 
-_cuda = CudaKernels(_native, _dtypes) if getattr(_native, "HAS_CUDA", False) else None
+_cuda: CudaKernels | None = None if os.environ.get("GEMINI_NATIVE") == "0" else CudaKernels(Driver())
 
 # ---- what is here ----------------------------------------------------------------------------------------------------
 
@@ -110,8 +114,8 @@ _cuda = CudaKernels(_native, _dtypes) if getattr(_native, "HAS_CUDA", False) els
 class KernelReport:
     """What runs the kernels in this process. `reason` says why there is no native library, if there is none.
 
-    `isa` is in use for CPU tensors, `isas` are those that can run here; `cuda` says whether the library holds CUDA
-    kernels (CUDA tensors run the torch reference where it does not, with the same bits).
+    `isa` is in use for CPU tensors, `isas` are those that can run here; `cuda` says who compiles the kernels of CUDA
+    tensors, and is None where these run the torch reference, with the same bits: `why_not_cuda` says why.
     """
 
     native: bool
@@ -119,19 +123,52 @@ class KernelReport:
     isa: str
     isas: tuple[str, ...]
     num_threads: int
-    cuda: bool
+    cuda: str | None
+    why_not_cuda: str | None
 
     def __str__(self) -> str:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
+        on_cuda = (
+            f"; on CUDA: {self.cuda or f'torch reference, {self.why_not_cuda}'}" if torch.cuda.is_available() else ""
+        )
         if not self.native:
-            return f"kernels: torch reference only, {self.reason}"
-        on_cuda = f"; on CUDA: {'native' if self.cuda else 'torch reference'}" if torch.cuda.is_available() else ""
+            return f"kernels: torch reference only, {self.reason}{on_cuda}"
         return f"kernels: native, {self.isa} (of {', '.join(self.isas)}), {threads}{on_cuda}"
 
 
 def capabilities() -> KernelReport:
-    """What runs the kernels here and now."""
-    return KernelReport(_native is not None, _why_not, _isa_name, tuple(_isas), get_num_threads(), _cuda is not None)
+    """What runs the kernels here and now, on CUDA tensors those of the current device."""
+    there = torch.cuda.is_available()
+    refusal = why_not_cuda(torch.device("cuda", torch.cuda.current_device())) if there else "there is no CUDA device"
+    cuda = None if refusal else f"compiled by NVRTC {compiler().version}"
+    return KernelReport(_native is not None, _why_not, _isa_name, tuple(_isas), get_num_threads(), cuda, refusal)
+
+
+@cache
+def why_not_cuda(device: torch.device) -> str | None:
+    """Why CUDA tensors of this device are left to torch, or None: two small kernels are compiled, run and looked at.
+
+    Asked once for each device; where the answer is not None it warns.
+    """
+    if _cuda is None:
+        return "GEMINI_NATIVE=0 is set"
+    try:
+        master = torch.tensor([1.001, -math.inf, 1e-42], device=device)
+        hi, lo = torch.empty(3, dtype=torch.bfloat16, device=device), torch.empty(3, dtype=torch.int16, device=device)
+        back = torch.empty_like(master)
+        _cuda.split_master(master, hi, lo)
+        _cuda.join_master(hi, lo, back)
+        found, wanted = back.tolist(), master.tolist()
+        if found == wanted:
+            return None
+        refusal = f"a kernel made {found} of {wanted}"
+    except (RuntimeError, OSError) as e:  # no compiler, a card or a driver that does not take its code, no driver
+        refusal = str(e)
+    warn(
+        f"Gemini's CUDA kernels cannot be used on {device} ({refusal}): gradients and updates there go through torch, "
+        "with the same bits, more memory and waits of the host. `gemini doctor` says the same"
+    )
+    return refusal
 
 
 @contextmanager
@@ -140,16 +177,16 @@ def use_isa(name: str | None) -> Iterator[None]:
 
     Raises ValueError for a name that is unknown or cannot run here.
     """
-    global _isa, _isa_name
+    global _isa, _isa_name, _only_reference
     chosen = list(_isas)[-1] if name is None else name
     if chosen not in _isas:
         raise ValueError(f"instruction set {chosen!r} cannot run here; there are {', '.join(_isas)}")
-    before = _isa_name
-    _isa_name, _isa = chosen, _isas[chosen]
+    before = _isa_name, _isa, _only_reference
+    _isa_name, _isa, _only_reference = chosen, _isas[chosen], name == "reference"
     try:
         yield
     finally:
-        _isa_name, _isa = before, _isas[before]
+        _isa_name, _isa, _only_reference = before
 
 
 def set_num_threads(n: int) -> None:
@@ -202,8 +239,8 @@ def set_flush_mode(mode: int) -> None:
 
 
 def _cuda_for(tensor: Tensor) -> CudaKernels | None:
-    """The native CUDA kernels, if they take it; `use_isa("reference")` and a library without them leave it to torch."""
-    return _cuda if _isa is not None and tensor.is_cuda else None
+    """The CUDA kernels, if they take it; `use_isa("reference")` and what stands in `why_not_cuda` leave it to torch."""
+    return _cuda if tensor.is_cuda and not _only_reference and why_not_cuda(tensor.device) is None else None
 
 
 @lru_cache(maxsize=256)

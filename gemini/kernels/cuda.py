@@ -3,22 +3,45 @@
 Work is enqueued on torch's current stream of the tensors' device, and nothing waits: sums of squares are left there, in
 `NormWorkspace`, for whoever can wait later or never (`clip_factor` turns them into the factor that clips without the
 host; it learns once, by a copy, how many tiles the gradients of a model have). The host waits in `fetch` alone.
-Arguments were checked by gemini.kernels.
+Arguments were checked by gemini.kernels. Kernels are named here as csrc/cuda has them; :mod:`gemini.kernels.nvrtc`
+compiles and launches them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gemini.kernels.arrays import Addresses, Arrays, Segment, kernel_and_scalars
+from gemini.kernels.nvrtc import THREADS
 from gemini.kernels.reference import NORM_BLOCK, NORM_TILE
 from gemini.kernels.sums import DeviceSums, Sums
+
+_PER_THREAD, _PER_BLOCK, _MOST_SEGMENTS = 8, 2048, 44
+"""kPerThread, kPerBlock and kMaxSegments of csrc/cuda/update_body.cuh."""
+
+_DTYPES = {
+    torch.float32: "gemini::Dtype::f32",
+    torch.bfloat16: "gemini::Dtype::bf16",
+    torch.float16: "gemini::Dtype::f16",
+}
+
+_RULES = {"adamw": "Adam<true>", "adam": "Adam<false>"}
+"""Of csrc/rules.h, where the struct is not named as the rule is."""
+
+
+class Launcher(Protocol):
+    """Who starts kernels."""
+
+    def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
+        """Enqueue a kernel on a stream of a device; nothing waits."""
 
 
 class NormWorkspace:
@@ -40,23 +63,18 @@ class NormWorkspace:
         self.tiles = torch.empty(tiles, dtype=torch.float64, device=device)
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device) if nonfinite is None else nonfinite
 
-    def native(self, module: Any) -> Any:
+    def argument(self) -> Any:
+        """NormPlaces of csrc/cuda/grad_body.cuh."""
         arrays = (self._blocks, self.tiles, self._arrived, self.nonfinite)
-        return module.CudaNormPlaces(*(array.data_ptr() for array in arrays))
+        return _pointers(*(array.data_ptr() for array in arrays))
 
 
 class CudaKernels:
-    """The functions of gemini.kernels on CUDA tensors.
+    """The functions of gemini.kernels on CUDA tensors, by kernels that ``launcher`` starts."""
 
-    Args:
-        module: the native library.
-        dtypes: its names of the formats.
-    """
-
-    def __init__(self, module: Any, dtypes: dict[torch.dtype, Any]):
-        self._module, self._dtypes = module, dtypes
+    def __init__(self, launcher: Launcher):
+        self._launcher = launcher
         self._shared: dict[tuple[int, int], Tensor] = {}
-        self._scalars = lru_cache(maxsize=256)(module.Scalars)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
         """The stream on which work is enqueued now; None if the device has only one."""
@@ -96,57 +114,78 @@ class CudaKernels:
         ``grad_scale``: fp32, one element on the device, instead of the one of the scalars; ``stop``: int32, one element
         there: nothing is updated if it is not 0 by then.
         """
-        native = [
-            self._module.CudaSegment(
-                segment.begin,
-                segment.end,
-                self._scalars(*kernel_and_scalars(segment.scalars)),
-                segment.dither if is_compact else 0,
-            )
-            for segment in segments
-        ]
-        update = self._module.cuda_update_compact if is_compact else self._module.cuda_update
-        planes = (at.states, at.scales) if is_compact else (at.states,)
-        update(
-            *self._where(arrays.weights),
-            at.weights,
-            at.residual,
-            *planes,
-            at.grad,
-            self._dtypes[arrays.grad.dtype],
-            native,
-            _address(grad_scale),
-            _address(stop),
-        )
+        is_aligned = not any(address % 16 for address in (at.weights, at.residual, at.grad, *at.states))
+        split = "" if is_compact else f"{_cpp(at.residual != 0)}, "
+        arguments = f"{_DTYPES[arrays.grad.dtype]}, {split}{_cpp(is_aligned)}"
+        states = (*at.states, *(0,) * (4 - len(at.states)))
+        scales = (*at.scales, *(0,) * (4 - len(at.scales)))
+        given = at.weights, at.residual, at.grad, len(at.states), *states, *scales, _address(grad_scale), _address(stop)
+        where, name = self._where(arrays.weights), "compact" if is_compact else "update"
+        parts: list[bytes] = []
+        dithers: list[int] = []
+        blocks = [0]
+        rule = ""
+
+        def launch() -> None:
+            launched = _launch(given, parts, dithers, blocks)
+            kernel = f"{name}_kernel<gemini::{rule}, {arguments}>"
+            self._launcher.launch(*where, kernel, blocks[-1], launched)
+            # For the next one, which begins with its first block.
+            del parts[:], dithers[:], blocks[1:]
+
+        for segment in segments:
+            begin, end = segment.begin, segment.end
+            if end <= begin:
+                continue
+            of, scalars = _packed(segment.scalars)
+            if parts and (of != rule or len(dithers) == _MOST_SEGMENTS):
+                launch()
+            rule = of
+            parts += _BOUNDS.pack(begin, end), scalars
+            dithers.append(segment.dither if is_compact else 0)
+            blocks.append(blocks[-1] - (begin // _PER_THREAD * _PER_THREAD - end) // _PER_BLOCK)
+        if parts:
+            launch()
 
     def split_master(self, master: Tensor, hi: Tensor, lo: Tensor) -> None:
-        self._module.cuda_split_master(*self._where(master), *map(_address, (master, hi, lo)), master.numel())
+        self._each("split_kernel", master, hi, lo)
 
     def join_master(self, hi: Tensor, lo: Tensor, out: Tensor) -> None:
-        self._module.cuda_join_master(*self._where(out), *map(_address, (hi, lo, out)), out.numel())
+        self._each("join_kernel", hi, lo, out)
+
+    def _each(self, kernel: str, *tensors: Tensor) -> None:
+        n = tensors[0].numel()
+        if n:
+            arguments = (*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), ctypes.c_int64(n))
+            self._launcher.launch(*self._where(tensors[0]), kernel, min(-(-n // THREADS), 65536), *arguments)
 
     def copy_grad(self, dst: Tensor, src: Tensor) -> Sums:
-        arrays = _address(dst), self._dtypes[dst.dtype], _address(src), self._dtypes[src.dtype]
-        return self._summing(self._module.cuda_copy_grad, dst, *arrays, dst.numel())
+        return self._summing("copy" if dst.dtype == src.dtype else "widen", dst, None, src)
 
     def accumulate_grad(self, acc: Tensor, src: Tensor) -> Sums:
-        arrays = _address(acc), _address(src), self._dtypes[src.dtype]
-        return self._summing(self._module.cuda_accumulate_grad, acc, *arrays, acc.numel())
+        return self._summing("accumulate", acc, None, src)
 
     def sum_grad24(self, hi: Tensor, lo: Tensor, src: Tensor, adding: bool) -> Sums:
-        arrays = *map(_address, (hi, lo, src)), self._dtypes[src.dtype]
-        return self._summing(self._module.cuda_sum_grad24, hi, *arrays, hi.numel(), adding)
+        return self._summing("add24" if adding else "first24", hi, lo, src)
 
     def sum_squares(self, src: Tensor, nonfinite: Tensor | None) -> Sums:
-        arrays = _address(src), self._dtypes[src.dtype]
-        return self._summing(self._module.cuda_sum_squares, src, *arrays, src.numel(), nonfinite=nonfinite)
+        return self._summing("read", None, None, src, nonfinite=nonfinite)
 
-    def _summing(self, kernel: Any, tensor: Tensor, *arrays: Any, nonfinite: Tensor | None = None) -> Sums:
-        """Enqueue a kernel that leaves the sums of squares of ``tensor`` on the device."""
-        places = self.places(tensor, nonfinite)
-        kernel(*self._where(tensor), *arrays, places.native(self._module))
-        tiles = places.tiles
-        return [DeviceSums(tiles, self.stream(tiles.device), self)] if tiles.numel() else []
+    def _summing(
+        self, doing: str, dst: Tensor | None, lo: Tensor | None, src: Tensor, *, nonfinite: Tensor | None = None
+    ) -> Sums:
+        """Enqueue a kernel that leaves the sums of squares of what it writes, or reads, on the device."""
+        n, places = src.numel(), self.places(src, nonfinite)
+        if n == 0:
+            return []
+        at = _address(dst), _address(lo), src.data_ptr()
+        is_aligned = not (at[0] % 16 or at[1] % 8 or at[2] % 16)
+        kernel = f"grad_kernel<gemini::cuda::Doing::{doing}, {_DTYPES[src.dtype]}, {_cpp(is_aligned)}>"
+        # A warp of 32 threads takes a block of the norm.
+        blocks = -(-n // (NORM_BLOCK * THREADS // 32))
+        arguments = (*map(ctypes.c_void_p, at), ctypes.c_int64(n), places.argument())
+        self._launcher.launch(*self._where(src), kernel, blocks, *arguments)
+        return [DeviceSums(places.tiles, self.stream(src.device), self)]
 
     def _where(self, tensor: Tensor) -> tuple[int, int]:
         """The number of the device, and the handle of the stream there."""
@@ -162,10 +201,15 @@ class CudaKernels:
         totals = torch.empty(len(many) + 1, dtype=torch.float64, device=tiles.device)
         norm, factor = totals[-1:], torch.empty(1, dtype=torch.float32, device=tiles.device)
         nonfinite = torch.empty(1, dtype=torch.int32, device=tiles.device)
-        places = map(_address, (totals, norm, factor, nonfinite))
-        self._module.cuda_clip_factor(
-            *self._where(tiles), _address(tiles), _address(ends), len(many), max_norm, *places
+        arguments = (
+            ctypes.c_void_p(_address(tiles)),
+            ctypes.c_void_p(_address(ends)),
+            ctypes.c_int64(len(many)),
+            ctypes.c_double(max_norm),
+            ctypes.c_void_p(_address(totals)),
+            _pointers(*map(_address, (norm, factor, nonfinite))),  # ClipPlaces of csrc/cuda/grad_body.cuh
         )
+        self._launcher.launch(*self._where(tiles), "clip_kernel", 1, *arguments)
         return norm, factor, nonfinite
 
 
@@ -177,3 +221,42 @@ def _ends_there(ends: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _pointers(*addresses: int) -> Any:
+    """A struct of nothing but pointers."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)
+
+
+_HEAD = struct.Struct("<3Qi4x8Q2Qi4x")
+"""Of Launch in csrc/cuda/update_body.cuh what is before its segments: Arrays of csrc/rules.h, two pointers, a count."""
+
+_BOUNDS = struct.Struct("<2q")
+"""How a segment begins; scalars follow."""
+
+
+@lru_cache(maxsize=256)
+def _packed(scalars: tuple[Any, ...]) -> tuple[str, bytes]:
+    """The struct of csrc/rules.h that scalars are of, and its bytes, to the next multiple of 8."""
+    rule, values = kernel_and_scalars(scalars)
+    packed = struct.pack(f"<{len(values)}f", *values)
+    return _RULES.get(rule) or "".join(map(str.capitalize, rule.split("_"))), packed + bytes(-len(packed) % 8)
+
+
+def _launch(given: Sequence[int], parts: Sequence[bytes], dithers: Sequence[int], blocks: Sequence[int]) -> Any:
+    """Launch of csrc/cuda/update_body.cuh."""
+    count = len(dithers)
+    missing = _MOST_SEGMENTS - count
+    whole = b"".join(
+        (
+            _HEAD.pack(*given, count),
+            *parts,
+            bytes(missing * (_BOUNDS.size + len(parts[1]))),
+            struct.pack(f"<{count}I{4 * missing}x{count + 1}q{8 * missing}x", *dithers, *blocks),
+        )
+    )
+    return (ctypes.c_char * len(whole)).from_buffer_copy(whole)

@@ -62,6 +62,10 @@ class DeviceSums:
                 current.wait_stream(self._stream)
         return self._tiles
 
+    def note_over(self) -> None:
+        """The kernel that makes them is over: who asks for them waits for nothing that its stream was given since."""
+        self._stream = None
+
     def numbers(self) -> list[float]:
         """The sums.
 

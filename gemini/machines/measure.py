@@ -22,10 +22,11 @@ import torch
 
 from gemini import kernels
 from gemini.errors import human_bytes
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.staging import SLOTS
-from gemini.memory.nvme import FileTransfer, SpillFile, free_bytes
+from gemini.memory.nvme import Extent, SpillFile, free_bytes
 from gemini.memory.system import cache_bytes, memory_bytes, memory_limit
 from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
@@ -347,25 +348,23 @@ def _both_ways(spill: SpillFile, tile: int, count: int, sizes: Sizes) -> Figure:
     before = [sum(_STATE_BYTES[:kind]) for kind in range(len(_STATE_BYTES))]
     places = [[(number * sum(_STATE_BYTES) + at) * part for at in before] for number in range(steps)]
 
-    def begin(transfer: Callable[[torch.Tensor, int], FileTransfer], number: int) -> list[FileTransfer]:
-        return [transfer(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
+    def extents(number: int) -> list[Extent]:
+        return [Extent(*pair) for pair in zip(slots[number % SLOTS], places[number], strict=True)]
 
     def stream() -> None:
-        reading = {number: begin(spill.begin_read, number) for number in range(min(2, steps))}
-        writing: dict[int, list[FileTransfer]] = {}
+        reading = {number: spill.begin_read(extents(number)) for number in range(min(2, steps))}
+        writing: dict[int, Event] = {}
         for number in range(steps):
-            for transfer in reading.pop(number):
-                transfer.wait()
+            reading.pop(number).wait()
             for buffer in slots[number % SLOTS]:
                 buffer.add_(1)
-            writing[number] = begin(spill.begin_write, number)
+            writing[number] = spill.begin_write(extents(number))
             if number + 2 < steps:
-                for transfer in writing.pop(number + 2 - SLOTS, []):
-                    transfer.wait()
-                reading[number + 2] = begin(spill.begin_read, number + 2)
-        for transfers in writing.values():
-            for transfer in transfers:
-                transfer.wait()
+                if number + 2 >= SLOTS:
+                    writing.pop(number + 2 - SLOTS).wait()
+                reading[number + 2] = spill.begin_read(extents(number + 2))
+        for transfer in writing.values():
+            transfer.wait()
 
     seconds = _times(stream, min(sizes.repeats, 5))
     num_bytes = 2 * steps * part * sum(_STATE_BYTES)

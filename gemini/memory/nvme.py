@@ -3,7 +3,7 @@
 ``SpillFile`` opens the file so that no death of the process leaves it behind (``O_TMPFILE``, or unlinked at once), asks
 for O_DIRECT and says aloud when the file system refuses it, preallocates every byte up front (a full disk is an error
 at construction, not in the middle of a step), and turns every failure into a :class:`StorageError` that says what to
-do.
+do. ``StripedFile`` is one file made of several, on a drive each.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
-from gemini.memory.devices.device import Event
-from gemini.memory.devices.pages import PAGE, host_bytes
+from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.pages import PAGE, Pages, host_bytes
 from gemini.tiers import DRIVE, Tier
+
+STRIPE = 4 * 2**20
+"""Bytes that lie on one drive before the next one has its turn: a block of the queue that reads and writes."""
 
 _ZEROS = 2**20
 """Bytes at once with which a slot that was used before is overwritten."""
@@ -59,55 +64,66 @@ def probe(directory: str | Path, tier: Tier = DRIVE) -> DirectoryProbe:
     return DirectoryProbe(directory, direct, nameless, free_bytes(directory))
 
 
+class Extent(NamedTuple):
+    """Page-aligned, contiguous host memory, and the place in a file that it is read from, or written to."""
+
+    tensor: torch.Tensor
+    offset: int
+
+
 class FileTransfer(Event):
-    """A read or a write under way. It keeps its memory alive until the disk is done with it. Any thread may wait for
-    it; the first one takes the ticket and the others the lock.
+    """Reads under way that were asked for at once, or writes. It keeps their memory alive until the disk is done with
+    it. Any thread may wait for it; the first one takes the tickets and the others the lock.
+
+    Args:
+        under_way: what has begun, with its tickets; it grows until the transfer is handed out.
     """
 
-    def __init__(self, spill: SpillFile, ticket: int, tensor: torch.Tensor, what: str, offset: int):
+    def __init__(self, spill: SpillFile, what: str, under_way: list[tuple[int, Extent]]):
         super().__init__()
-        self._spill, self._ticket, self._tensor, self._what, self._offset = spill, ticket, tensor, what, offset
+        self._spill, self._what, self._under_way = spill, what, under_way
         self._lock = threading.Lock()
-        self._is_over = False
 
     def is_complete(self) -> bool:
         # Never blocks: whoever has the lock may be waiting for the disk.
         if not self._lock.acquire(blocking=False):
-            return self._is_over  # somebody waits, and so has the ticket
+            return not self._under_way  # somebody waits, and so has the tickets
         try:
-            return self._is_over or self._spill.queue.done(self._ticket)
+            return all(self._spill.queue.done(ticket) for ticket, _ in self._under_way)
         finally:
             self._lock.release()
 
-    def wait(self, timeout: float = 0.0) -> None:
-        """Block until the disk is done. (The system bounds this, not ``timeout``.)
+    def wait(self) -> None:
+        """Block until the disk is done.
 
         Raises:
-            StorageError: if it failed.
+            StorageError: if one of them failed: the first that did.
         """
         self.wait_until_over()
         if self._error is not None:
             raise self._error
 
-    def wait_until_over(self, timeout: float = 0.0) -> None:
+    def wait_until_over(self) -> None:
         """:meth:`wait` for who does not need to know how it ended."""
+        queue = self._spill.queue
         with self._lock:
-            if not self._is_over:
+            while self._under_way:
                 try:
-                    self._spill.queue.wait(self._ticket)
+                    queue.wait(self._under_way[0][0])
                 except (OSError, RuntimeError) as e:
-                    self._error = self._spill.failed(self._what, self._tensor.nbytes, self._offset, e)
+                    if self._error is None:
+                        num_bytes, offset = self._under_way[0][1].tensor.nbytes, self._under_way[0][1].offset
+                        self._error = self._spill.failed(self._what, num_bytes, offset, e)
                 except ValueError:
                     # The ticket was used up by a wait that an interrupt ended when it was over.
                     pass
-                # Not after an interrupt, which may have come before the wait: the disk still has the memory.
-                self._is_over = True
-                # The disk is done with it: now its memory may go.
-                del self._tensor
+                # The disk is done with it: now its memory may go. Not after an interrupt, which may have come before
+                # the wait: the disk still has the memory.
+                del self._under_way[0]
 
     def __del__(self, _ending: Callable[[], bool] = sys.is_finalizing) -> None:
         # Nobody waits for it, but the disk may still have the memory, which goes with this object.
-        if not getattr(self, "_is_over", True) and not _ending():
+        if getattr(self, "_under_way", None) and not _ending():
             with contextlib.suppress(Exception):
                 self.wait()
 
@@ -188,32 +204,44 @@ class SpillFile:
                 f" free): {e.strerror}. Give another {self.tier.value}_path= or a smaller {self.tier.value}= budget"
             ) from e
 
-    def begin_read(self, into: torch.Tensor, offset: int, *, urgent: bool = False) -> FileTransfer:
-        """Start to fill the page-aligned, contiguous host tensor ``into`` from ``offset``.
+    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
+        """Start to fill memory from the file, all extents in one transfer; if one is refused, none is under way.
 
         ``urgent``: before other requests that have not been started.
         """
-        return self._transfer("read", into, offset, urgent)
+        return self._begin("read", self.queue.submit_read, extents, urgent)
 
-    def begin_write(self, source: torch.Tensor, offset: int) -> FileTransfer:
-        """Start to write the page-aligned, contiguous host tensor ``source`` at ``offset``."""
-        return self._transfer("write", source, offset, False)
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
+        """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
+        asked for when the one before it has been begun.
+        """
+        return self._begin("write", self.queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
-        self.begin_read(into, offset, urgent=True).wait()
+        self.begin_read([Extent(into, offset)], urgent=True).wait()
 
     def write(self, source: torch.Tensor, offset: int) -> None:
         """Write ``source`` at ``offset``."""
-        self.begin_write(source, offset).wait()
+        self.begin_write([Extent(source, offset)]).wait()
 
     def map(self, num_bytes: int, offset: int) -> torch.Tensor:
-        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will."""
-        import mmap
+        """Bytes of the file as a read-only-by-convention uint8 tensor whose memory the system can take back at will.
 
-        # Private: what is written to the view never reaches the file.
-        mapping = mmap.mmap(self._fd, num_bytes, flags=mmap.MAP_PRIVATE, offset=offset)
-        return torch.frombuffer(mapping, dtype=torch.uint8)
+        Raises:
+            StorageError: if the system refuses.
+        """
+        pages = Pages(-(-num_bytes // PAGE) * PAGE)
+        for drive, at, start, size in self._parts(offset, num_bytes):
+            try:
+                pages.show(start, size, drive._fd, at)
+            except OSError as e:
+                raise self.failed("map", num_bytes, offset, e) from e
+        return pages.tensor()[:num_bytes]
+
+    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
+        """Of bytes of the file: the one that has them, where in it, where among them, and how many."""
+        yield self, offset, 0, num_bytes
 
     def close(self) -> None:
         """Give the disk space back."""
@@ -246,18 +274,110 @@ class SpillFile:
         error.__cause__ = cause
         return error
 
-    def _transfer(self, what: str, tensor: torch.Tensor, offset: int, urgent: bool) -> FileTransfer:
-        num_bytes = tensor.numel() * tensor.element_size()
-        # O_DIRECT would refuse it with an error that says nothing of why.
-        assert tensor.is_contiguous() and tensor.data_ptr() % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
-        assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes, self.num_bytes)
-        submit = self.queue.submit_read if what == "read" else self.queue.submit_write
-        with WHOLE:  # until somebody has the ticket, nothing keeps the memory that the disk is given
-            try:
-                ticket = submit(self._fd, tensor.data_ptr(), num_bytes, offset, urgent=urgent)
-            except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
-                raise self.failed(what, num_bytes, offset, e) from e
-            return FileTransfer(self, ticket, tensor, what, offset)
+    def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
+        under_way: list[tuple[int, Extent]] = []
+        transfer = FileTransfer(self, what, under_way)
+        try:
+            with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
+                for extent in extents:
+                    tensor, offset = extent
+                    num_bytes, address = tensor.nbytes, tensor.data_ptr()
+                    # O_DIRECT would refuse it with an error that says nothing of why.
+                    assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
+                    assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
+                    try:
+                        ticket = submit(self._fd, address, num_bytes, offset, urgent=urgent)
+                    except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
+                        raise self.failed(what, num_bytes, offset, e) from e
+                    under_way.append((ticket, extent))
+        except BaseException:
+            # Whoever asked gives this memory to others when it raises.
+            transfer.wait_until_over()
+            raise
+        return transfer
+
+
+class StripedFile(SpillFile):
+    """Slots of a file whose bytes lie in turn, ``STRIPE`` at a time, in files of several drives: a transfer is one of
+    all of them at once.
+
+    Args:
+        drives: made for this, empty, each in a directory of its own.
+    """
+
+    def __init__(self, drives: Sequence[SpillFile], num_bytes: int, tier: Tier = DRIVE):
+        self._drives = drives
+        super().__init__(drives[0].directory, num_bytes, tier)
+
+    def begin_read(self, extents: Iterable[Extent], *, urgent: bool = False) -> Event:
+        return self._on_drives(lambda drive, parts: drive.begin_read(parts, urgent=urgent), extents)
+
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
+        return self._on_drives(lambda drive, parts: drive.begin_write(parts), extents)
+
+    def close(self) -> None:
+        for drive in self._drives:
+            drive.close()
+
+    def _open_file(self) -> tuple[int, bool]:
+        # No file of its own; each of the others has said what it lacks.
+        return -1, True
+
+    def _extend(self, start: int, num_bytes: int) -> None:
+        for number, drive in enumerate(self._drives):
+            length = striped_bytes(start + num_bytes, number, len(self._drives))
+            drive._extend(drive.num_bytes, length - drive.num_bytes)
+            drive.num_bytes = length
+
+    def _parts(self, offset: int, num_bytes: int) -> Iterator[tuple[SpillFile, int, int, int]]:
+        for number, at, start, size in stripes(offset, num_bytes, len(self._drives)):
+            yield self._drives[number], at, start, size
+
+    def _on_drives(self, begin: Callable[[SpillFile, Iterable[Extent]], Event], extents: Iterable[Extent]) -> Event:
+        if len(self._drives) == 1:
+            return begin(self._drives[0], extents)
+        begun: list[Event] = []
+        try:
+            with WHOLE:  # until it is in the list, nobody waits for what was begun
+                for tensor, offset in extents:
+                    assert tensor.is_contiguous(), "unaligned transfer"
+                    flat, size_of = tensor.view(-1), tensor.element_size()
+                    for drive, at, start, size in self._parts(offset, tensor.nbytes):
+                        part = flat[start // size_of : (start + size) // size_of]
+                        begun.append(begin(drive, [Extent(part, at)]))
+        except BaseException:
+            # Whoever asked gives this memory to others when it raises.
+            for event in begun:
+                event.wait_until_over()
+            raise
+        return DONE if not begun else begun[0] if len(begun) == 1 else AllOf(begun)
+
+
+def spill_file(directories: Sequence[Path], num_bytes: int, tier: Tier = DRIVE) -> SpillFile:
+    """A nameless file in a directory, or striped over several.
+
+    Raises:
+        StorageError: as :class:`SpillFile`.
+    """
+    if len(directories) == 1:
+        return SpillFile(directories[0], num_bytes, tier)
+    return StripedFile([SpillFile(directory, 0, tier) for directory in directories], num_bytes, tier)
+
+
+def stripes(offset: int, num_bytes: int, drives: int) -> Iterator[tuple[int, int, int, int]]:
+    """Of bytes of a striped file: the number of the drive, where in its file, where among them, and how many."""
+    done = 0
+    while done < num_bytes:
+        stripe, inside = divmod(offset + done, STRIPE)
+        size = num_bytes - done if drives == 1 else min(STRIPE - inside, num_bytes - done)
+        yield stripe % drives, stripe // drives * STRIPE + inside, done, size
+        done += size
+
+
+def striped_bytes(num_bytes: int, number: int, drives: int) -> int:
+    """How many of the first bytes of a striped file lie on a drive."""
+    rounds, rest = divmod(num_bytes, STRIPE * drives)
+    return rounds * STRIPE + min(max(rest - number * STRIPE, 0), STRIPE)
 
 
 def _open(directory: Path, tier: Tier) -> tuple[int, bool, bool]:
@@ -320,6 +440,13 @@ def _direct_works(fd: int) -> bool:
     finally:
         # The page that was tried must read as zeros, as all of a new file.
         os.ftruncate(fd, 0)
+
+
+def striped_free_bytes(directories: Sequence[Path]) -> int:
+    """Bytes that can still be written, in equal shares, in directories of which some may be on one drive."""
+    devices = {directory: os.stat(directory).st_dev for directory in directories}
+    shares = Counter(devices.values())
+    return len(directories) * min(free_bytes(directory) // shares[devices[directory]] for directory in directories)
 
 
 def free_bytes(directory: Path) -> int:

@@ -399,12 +399,14 @@ class Recorder:
 
 
 class RecordedEvent(Event):
-    """``event``, which calls ``report`` the first time that somebody sees it complete, however it ended."""
+    """``event``, the end of what began at ``start``: it is recorded as ``activity`` the first time that somebody sees
+    it complete, however it ended.
+    """
 
-    def __init__(self, event: Event, report: Callable[[], None]):
+    def __init__(self, event: Event, activity: Activity, start: float):
         super().__init__()
-        self._event = event
-        self._report: Callable[[], None] | None = report
+        self._event, self._start = event, start
+        self._unseen: Activity | None = activity
 
     def is_complete(self) -> bool:
         complete = self._event.is_complete()
@@ -425,9 +427,10 @@ class RecordedEvent(Event):
 
     def _report_once(self) -> None:
         # Taken out first: two who see the end at once report it once.
-        report, self._report = self._report, None
-        if report is not None:
-            report()
+        seen, self._unseen = self._unseen, None
+        if seen is not None and seen.track is not None:
+            stop = seen.recorder.clock()
+            seen.recorder.add(seen.track, self._start, stop, seen.name, seen.chunk, seen.num_bytes)
 
 
 # ---- stalls, and who listens -----------------------------------------------------------------------------------------
@@ -543,7 +546,7 @@ class Watch:
         if recorder is None or track is None:
             return begin()
         start = recorder.clock()
-        return RecordedEvent(begin(), lambda: recorder.add(track, start, recorder.clock(), name, chunk, num_bytes))
+        return RecordedEvent(begin(), Activity(recorder, track, name, "", chunk, num_bytes), start)
 
     def end_step(self) -> None:
         """A step is over, called by the thread that trains: what is told from now on belongs to the next one."""

@@ -200,7 +200,7 @@ class RuleSpec:
         """The rule of a chunk, which keeps its states exact or not."""
         return self.exact if exact and self.exact is not None else self
 
-    @property
+    @cached_property
     def whole(self) -> bool:
         """Whether a tile has to be a whole param."""
         return self.needs == "param"

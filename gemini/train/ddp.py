@@ -374,18 +374,7 @@ class GeminiDDP(nn.Module):
         engine.state.check_whole()
         # Before any file: slices that were cut by hand would be written over each other.
         engine.ranks.refuse_one_folder("save_pretrained", os.path.abspath(save_directory))
-        return Export(
-            self,
-            super(),
-            save_directory,
-            args,
-            kwargs,
-            by_names=engine.by_names,
-            params=engine.params,
-            company=engine.shards,
-            compute=COMPUTE_DTYPES[engine.config.precision],
-            dtype=dtype,
-        ).run()
+        return Export(engine, self, super(), save_directory, args, kwargs, dtype).run()
 
     # ---- refused ------------------------------------------------------------------------------------------------
 

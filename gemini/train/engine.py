@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
@@ -39,12 +38,12 @@ from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.observers import ChangedChunks, Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
-from gemini.train.params.gathered import Gathering, Rewriting
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import ParamSet, StageParam
 from gemini.train.params.tensor_slice import TensorSlice
-from gemini.train.passes.backward import BackwardPass, Recovery, begin_backward_of, grad_hook
+from gemini.train.passes.backward import BackwardPass, Recovery, grad_hook
 from gemini.train.passes.forward import ForwardPass, StrayReads
+from gemini.train.passes.gathered import Gathering, Rewriting
 from gemini.train.passes.hooks import Passes
 from gemini.train.passes.parts import Parts
 from gemini.train.passes.stepping import Stepping
@@ -65,7 +64,7 @@ class Engine:
     """Everything that one wrapped model is trained with. Made, drained and closed by the training thread.
 
     Args:
-        fill: writes the values of params that hold none yet to their homes, given those and who shares them.
+        is_filled: params hold their values; else :meth:`take_home` is given what writes them.
         cuts: by the id of a param of a model in slices, which slice it is.
         of_stages: of one stage of a pipeline, the params of all of them in the order of the whole model.
     """
@@ -77,7 +76,7 @@ class Engine:
         *,
         process_group: Any = None,
         mesh: Any = None,
-        fill: Callable[[ByName, Ranks], None] | None = None,
+        is_filled: bool = True,
         cuts: Mapping[int, TensorSlice] | None = None,
         of_stages: Mapping[str, StageParam] | None = None,
     ):
@@ -89,7 +88,7 @@ class Engine:
         ranks = self.ranks = join(process_group, mesh, cuda=on_cuda, in_parts=bool(cuts) or in_stages)
         if not ranks.are_alone:
             # A collective, before anything is allocated: ranks that differ in model or config find out here.
-            prepare(structure, config, ranks, filled=fill is None, cuts=cuts)
+            prepare(structure, config, ranks, filled=is_filled, cuts=cuts)
         others = _other_slices(config, rule, ranks, in_stages=in_stages) if cuts else None
 
         # Where the bytes are, and what moves them.
@@ -101,9 +100,7 @@ class Engine:
         state = self.state = StepState()
         # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
         lock, observers = threading.RLock(), Observers()
-        writes = self.write_observers = WriteObservers()
-        if store.durable is not None:
-            writes.append(ChangedChunks(store.chunks))
+        writes = self.write_observers = WriteObservers([] if store.durable is None else [ChangedChunks(store.chunks)])
 
         # What computes with them: weights out of their homes, gradients and activations in, updates between.
         exposure = Exposure(params, store, state)
@@ -121,43 +118,40 @@ class Engine:
         gradients = GradientStore(params.handles, store, norms, working_set=working_set)
         activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
         scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
-        transient = config.gradients == "transient"
-        in_backward = InBackward(params, state, updates, gradients, scaling, transient=transient)
-        # Where no other rank has the same params, weights are whole at home, and so are gradients.
-        company = Company(ranks, store.mover)
-        sink = (UsedAtOnce if transient else GradientSink)(store, state, in_backward)
-        if shared:
-            company, sink = _share(config, built, store, state, ranks, rule, sink)
-        self.shards = company
-        all_agree = ranks.experts.size > 1
+        in_backward = InBackward(params, state, updates, gradients, scaling, transient=config.gradients == "transient")
+        self.shards, sink = _company_of(ranks, config, built, store, state, rule, in_backward)
         by_names = self.by_names = ByName(
-            params.handles, store, state, observers=writes, company=company, slices=others, all_agree=all_agree
+            params.handles, store, state, observers=writes, company=self.shards, slices=others
         )
 
         # The passes of a step.
         parts = Parts(
             params, store, state, lock, observers, writes, exposure, saved_weights, calls, updates, gradients,
-            activations, scaling, in_backward, company, sink, by_names, others,
+            activations, scaling, in_backward, self.shards, sink, by_names, others,
         )  # fmt: skip
-        trained = TrainedParams(params, store, activations, config, rule.spec, grad_hook)
-        self.forward = ForwardPass(parts, trained)
+        self.forward = ForwardPass(parts, TrainedParams(params, store, activations, config, rule.spec, grad_hook))
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
-        self.reads = StrayReads(self.forward, partial(begin_backward_of, own))
+        self.reads = StrayReads(self.forward, own)
         self.rewriting = Rewriting(by_names, writes, lock)
-        self.gathering = Gathering(by_names, store, state, writes, opened=self.forward.opened)
+        self.gathering = Gathering(parts, self.forward)
 
         # The params come home, and into the hands of all that.
-        self.adoption = Adoption(
-            params, store, by_names, exposure, saved_weights, grad_hook=grad_hook, is_divided=shared
-        )
+        self.adoption = Adoption(params, store, by_names, exposure, saved_weights, grad_hook, is_divided=shared)
+
+    def take_home(self, fill: Callable[[ByName, Ranks], None] | None = None) -> None:
+        """Take the params over: from here on the model is trained with what was made.
+
+        Args:
+            fill: writes the values of params that hold none yet to their homes, given those and who shares them.
+        """
         # Before values are written: other ranks may ask for them from here on, and are served.
-        state.is_made = True
+        self.state.is_made = True
         if fill is not None:
-            fill(by_names, ranks)
+            fill(self.by_names, self.ranks)
         self.adoption.take_all(filled=fill is not None)
-        store.mover.watch.start_over()  # coming home is no part of the first step
+        self.store.mover.watch.start_over()  # coming home is no part of the first step
         # What the wrap has made and dropped holds memory of the model that it was.
         gc.collect(0)
 
@@ -168,6 +162,8 @@ class Engine:
         Raises:
             StorageError and whatever else broke off an update.
         """
+        # First: an update that is only guessed is undone below, and its gradients have landed all the same.
+        self.backward.gradients.drain()
         # Updates first: they begin fetches (of lent windows) and end what the manager waits for.
         self.forward.let_go_of_transformed()
         self.updates.drain()
@@ -264,18 +260,22 @@ def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_
     return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
 
 
-def _share(
+def _company_of(
+    ranks: Ranks,
     config: GeminiConfig,
     built: Built,
     store: ChunkStore,
     state: StepState,
-    ranks: Ranks,
     rule: UpdateRule,
-    sink: GradientSink,
+    in_backward: InBackward,
 ) -> tuple[Company, GradientSink]:
-    """Divide weights and gradients with the other ranks that have the same params. ``sink``: takes this rank's part of
-    what was added up.
+    """Make the company of this rank, and what becomes of gradients: where other ranks have the same params, weights and
+    gradients are divided among them; else they are whole at home.
     """
+    # Takes this rank's part of what was added up, or all.
+    sink = (UsedAtOnce if in_backward.transient else GradientSink)(store, state, in_backward)
+    if not ranks.shares_params:
+        return Company(ranks, store.mover), sink
     problem = built.decision.problem
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
     shards = Shards(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from torch import nn
 
 from gemini.errors import GeminiError, IllegalTransition
 from gemini.kernels import ClipFactor
-from gemini.waiting import GIVE_UP_LOOKS, PROGRESS
+from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, is_running
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,35 +77,64 @@ class Occupancy:
 
     def __init__(self) -> None:
         self.inside: dict[int, threading.Thread] = {}
-        """Threads in a forward of the whole model, by identifier: looked at in every call of the model."""
+        """Threads in a forward, or in ``gathered()``, by identifier: looked at in every call of a module."""
+        self.parts: set[int] = set()
+        """Those of them that called a module, and not the model: perhaps for a forward of another thread."""
         self._alone: dict[str, _Mark] = {}
         """Who is alone ("is"), and who will be when all forwards are over ("wants"), so that none begins meanwhile.
         ``setdefault`` lets one of several have a mark."""
+        self._queue: set[object] = set()
+        """One for each wait to enter: who comes to be alone later comes after it."""
         self._parked: set[int] = set()
-        """Threads that have come to a backward inside of a forward, and wait to be alone."""
+        """Threads that wait to be alone for a backward inside of a forward, and parts that wait to enter."""
 
-    def enter(self) -> None:
+    def enter(self, *, is_part: bool = False) -> None:
         """Begin a forward, when nobody is alone any more; nothing inside of what this thread has begun already."""
         own = threading.get_ident()
         if own in self.inside or torch._C._current_graph_task_id() != -1 or (self._alone and self.is_own):
             return
         while True:
+            if is_part:
+                self.parts.add(own)
             # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
             self.inside[own] = threading.current_thread()
-            if not self._alone:
+            if not self._alone or not self._must_wait():
                 return
             self.leave()
-            self._wait(self._is_marked)
+            place = object()
+            try:
+                self._queue.add(place)
+                if is_part:
+                    self._parked.add(own)  # whose forward waits for it meanwhile does not count
+                self._wait(self._must_wait)
+            finally:
+                self._parked.discard(own)
+                self._queue.discard(place)
+
+    def _must_wait(self) -> bool:
+        # A forward that stands still may wait for this thread, and who wants to be alone waits for that forward.
+        return self._is_taken("is") or (self._is_taken("wants") and not any(map(_stands_still, self._others())))
 
     def leave(self) -> None:
         """End the forward of this thread."""
-        self.inside.pop(threading.get_ident(), None)
+        own = threading.get_ident()
+        self.inside.pop(own, None)
+        self.parts.discard(own)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether this thread calls a module, and not the model; also if an interrupt has ended that."""
+        return bool(self.parts) and threading.get_ident() in self.parts
 
     @property
     def is_own(self) -> bool:
         """Whether this thread is alone."""
         mark = self._alone.get("is")
-        return mark is not None and mark.thread.ident == threading.get_ident() and mark.is_valid()
+        return (
+            mark is not None
+            and mark.thread is threading.current_thread()
+            and (mark.works is None or bool(mark.works()))
+        )
 
     def begin_alone(self, works: Callable[[], Any] | None = None, inside: int | None = None) -> None:
         """Be alone, when the forwards of other threads have ended. Not called by who is.
@@ -115,7 +145,7 @@ class Occupancy:
             inside: a thread in a forward that waits for this one meanwhile, if there is one.
         """
         mark = _Mark(threading.current_thread(), works)
-        if not self.inside and self._alone.setdefault("is", mark) is mark:
+        if not self.inside and not self._queue and self._alone.setdefault("is", mark) is mark:
             if not self.inside:
                 return
             self.end_alone(works)
@@ -134,7 +164,9 @@ class Occupancy:
             self._parked.discard(own)
 
     def _begin_outside(self, mark: _Mark) -> None:
+        before = self._queue.copy()
         try:
+            self._wait(lambda: bool(before & self._queue))
             self._take("wants", mark)
             while True:
                 # Not alone yet: a forward that is to end may need to be, for a backward of its own.
@@ -189,7 +221,7 @@ class Occupancy:
 
     def _others(self) -> set[int]:
         for ident, thread in list(self.inside.items()):
-            if not thread.is_alive():  # it has died inside
+            if not is_running(thread):  # it has died inside
                 self.inside.pop(ident, None)
         return self.inside.keys() - {threading.get_ident()}
 
@@ -200,7 +232,7 @@ class Occupancy:
         """Say whether another thread than ``own`` computes in a forward, and is not parked."""
         computing = self._others() - self._parked - {own}
         # Threads that run a part of another's forward, which waits for them where Python's threads do.
-        num_parts = len(self._parked - self.inside.keys())
+        num_parts = sum(ident in self.parts or ident not in self.inside for ident in self._parked.copy())
         return len(computing) > num_parts or not all(map(_stands_still, computing))
 
     def _wait(self, is_busy: Callable[[], bool]) -> None:
@@ -227,7 +259,7 @@ class _Mark(NamedTuple):
 
     def is_valid(self) -> bool:
         """Whether its thread is at work still."""
-        return self.thread.is_alive() if self.works is None else bool(self.works())
+        return is_running(self.thread) if self.works is None else bool(self.works())
 
 
 _LOOK_SECONDS = 0.0005
@@ -249,12 +281,19 @@ def _stands_still(ident: int) -> bool:
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _WAITS
 
 
-def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``function(*args, **kwargs)``, while no other thread is in the model; at once inside of a forward of this thread,
-    for two that wait for each other's forward would wait for good.
+def at_end_of_backward(call: Callable[[], None]) -> Callable[[], object]:
+    """Have ``call`` called when the whole graph that runs here is done, on the thread that ends it. Gives what says
+    whether it runs still: autograd alone keeps the callback, and lets go of it where the graph breaks off too.
     """
+    kept = partial(call)
+    torch.autograd.Variable._execution_engine.queue_callback(kept)
+    return weakref.ref(kept)
+
+
+def run_alone(state: StepState, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """``function(*args, **kwargs)``, while no other thread is at work in the model."""
     occupancy = state.occupancy
-    if threading.get_ident() in occupancy.inside or occupancy.is_own:
+    if occupancy.is_own:
         return function(*args, **kwargs)
     # Inside `try`: whatever an interrupt cuts off from here on, what was begun is ended.
     try:

@@ -109,10 +109,11 @@ def manage(
             config,
             process_group=process_group,
             mesh=mesh,
-            fill=None if fill is None else note,
+            is_filled=fill is None,
             cuts=cuts,
             of_stages=of_stages,
         )
+        engine.take_home(None if fill is None else note)
         tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))

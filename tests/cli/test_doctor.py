@@ -14,6 +14,7 @@ import torch
 
 import gemini
 from gemini.machines.measure import Sizes
+from gemini.memory.system import memory_nodes
 from gemini.planning.hardware import load_hardware
 from gemini.train.checkpoint.durable import SlotReader
 from tests.cli.commands import Command
@@ -31,6 +32,20 @@ def test_doctor_speaks_of_every_part(gemini_command: Command) -> None:
     assert "Errno" not in result.stdout and ("on CUDA" in result.stdout) == torch.cuda.is_available()
     for name in ("trl", "datasets", "bitsandbytes"):
         assert re.search(rf"{name}( \d|,|$)", result.stdout, re.M), "with its version, or as not installed"
+
+
+def test_doctor_says_how_long_a_driver_takes_for_host_memory(
+    gemini_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arithmetic: 14 bytes per param in all, 4 of which cross the bus; 55 s for 511.96 GiB, one thread 2.8 s for 8."""
+    said = " ".join(gemini_command.ok("doctor").stdout.split())
+    for params, name in ((8.03e9, "8B"), (70.55e9, "70B")):
+        whole, crossing = (each * params / 2**30 for each in (14, 4))
+        assert f"registers {crossing:.4g} GiB of the {whole:.4g} GiB of an exact {name} model in about" in said
+        assert f"about {crossing * 55 / 511.96:.0f} s (by one thread and all of it {whole * 2.8 / 8:.0f} s" in said
+    assert "NUMA" not in said or len(memory_nodes()) > 1
+    monkeypatch.setattr("gemini.jobs.doctor.memory_nodes", lambda: (0, 1))
+    assert "of 2 NUMA nodes: states are spread over them" in " ".join(gemini_command.ok("doctor").stdout.split())
 
 
 def test_doctor_tries_a_folder(gemini_command: Command, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from traces import decoder_trace
 from transformers import GPT2Config
 
 import gemini
+from gemini import kernels
 from gemini.errors import human_bytes
 from gemini.jobs.plan_report import VERSION
 from gemini.planning.break_even import TOLERANCE, with_work
@@ -55,6 +57,18 @@ def test_a_screen_without_a_machine_says_all_that_needs_no_speeds(gemini_command
     for words in ("beside params", "moved in a step", "step time        not known without a machine: --machine NAME"):
         assert words in result.stdout
     assert "gemini doctor --measure --json FILE" in " ".join(result.stdout.split())
+
+
+def test_a_gpu_here_that_runs_no_kernel_of_ours_is_said(
+    gemini_command: Command, traced: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "updates and gradients on this machine's GPU go through torch: libnvrtc.so.13 is not there"
+    assert said not in gemini_command.ok("plan", "--trace", traced, *SIZES).stdout
+    report = replace(kernels.capabilities(), cuda=None, why_not_cuda="libnvrtc.so.13 is not there")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "capabilities", lambda: report)
+    assert said in " ".join(gemini_command.ok("plan", "--trace", traced, *SIZES).stdout.split())
+    assert said not in " ".join(gemini_command.ok("plan", "--trace", traced, "--cpu", "1GiB").stdout.split())
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlapped"])

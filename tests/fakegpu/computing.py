@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ _runtime.fake_refuse_after.argtypes = [ctypes.c_uint64]
 _runtime.fake_seed.argtypes = [ctypes.c_uint64]
 _runtime.fake_waited.argtypes = [ctypes.c_void_p]
 _runtime.fake_history.argtypes = [ctypes.c_char_p, ctypes.c_int]
+_runtime.fake_next_launch.argtypes = [ctypes.c_double]
+_runtime.fake_next_launch.restype = None
 
 aten = torch.ops.aten
 _AS_TORCH_DOES = {
@@ -126,8 +128,14 @@ def draw_from(seed: int) -> None:
     _runtime.fake_seed(seed)
 
 
+seconds_of: Callable[[str, Sequence[int]], float] | None = None
+"""What a kernel takes, by its name and the bytes of each thing that it uses, where somebody asks for times."""
+
+
 def launch(stream: int, name: str, reads: Sequence[tuple[int, int]], writes: Sequence[tuple[int, int]]) -> None:
     """The calling thread is about to do what a kernel would: addresses on a device, and bytes from there on."""
+    if seconds_of is not None:
+        _runtime.fake_next_launch(seconds_of(name, [num_bytes for _, num_bytes in (*reads, *writes)]))
     if error := _runtime.fake_launch(stream, name.encode()):
         raise RuntimeError(f"CUDA error: an earlier call was refused with {error}")
     for number, ranges in enumerate((reads, writes)):

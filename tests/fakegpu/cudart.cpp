@@ -77,11 +77,57 @@ struct Clock {
 Clock host;                // what the host has seen to be over, by any of its threads
 thread_local Clock seen;  // what this one has waited for: a question whether an event is over is no wait
 
+// ---- what takes which time -------------------------------------------------------------------------------------------
+
+// Where a test asks for it (fake_clock), everything has a time, in seconds that nobody waits for: each copy and each
+// launch on its engine, behind what its stream comes after, and each thread of the host. Python says who is which
+// thread, moves it on when it has waited, and what a launch takes (tests/virtual_time.py, tests/fakegpu/timed.py).
+struct Engine {
+    struct Span {
+        double start, stop, num_bytes, ready;
+    };
+    std::vector<Span> spans;  // in the order of time
+
+    // The first gap that is long enough, from when the work is ready on.
+    double place(double ready, double seconds, double num_bytes) {
+        double start = ready;
+        size_t at = 0;
+        for (; at < spans.size(); ++at) {
+            if (spans[at].stop <= start) continue;
+            if (start + seconds <= spans[at].start) break;
+            start = spans[at].stop;
+        }
+        spans.insert(spans.begin() + at, {start, start + seconds, num_bytes, ready});
+        return start + seconds;
+    }
+};
+
+enum { kInbound, kOutbound, kCompute, kBlocked, kEngines };
+constexpr int kThreads = 64;
+struct Times {
+    bool on = false;
+    double rates[2] = {0, 0}, latency = 0, call = 0, starved = 0, computed = 0;
+    double now[kThreads] = {};
+    Engine engines[kEngines];  // the last one: when a call of the runtime has blocked thread 0
+
+} times;
+thread_local int host_thread = 0;
+thread_local double next_launch = 0;
+
+double& now() { return times.now[host_thread]; }
+
+void host_until(double at) {
+    if (!times.on || at <= now()) return;
+    if (host_thread == 0) times.engines[kBlocked].spans.push_back({now(), at, 0, at});
+    now() = at;
+}
+
 struct Stream {
     struct Point {
         Stream* stream;
         uint64_t number;
         Clock clock, order;
+        double at;
     };
     struct Work {
         std::shared_ptr<Point> after;  // of another stream
@@ -93,7 +139,22 @@ struct Stream {
     uint64_t given = 0, over = 0;
     Clock clock;  // comes after everything that the host has seen: threads may tell each other
     Clock order;  // only after what the thread that gives it has waited for
+    double at = 0;  // when all of it is over
 
+    // Something that takes a time. Who gives it to the device spends some as well.
+    void takes(int engine, double seconds, double num_bytes) {
+        if (!times.on) return;
+        now() += times.call;
+        const double ready = std::max(now(), at);
+        if (engine == kCompute && host_thread) {
+            at = ready + seconds;  // a worker's few kernels run beside those of the model, which were given long before
+        } else if (engine == kCompute) {
+            if (times.computed > 0) times.starved += std::max(0.0, now() - times.computed);
+            times.computed = std::max(times.computed, at = times.engines[engine].place(ready, seconds, 0));
+        } else {
+            at = times.engines[engine].place(ready, times.latency + num_bytes / times.rates[engine], num_bytes);
+        }
+    }
     void tick() {
         clock.join(host);
         ++clock.of(id);
@@ -103,6 +164,7 @@ struct Stream {
     void wait_for(const Point& point) {
         clock.join(point.clock);
         order.join(point.order);
+        at = std::max(at, point.at);
     }
     void give(Work next) {
         work.push_back(std::move(next));
@@ -110,7 +172,7 @@ struct Stream {
     }
     std::shared_ptr<Point> point() {
         tick();
-        return std::make_shared<Point>(Point{this, given, clock, order});
+        return std::make_shared<Point>(Point{this, given, clock, order, std::max(at, now())});
     }
     void run_until(uint64_t number) {
         while (over < number) {
@@ -320,6 +382,7 @@ Device& with_context() {
 // The host waits for a stream. Where it had seen all of it be over already, that is none.
 cudaError_t host_waits(Stream& stream, const char* how) {
     stream.run_all();
+    host_until(stream.at);
     if (host.of(stream.id) < stream.clock.of(stream.id)) {
         ++counts["waits of the host"];
         ++counts[how];
@@ -344,6 +407,7 @@ cudaError_t copy(void* into, const void* from, size_t size, cudaStream_t handle,
     ++counts[kind + (pageable ? " pageable" : "") + " copies"];
     counts[kind + (pageable ? " pageable" : "") + " bytes"] += size;
     stream.tick();
+    stream.takes(to_device < 0 ? kOutbound : of_device < 0 ? kInbound : kCompute, 0, double(size));
     note(stream, kind, size);
     const char* name = lasting("a copy, " + kind);
     if (of_device >= 0 || !pageable) use(stream, Address(from), size, false, name);
@@ -381,6 +445,7 @@ FACE int fake_launch(void* stream, const char* what) {
     Stream& on = stream_of(static_cast<cudaStream_t>(stream));
     on.run_all();
     on.tick();
+    on.takes(kCompute, std::exchange(next_launch, 0), 0);
     ++counts["launches"];
     ++counts[std::string("launch ") + what];
     note(on, what, 0);
@@ -440,6 +505,36 @@ FACE int fake_history(const char* path, int goes_on) {
     return fclose(file);
 }
 
+// Times begin anew, or end where no rate is given; what there was can be looked at then.
+FACE void fake_clock(double inbound, double outbound, double latency, double call) {
+    Guard guard(lock);
+    if (!(times.on = inbound > 0)) return;
+    times = Times();
+    times.on = true;
+    times.rates[kInbound] = inbound, times.rates[kOutbound] = outbound, times.latency = latency, times.call = call;
+    for (auto& stream : streams) stream->at = 0;
+}
+FACE void fake_thread(int number) { host_thread = number % kThreads; }
+FACE double fake_now(int number) { return times.now[number % kThreads]; }
+FACE void fake_move(int number, double to) {
+    Guard guard(lock);
+    times.now[number % kThreads] = to;
+}
+FACE void fake_next_launch(double seconds) { next_launch = seconds; }
+FACE double fake_starved() { return times.starved; }
+FACE double fake_over_at(void* event) {
+    Guard guard(lock);
+    const auto point = event_of(static_cast<cudaEvent_t>(event)).point;
+    return point ? point->at : 0;
+}
+// Four numbers for each thing that an engine has done.
+FACE size_t fake_spans(int engine, double* out, size_t most) {
+    Guard guard(lock);
+    const auto& spans = times.engines[engine].spans;
+    if (out) memcpy(out, spans.data(), std::min(most, spans.size()) * sizeof(Engine::Span));
+    return spans.size();
+}
+
 FACE uint64_t fake_memory(int device, uint64_t memory, int new_peak) {
     Guard guard(lock);
     if (memory) devices[device].memory = memory;
@@ -473,7 +568,7 @@ FACE cudaError_t cudaDeviceSynchronize() {
     Guard guard(lock);
     with_context();
     for (auto& stream : streams)
-        if (stream->device == current) stream->run_all(), host.join(stream->clock);
+        if (stream->device == current) stream->run_all(), host.join(stream->clock), host_until(stream->at);
     ++counts["waits of the host"];
     return cudaSuccess;
 }
@@ -577,6 +672,7 @@ FACE cudaError_t cudaHostRegister(void* at, size_t size, unsigned flags) {
         locked += length;
     }
     if (flags & ~0x1fu) return fail(cudaErrorInvalidValue, "there are no such flags");
+    if (size > uint64_t{64} << 30) return fail(cudaErrorMemoryAllocation, "more in one piece than drivers take");
     if (locked > limit) return fail(cudaErrorMemoryAllocation, "so much memory cannot be locked");
     page_locked[Address(at)] = size;
     ++counts["cudaHostRegister"];
@@ -724,6 +820,7 @@ FACE cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *pr
 FACE cudaError_t cudaStreamQuery(cudaStream_t handle) {
     Guard guard(lock);
     Stream& stream = stream_of(handle);
+    if (times.on) return stream.at <= now() ? (stream.run_all(), cudaSuccess) : cudaErrorNotReady;
     if (stream.over == stream.given) return cudaSuccess;
     return stream.run_until(stream.over + 1), cudaErrorNotReady;
 }
@@ -778,6 +875,10 @@ FACE cudaError_t cudaEventQuery(cudaEvent_t event) {
     Guard guard(lock);
     const auto point = event_of(event).point;
     if (!point) return cudaSuccess;
+    if (times.on) {
+        if (point->at > now()) return cudaErrorNotReady;
+        point->stream->run_until(point->number);
+    }
     if (point->stream->over < point->number) return point->stream->run_until(point->stream->over + 1), cudaErrorNotReady;
     return host.join(point->clock), cudaSuccess;
 }
@@ -787,6 +888,7 @@ FACE cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     ++counts["waits of the host"];
     if (!point) return cudaSuccess;
     point->stream->run_until(point->number);
+    host_until(point->at);
     seen.join(point->order);
     return host.join(point->clock), cudaSuccess;
 }

@@ -1,5 +1,8 @@
 """Gemini's own CUDA kernels on the devices of ``cudart.cpp``: their bodies, run on the host, in the order of streams.
 
+Each is compiled by NVRTC for the card that the runtime says it is, loaded and launched by the driver's functions in
+``libcuda.c``; in place of that code runs the same text, compiled for the host, on the arguments that were launched.
+
 Those of the host are watched too: a native kernel that works on page-locked memory comes after the copies of it.
 """
 
@@ -12,14 +15,11 @@ from functools import wraps
 from typing import Any
 
 from gemini import kernels
-from gemini.kernels import COMPACT_BLOCK, NORM_BLOCK, NORM_TILE, Arrays
+from gemini.kernels import COMPACT_BLOCK, NORM_BLOCK, NORM_TILE, Arrays, nvrtc
 from gemini.kernels.cuda import CudaKernels
 from gemini.train import engine
 from tests.fakegpu.computing import Computing, alias, host_uses, launch
-from tests.native.emulated_cuda import DTYPES, EmulatedModule
-
-_BYTES = {0: 4, 1: 2, 2: 2}
-"""Of an element, by the number of its dtype."""
+from tests.native.emulated_cuda import doing, function_of, launch_in, library
 
 _HOST = {
     "update": ("weights", "residual", "states"),
@@ -28,91 +28,100 @@ _HOST = {
 }  # fmt: skip
 """The kernels there are, and which of their tensors they write."""
 
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+"""Of an element, by its format."""
 
-class FakeModule(EmulatedModule):
-    """The CUDA part of gemini._C, which is given addresses of a device and a stream."""
-
-    def cuda_update(
-        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], grad: int, dtype: int,
-        segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
-    ) -> None:  # fmt: skip
-        begin, end = segments[0][0], segments[-1][1]
-
-        def used(address: int, size: int) -> tuple[int, int]:
-            return (address + begin * size, (end - begin) * size) if address else (0, 0)
-
-        written = [used(weights, 2 if residual else 4), used(residual, 2), *(used(state, 4) for state in states)]
-        launch(stream, "update", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], written)
-        arrays = _alias(weights), _alias(residual), [*map(_alias, states)], _alias(grad)
-        super().cuda_update(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
-
-    def cuda_update_compact(
-        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], scales: Sequence[int],
-        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
-    ) -> None:  # fmt: skip
-        begin, end = segments[0][0], segments[-1][1]
-
-        def used(address: int, size: int) -> tuple[int, int]:
-            return address + begin * size, (end - begin) * size
-
-        of_scales = [(scale + begin // COMPACT_BLOCK, -(-(end - begin) // COMPACT_BLOCK)) for scale in scales]
-        written = [used(weights, 2), used(residual, 1), *(used(state, 1) for state in states), *of_scales]
-        launch(stream, "update_compact", [used(grad, _BYTES[dtype]), (grad_scale, 4), (stop, 4)], written)
-        arrays = _alias(weights), _alias(residual), [*map(_alias, states)], [*map(_alias, scales)], _alias(grad)
-        super().cuda_update_compact(device, stream, *arrays, dtype, segments, _alias(grad_scale), _alias(stop))
-
-    def cuda_clip_factor(
-        self, device: int, stream: int, tiles: int, ends: int, count: int, max_norm: float, *places: int
-    ) -> None:
-        num_tiles = ctypes.c_int64.from_address(_alias(ends) + 8 * (count - 1)).value
-        written = zip(places, (8 * count, 8, 4, 4), strict=True)  # totals, norm, factor, nonfinite
-        launch(stream, "clip_factor", [(tiles, 8 * num_tiles), (ends, 8 * count)], [*written])
-        super().cuda_clip_factor(device, stream, _alias(tiles), _alias(ends), count, max_norm, *map(_alias, places))
-
-    def cuda_copy_grad(
-        self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any
-    ) -> None:
-        self._launch(stream, "copy_grad", [(src, n * _BYTES[src_dtype])], [(dst, n * _BYTES[dst_dtype])], n, places)
-        super().cuda_copy_grad(
-            device, stream, _alias(dst), dst_dtype, _alias(src), src_dtype, n, tuple(map(_alias, places))
-        )
-
-    def cuda_accumulate_grad(
-        self, device: int, stream: int, acc: int, src: int, src_dtype: int, n: int, places: Any
-    ) -> None:
-        self._launch(stream, "accumulate_grad", [(src, n * _BYTES[src_dtype])], [(acc, n * 4)], n, places)
-        super().cuda_accumulate_grad(device, stream, _alias(acc), _alias(src), src_dtype, n, tuple(map(_alias, places)))
-
-    def cuda_sum_grad24(
-        self, device: int, stream: int, hi: int, lo: int, src: int, src_dtype: int, n: int, adding: bool, places: Any
-    ) -> None:
-        written = [(hi, 2 * n), (lo, n)]
-        self._launch(
-            stream, "sum_grad24", [(src, n * _BYTES[src_dtype]), *(written if adding else [])], written, n, places
-        )
-        addresses = map(_alias, (hi, lo, src))
-        super().cuda_sum_grad24(device, stream, *addresses, src_dtype, n, adding, tuple(map(_alias, places)))
-
-    def cuda_sum_squares(self, device: int, stream: int, src: int, dtype: int, n: int, places: Any) -> None:
-        self._launch(stream, "sum_squares", [(src, n * _BYTES[dtype])], [], n, places)
-        super().cuda_sum_squares(device, stream, _alias(src), dtype, n, tuple(map(_alias, places)))
-
-    def cuda_split_master(self, device: int, stream: int, master: int, hi: int, lo: int, n: int) -> None:
-        launch(stream, "split_master", [(master, 4 * n)], [(hi, 2 * n), (lo, 2 * n)])
-        super().cuda_split_master(device, stream, _alias(master), _alias(hi), _alias(lo), n)
-
-    def cuda_join_master(self, device: int, stream: int, hi: int, lo: int, out: int, n: int) -> None:
-        launch(stream, "join_master", [(hi, 2 * n), (lo, 2 * n)], [(out, 4 * n)])
-        super().cuda_join_master(device, stream, _alias(hi), _alias(lo), _alias(out), n)
-
-    def _launch(self, stream: int, name: str, reads: Any, writes: Any, n: int, places: Sequence[int]) -> None:
-        blocks, tiles, arrived, nonfinite = places
-        left = [(blocks, 8 * -(-n // NORM_BLOCK)), (tiles, 8 * -(-n // NORM_TILE)), (arrived, 4), (nonfinite, 4)]
-        launch(stream, name, reads, [*writes, *left])
+Range = tuple[int, int]
+"""An address and the bytes from there on."""
 
 
-def _alias(address: int) -> int:
-    return alias(address) if address else 0
+class FakeDriver(nvrtc.Driver):
+    """The driver, which says of each launch what of the device's memory it reads and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._names: dict[bytes, bytes] = {}
+        self._bodies = library()
+        self._bodies.run.restype = ctypes.c_char_p
+        self._bodies.run.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+        # Held here: the driver has nothing but its address.
+        self._callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p)(self._run)
+        self._library.fake_kernels(self._callback)
+
+    def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
+        reads, writes = _used(kernel, arguments)
+        launch(stream, function_of(kernel), reads, writes)
+        super().launch(device, stream, kernel, blocks, *map(_aliased, arguments))
+
+    def _load(self, device: int, kernel: str) -> ctypes.c_void_p:
+        function = super()._load(device, kernel)
+        symbol = ctypes.cast(function, ctypes.c_char_p).value
+        assert symbol is not None
+        self._names[symbol] = kernel.encode()
+        return function
+
+    def _run(self, symbol: bytes, blocks: int, arguments: int) -> int:
+        wrong = self._bodies.run(self._names[symbol], blocks, arguments)
+        return 0 if wrong is None else 1  # cudaErrorInvalidValue
+
+
+def _used(kernel: str, arguments: Sequence[Any]) -> tuple[list[Range], list[Range]]:
+    """What a launch reads and what it writes."""
+    grad = next((size for name, size in _BYTES.items() if f"Dtype::{name}" in kernel), 0)
+    name = doing(kernel)
+    if name in ("update", "compact"):
+        return _used_by_update(arguments[0], grad, is_compact=name == "compact")
+    if name == "clip":
+        (tiles, ends, count, _, totals), places = (argument.value for argument in arguments[:5]), arguments[5]
+        num_tiles = ctypes.c_int64.from_address(alias(ends) + 8 * (count - 1)).value
+        written = zip((totals, *places), (8 * (count + 1), 8, 4, 4), strict=True)  # norm, factor, nonfinite
+        return [(tiles, 8 * num_tiles), (ends, 8 * count)], [*written]
+    if name in ("split", "join"):
+        first, second, third, n = (argument.value for argument in arguments)
+        if name == "split":
+            return [(first, 4 * n)], [(second, 2 * n), (third, 2 * n)]
+        return [(first, 2 * n), (second, 2 * n)], [(third, 4 * n)]
+    dst, lo, src, n = (argument.value or 0 for argument in arguments[:4])
+    blocks, tiles, arrived, nonfinite = arguments[4]
+    size = {"copy": grad, "first24": 2, "add24": 2}.get(name, 4)
+    written = [(dst, size * n), (lo, n)]
+    read = [(src, grad * n), *(written if name in ("accumulate", "add24") else [])]
+    left = [(blocks, 8 * -(-n // NORM_BLOCK)), (tiles, 8 * -(-n // NORM_TILE)), (arrived, 4), (nonfinite, 4)]
+    return read, [*written, *left]
+
+
+def _used_by_update(given: Any, grad: int, *, is_compact: bool) -> tuple[list[Range], list[Range]]:
+    given = launch_in(given)
+    begin, end = given.segments[0].begin, given.segments[given.count - 1].end
+    at, states = given.arrays, given.arrays.num_states
+
+    def used(address: int | None, size: int) -> Range:
+        return (address + begin * size, (end - begin) * size) if address else (0, 0)
+
+    written = [used(at.weights, 2 if at.residual else 4), used(at.residual, 1 if is_compact else 2)]
+    written += [used(state, 1 if is_compact else 4) for state in at.states[:states]]
+    if is_compact:
+        blocks = -(-(end - begin) // COMPACT_BLOCK)
+        written += [(scale + begin // COMPACT_BLOCK, blocks) for scale in at.scales[:states]]
+    return [used(at.grad, grad), (given.grad_scale or 0, 4), (given.stop or 0, 4)], written
+
+
+def _aliased(argument: Any) -> Any:
+    """The same with addresses that the host can touch."""
+    if isinstance(argument, ctypes.c_void_p):
+        return ctypes.c_void_p(argument.value and alias(argument.value))
+    if not isinstance(argument, ctypes.Array):
+        return argument
+    if argument._type_ is ctypes.c_void_p:
+        return type(argument)(*(address and alias(address) for address in argument))
+    own = launch_in(argument)
+    arrays = own.arrays
+    for name in ("weights", "residual", "grad"):
+        setattr(arrays, name, _aliased(ctypes.c_void_p(getattr(arrays, name))).value)
+    arrays.states, arrays.scales = _aliased(arrays.states), _aliased(arrays.scales)
+    own.grad_scale, own.stop = (_aliased(ctypes.c_void_p(one)).value for one in (own.grad_scale, own.stop))
+    return own
 
 
 def _watched(name: str, kernel: Callable[..., Any], written: Sequence[str]) -> Callable[..., Any]:
@@ -133,7 +142,7 @@ def _watched(name: str, kernel: Callable[..., Any], written: Sequence[str]) -> C
 
 def install() -> None:
     """From now on Gemini's kernels run on CUDA tensors, and the end of a model, which is without modes, keeps ours."""
-    kernels._cuda = CudaKernels(FakeModule(), DTYPES)
+    kernels._cuda = CudaKernels(FakeDriver())
     for name, written in _HOST.items():
         setattr(kernels, name, _watched(name, getattr(kernels, name), written))
     without_modes = engine._disable_current_modes

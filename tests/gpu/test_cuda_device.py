@@ -301,9 +301,9 @@ def test_a_refused_registration_leaves_no_error_behind(device: Device, monkeypat
 
     register = PinnedPages.register
 
-    def twice(pages: PinnedPages) -> None:
-        register(pages)
-        register(pages)
+    def twice(pages: PinnedPages, node: int | None) -> None:
+        register(pages, node)
+        register(pages, node)
 
     monkeypatch.setattr(PinnedPages, "register", twice)
     with pytest.warns(UserWarning, match="cannot be registered"):

@@ -40,7 +40,7 @@ BIG = (1 << 21) + 4097
 
 @pytest.fixture(autouse=True)
 def built() -> None:
-    assert kernels.capabilities().cuda, f"the library holds no CUDA kernels: {kernels.capabilities()}"
+    assert kernels.capabilities().cuda, f"no CUDA kernel runs here: {kernels.capabilities()}"
 
 
 @contextmanager

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import gemini
-from gemini.memory.movement.transfers import Lane, Transfer, Transfers
 from gemini.train.gradients.store import GradientStore
 from tests.gpu import gpu_cases
 from tests.gpu.gpu_cases import DEVICE, PLACEMENTS
@@ -139,10 +138,8 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
     config = config_for(model, 0.0, gradients, activations)
     gpu_cases.forget_cached()
     before = torch.cuda.memory_allocated(card)
-    model = gemini.GeminiDDP(model, config)
-    world = world_of(model)
-    ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
-    may_land, land_piece, wait = threading.Event(), GradientStore.land_piece, Transfers.wait
+    may_land, land_piece = threading.Event(), GradientStore.land_piece
+    reap, relieve = GradientStore._reap, GradientStore.relieve
     taken, waiting = [0], [0]
 
     def land_late(store: GradientStore, *args: Any) -> Any:
@@ -150,21 +147,26 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
             assert may_land.wait(60)
         return land_piece(store, *args)
 
-    def let_land(transfers: Transfers, transfer: Transfer, *what: Any) -> Any:
-        if transfer.lane is not Lane.LANDING:
-            return wait(transfers, transfer, *what)
-        waiting.append(sum(not landing.is_complete() for landing in transfers.open[Lane.LANDING].values()))
+    def let_land(store: GradientStore, want: Any) -> bool:
+        waiting.append(len(store.landing))
         segments = [s["total_size"] for s in torch.cuda.memory_snapshot() if s["stream"] == of_windows]
         others = torch.cuda.memory_allocated(card) - before - ledger.held(gemini.Tier.GPU, "windows")
-        taken.append(sum(segments) + others)
+        of_ledger = ledger.held(gemini.Tier.GPU, "windows") + ledger.held(gemini.Tier.GPU, "pool")
+        assert sum(segments) - of_ledger < 2 * MIB * max(len(segments), 1), "more than segments are rounded up by"
+        taken.append(of_ledger + others)
         may_land.set()
         try:
-            return wait(transfers, transfer, *what)
+            return relieve(store, want)
         finally:
-            may_land.clear()
+            if gradients == "retain":
+                may_land.clear()
 
     monkeypatch.setattr(GradientStore, "land_piece", land_late)
-    monkeypatch.setattr(Transfers, "wait", let_land)
+    monkeypatch.setattr(GradientStore, "_reap", lambda store: may_land.is_set() and reap(store))
+    monkeypatch.setattr(GradientStore, "relieve", let_land)
+    model = gemini.GeminiDDP(model, config)
+    world = world_of(model)
+    ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
     train(model, card, in_backward=False, shape=FEW)
     left = config.memory.bytes_of(gemini.Tier.GPU) - ledger.held(gemini.Tier.GPU, "context")
     assert max(taken) <= left, f"{max(taken) / MIB:.1f} MiB were taken, {left / MIB:.1f} are left to the model"

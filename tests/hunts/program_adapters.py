@@ -84,11 +84,14 @@ _HABITS: dict[str, Habit] = {
         model.merge_adapter()
         side.lay_out()
         try:
+            oft = "OFT" in str(model.peft_config["default"].peft_type)  # transposes weights in memory
             with torch.no_grad(), model.disable_adapter():
+                model.train(not oft)  # no statistics of what other kernels give
                 first = take(model, {call}(batch(side, 70 + step)))
+                model.train()
                 side.lay_out()
                 side.see("unmerged and off", take(model, {call}(batch(side, 70 + step))))
-            if "OFT" not in str(model.peft_config["default"].peft_type):  # transposes weights in memory
+            if not oft:
                 side.see("merged and off", first)
         finally:
             model.unmerge_adapter()

@@ -46,7 +46,7 @@ def run_on_rank(text: str, task: Task, placement: str, folder: str, size: int) -
     key = (text, task.precision)
     if key not in _plain:
         _plain.clear()
-        _plain[key] = run_plain(text, task.seed, task.precision)
+        _plain[key] = run_plain(text, task.seed, task.precision, size)
     whole = SimpleNamespace(size=1)  # nobody else has parts of a sequence
     ranks = SimpleNamespace(size=size, local_size=size, num_replicas=1, context=whole, smallest=lambda values: values)
 

@@ -35,6 +35,7 @@ from gemini.planning.placement import bytes_per_tier
 from gemini.ranks.group import Ranks, alone
 from gemini.tiers import Tier
 from gemini.train.modules.reading import Structure
+from gemini.train.optimizers import states as states_of
 from gemini.train.setup.problem import decide
 from tests.hunts import program_beside as beside
 from tests.hunts import program_state
@@ -215,8 +216,9 @@ class PlainSide(Side):
 
     managed = False
 
-    def __init__(self, model: nn.Module, precision: str, folder: Path):
+    def __init__(self, model: nn.Module, precision: str, folder: Path, num_ranks: int = 1):
         super().__init__(model, precision, folder)
+        self._num_ranks = num_ranks
         self._optimizers: list[gemini.HybridAdam] = []
         self.another(model)
 
@@ -225,7 +227,7 @@ class PlainSide(Side):
         for name, param in model.named_parameters():
             param.data = param.data.to(dtype_of(model, name, self.precision)).contiguous()
             if param.dtype != torch.float32 and param.is_floating_point():
-                _sum_in_fp32(param)
+                _sum_in_fp32(param, self._num_ranks)
         _cast_where_they_meet(model, self.dtype)
         for name, buffer in model.named_buffers():
             if any(word in name for word in ADAPTERS_BUFFERS) and buffer.is_floating_point():
@@ -380,6 +382,10 @@ class PlainSide(Side):
         changed = param.detach() != old
         for optimizer in self._optimizers:
             state = optimizer.state.get(param, {})
+            if states_of.BEFORE in state and states_of.is_of(old, state):
+                states_of.complete_master(old, state)
+            # A loaded master that still waits for its weights is not what was written to.
+            state = state.get(states_of.BEFORE, state)
             if "residual" in state:
                 state["residual"][changed] = 0
             if "master" in state:
@@ -529,12 +535,15 @@ def _cast_where_they_meet(model: nn.Module, dtype: torch.dtype) -> None:
                 )
 
 
-def _sum_in_fp32(param: nn.Parameter) -> None:
-    """Let gradients of ``param`` be rounded to its dtype, as autograd does, and be added up in fp32."""
+def _sum_in_fp32(param: nn.Parameter, num_ranks: int) -> None:
+    """Let gradients of ``param`` be rounded to its dtype, as autograd does, and be added up in fp32.
+
+    Ranks divide by their number first (docs/ranks.md): a subnormal half of a small gradient in fp16 has a bit less.
+    """
     trained = param.requires_grad
     param.requires_grad_(True)  # a program may unfreeze it, and only then hooks can be registered
     param.grad_dtype = None  # type: ignore[attr-defined]
-    param.register_hook(lambda grad: grad.to(param.dtype).to(grad.dtype))
+    param.register_hook(lambda grad: grad.to(param.dtype).div(num_ranks).mul(num_ranks).to(grad.dtype))
     param.register_post_accumulate_grad_hook(_to_fp32)
     param.requires_grad_(trained)
 

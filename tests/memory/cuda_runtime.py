@@ -41,6 +41,7 @@ class Runtime:
         self.finished: set[str] = set()
         self.registered: dict[int, int] = {}
         self.refusal = 0
+        self.most_registered = 2**50
         self.error: str | None = None
         self.num_streams = 0
         self.num_events = 0
@@ -138,8 +139,9 @@ class Runtime:
 
         class Cudart:
             def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-                if runtime.refusal:
-                    return runtime.refusal
+                assert num_bytes <= 2**36, "more than drivers take in one call"
+                if runtime.refusal or sum(runtime.registered.values()) + num_bytes > runtime.most_registered:
+                    return runtime.refusal or 2
                 assert address not in runtime.registered
                 runtime.registered[address] = num_bytes
                 return 0

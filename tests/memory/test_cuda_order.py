@@ -21,6 +21,7 @@ from gemini.errors import GeminiError
 from gemini.memory.devices import cuda, cuda_streams
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
+from gemini.memory.devices.pages import Pages
 from gemini.waiting import Latch, await_latch
 
 
@@ -219,7 +220,7 @@ def test_memory_outlives_its_registration_and_its_device(runtime: Runtime, devic
 
 def test_without_registered_memory_it_goes_on_and_says_so_once(runtime: Runtime, device: CudaDevice) -> None:
     runtime.refusal = 2
-    with pytest.warns(UserWarning, match=r"cannot be registered with the CUDA driver \(CUDA error 2\).*ulimit -l"):
+    with pytest.warns(UserWarning, match=r"cannot be registered with the CUDA driver \(CUDA error 2\).*cpu= budget"):
         buffer = device.make_host_buffer(8192)
     assert int(buffer.count_nonzero()) == 0 and runtime.said() == ["the last error is forgotten"]
     with warnings.catch_warnings():
@@ -236,6 +237,55 @@ def test_a_refused_reservation_is_told_at_once_and_what_there_is_is_used(runtime
         device.reserve_host(2**30)
     [(base, _)] = runtime.registered.items()
     assert device.make_host_buffer(8192).data_ptr() == base
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def addresses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is touched: memory of a size that this machine does not have."""
+    monkeypatch.setattr(Pages, "touch", lambda pages: None)
+
+
+def test_921_gib_are_registered_in_pieces_that_hold_whole_planes(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    planes = [(f"weights of chunk {number}", 9 * GIB) for number in range(102)]
+    device.reserve_host(921 * GIB, planes)  # the runtime refuses more than 64 in one call
+    assert [size // GIB for size in runtime.registered.values()] == [57, *[63] * 13, 45], "3 are staging"
+    buffers = [device.make_host_buffer(num_bytes) for _, num_bytes in planes]
+    assert device.pinned.num_registrations == 15, "every plane found a place"
+    for buffer in buffers:
+        start, stop = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
+        whole = [start >= base and stop <= base + size for base, size in runtime.registered.items()]
+        assert sum(whole) == 1, "in one piece, or a copy would fail"
+
+
+def test_a_refusal_in_the_middle_keeps_what_there_is_and_says_from_which_plane_on(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    runtime.most_registered = 100 * GIB
+    planes = [(f"{kind} of chunk {number}", 8 * GIB) for number in range(10) for kind in ("weights", "grad")]
+    with pytest.warns(UserWarning, match="it took 98 GiB, and not the 64 GiB from weights of chunk 6 on"):
+        device.reserve_host(162 * GIB, planes)
+    assert runtime.said() == ["the last error is forgotten"]
+    buffers = [device.make_host_buffer(num_bytes) for _, num_bytes in planes]
+    ranges = [(base, base + size) for base, size in runtime.registered.items()]
+    inside = [any(first <= buffer.data_ptr() < last for first, last in ranges) for buffer in buffers]
+    assert inside == [True] * 12 + [False] * 8 and sum(runtime.registered.values()) == 98 * GIB
+
+
+def test_a_buffer_that_is_larger_than_drivers_take_goes_without(
+    runtime: Runtime, device: CudaDevice, addresses_alone: None
+) -> None:
+    with pytest.warns(UserWarning, match="65 GiB in one piece are more than drivers take"):
+        device.make_host_buffer(65 * GIB)
+    assert not runtime.registered
+
+
+def test_what_the_host_alone_works_on_is_not_registered(runtime: Runtime, device: CudaDevice) -> None:
+    assert int(device.make_kept_buffer(8192).count_nonzero()) == 0 and not runtime.registered
 
 
 def test_the_end_waits_for_everything(runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any]) -> None:

@@ -233,7 +233,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     transfers = Transfers(world.mover, Lane)
     world.manager = manager = Manager(
         world.chunks, ledger=world.ledger, device=world.device, mover=world.mover, transfers=transfers,
-        foresight=Foresight(lambda steps: [Moves()] * len(steps), schedule),
+        foresight=Foresight(schedule),
     )  # fmt: skip
     streams, ahead = [runtime.current(), runtime.Stream(name="the program's")], 0
     try:

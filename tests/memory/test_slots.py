@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gemini.memory import nvme
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.durable.slots import ZEROS, Runs, SlotFile, SlotPair, pages_of
 
@@ -29,13 +30,15 @@ def write_some(pair: SlotPair, expected: bytearray, rng: random.Random) -> None:
     data = rng.randbytes(count * PAGE)
     source = host_bytes(count * PAGE)
     source.numpy()[:] = memoryview(data)
-    pair.begin_write(source, first * PAGE).wait()
+    pair.write(source, first * PAGE)
     expected[first * PAGE : (first + count) * PAGE] = data
 
 
-def content(path: Path, runs: Runs) -> bytes:
+def content(paths: list[Path], runs: Runs) -> bytes:
     """What runs say is there, each as its sum says."""
-    data, found, page = path.read_bytes(), bytearray(), 0
+    on_drives, found, page = [path.read_bytes() for path in paths], bytearray(), 0
+    parts = nvme.stripes(0, 2 * MANY * PAGE, len(paths))
+    data = b"".join(on_drives[drive][at : at + size] for drive, at, _, size in parts)
     for count, slot, crc in runs:
         begin = slot * MANY * PAGE + page * PAGE
         part = bytes(count * PAGE) if slot == ZEROS else data[begin : begin + count * PAGE]
@@ -45,10 +48,15 @@ def content(path: Path, runs: Runs) -> bytes:
     return bytes(found)
 
 
+@pytest.mark.parametrize("drives", [1, 3])
 @pytest.mark.parametrize("seed", range(8))
-def test_runs_are_what_was_written_whatever_was_written_over(seed: int, tmp_path: Path) -> None:
-    rng, path, expected = random.Random(seed), tmp_path / "slots", bytearray(MANY * PAGE)
-    slots = SlotFile(path, {"plane": MANY * PAGE})
+def test_runs_are_what_was_written_whatever_was_written_over(
+    seed: int, drives: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "STRIPE", 3 * PAGE)
+    rng, expected = random.Random(seed), bytearray(MANY * PAGE)
+    paths = [tmp_path / f"slots-{drive}" for drive in range(drives)]
+    slots = SlotFile(paths, {"plane": MANY * PAGE})
     pair = slots.pairs["plane"]
     committed, kept = pair.runs(), bytes(expected)
     for _ in range(30):
@@ -65,15 +73,15 @@ def test_runs_are_what_was_written_whatever_was_written_over(seed: int, tmp_path
                 pair.undo()
                 expected[:] = before
         runs = pair.runs()
-        assert content(path, runs) == expected
-        assert content(path, committed) == kept, "what was committed is never written over"
+        assert content(paths, runs) == expected
+        assert content(paths, committed) == kept, "what was committed is never written over"
         if rng.random() < 0.2:  # a commit that fails: nothing is said to be committed
             continue
         pair.commit(runs)
         committed, kept = runs, bytes(expected)
         if rng.random() < 0.2:  # the next run, with or without sums in the record
             slots.close()
-            slots = SlotFile(path, {"plane": MANY * PAGE})
+            slots = SlotFile(paths, {"plane": MANY * PAGE})
             pair = slots.pairs["plane"]
             pair.take_committed([(count, slot, None if seed % 2 else crc) for count, slot, crc in runs])
             if rng.random() < 0.5:
@@ -87,19 +95,19 @@ PAGES = 12
 
 
 def made(path: Path) -> tuple[SlotFile, SlotPair]:
-    file = SlotFile(path / "slots", {"a": PAGES * PAGE, "b": PAGES * PAGE})
+    file = SlotFile([path / "slots"], {"a": PAGES * PAGE, "b": PAGES * PAGE})
     return file, file.pairs["b"]
 
 
 def write(pair: SlotPair, first: int, values: list[int]) -> None:
     source = host_bytes(len(values) * PAGE)
     source.view(len(values), PAGE)[:] = torch.tensor(values, dtype=torch.uint8)[:, None]
-    pair.begin_write(source, first * PAGE).wait()
+    pair.write(source, first * PAGE)
 
 
 def read(pair: SlotPair) -> list[int]:
     into = host_bytes(PAGES * PAGE)
-    pair.begin_read(into, 0).wait()
+    pair.read(into, 0)
     assert (into.view(PAGES, PAGE) == into.view(PAGES, PAGE)[:, :1]).all()
     return into.view(PAGES, PAGE)[:, 0].tolist()
 

@@ -23,7 +23,7 @@ from gemini.errors import StorageError
 from gemini.kernels import io as kernels_io
 from gemini.memory import nvme
 from gemini.memory.devices.pages import host_bytes
-from gemini.memory.nvme import SpillFile, probe
+from gemini.memory.nvme import Extent, SpillFile, probe
 
 MIB = 2**20
 
@@ -373,7 +373,7 @@ def test_an_interrupted_wait_leaves_the_memory_to_the_disk(
     content = noise(16 * PAGE)
     spill.write(content, 0)
     into = host_bytes(16 * PAGE)
-    transfer, wait = spill.begin_read(into, 0), spill.queue.wait
+    transfer, wait = spill.begin_read([Extent(into, 0)]), spill.queue.wait
 
     def interrupted(ticket: int) -> None:
         if not before:
@@ -384,9 +384,53 @@ def test_an_interrupted_wait_leaves_the_memory_to_the_disk(
         patch.setattr(spill.queue, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             transfer.wait()
-    assert hasattr(transfer, "_tensor"), "nothing else keeps it"
+    assert len(transfer._under_way) == 1, "nothing else keeps it"
     transfer.wait()
     assert transfer.is_complete() and torch.equal(into, content)
+    spill.close()
+
+
+def test_several_extents_are_one_transfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over with the last of them. Where one is refused none is under way, and where several fail the first is told."""
+    spill = SpillFile(tmp_path, 4 * PAGE)
+    parts, back = noise(4 * PAGE).view(4, -1), host_bytes(4 * PAGE).view(4, -1)
+    spill.begin_write(Extent(part, number * PAGE) for number, part in enumerate(parts)).wait()
+    extents = [Extent(part, number * PAGE) for number, part in enumerate(back)]
+    transfer = spill.begin_read(extents)
+    transfer.wait()
+    assert transfer.is_complete() and torch.equal(back, parts)
+
+    asked, submit, wait = list[int](), spill.queue.submit_write, spill.queue.wait
+    waited = list[int]()
+
+    def refuses_the_third(*where: int, urgent: bool) -> int:
+        if len(asked) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return submit(*where, urgent=urgent)
+
+    def in_turn() -> Iterator[Extent]:
+        for extent in extents:
+            asked.append(extent.offset)
+            yield extent
+
+    with monkeypatch.context() as patch:
+        patch.setattr(spill.queue, "submit_write", refuses_the_third)
+        patch.setattr(spill.queue, "wait", lambda ticket: (waited.append(ticket), wait(ticket)))
+        # The error keeps its frames, and so what was begun: nobody waits for that but who raised it.
+        with pytest.raises(StorageError, match=f"could not write .* at {2 * PAGE} ") as refused:
+            spill.begin_write(in_turn())
+    assert asked == [0, PAGE, 2 * PAGE] and len(waited) == 2 and refused.tb is not None
+
+    def fails(ticket: int) -> None:
+        waited.append(ticket)
+        wait(ticket)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(spill.queue, "wait", fails)
+    transfer = spill.begin_read(extents[1:])
+    with pytest.raises(StorageError, match=f"could not read .* at {PAGE} "):
+        transfer.wait()
+    assert len(waited) == 5 and transfer.is_complete()
     spill.close()
 
 
@@ -394,7 +438,7 @@ def test_a_transfer_may_be_asked_for_while_another_thread_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spill = SpillFile(tmp_path, 16 * PAGE)
-    transfer, wait = spill.begin_read(host_bytes(16 * PAGE), 0), spill.queue.wait
+    transfer, wait = spill.begin_read([Extent(host_bytes(16 * PAGE), 0)]), spill.queue.wait
     taken, go = threading.Event(), threading.Event()
 
     def slow(ticket: int) -> None:

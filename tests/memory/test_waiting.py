@@ -10,7 +10,8 @@ import pytest
 from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.movement.worker import Job, Worker
-from gemini.waiting import PROGRESS, Latch, await_latch
+from gemini.train.step import Occupancy
+from gemini.waiting import PROGRESS, Latch, await_latch, is_running
 
 
 @pytest.fixture(autouse=True)
@@ -97,4 +98,25 @@ def test_a_wait_does_not_end_while_another_thread_waits_for_other_ranks() -> Non
 
 def test_a_job_that_no_thread_got_is_named() -> None:
     with pytest.warns(UserWarning), pytest.raises(GeminiError, match="a job of a thread that never got it"):
-        Job(lambda: None, 0).wait()
+        Job(0).wait()
+
+
+def test_an_interrupt_in_a_look_at_a_thread_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python marks a thread as ended whose ``is_alive`` a Ctrl-C has broken off; nobody of ours goes by that."""
+    go, found = threading.Event(), list[bool]()
+    thread = threading.Thread(target=lambda: found.append(go.wait(30)))
+    assert not is_running(thread), "not begun"
+    thread.start()
+    occupancy = Occupancy()
+    monkeypatch.setattr(threading.Thread, "is_alive", lambda self: False)
+    assert is_running(thread) and is_running(threading.main_thread())
+    occupancy.begin_alone()
+    assert occupancy.is_own
+    other = threading.Thread(target=lambda: found.append(occupancy.is_own))
+    other.start()
+    other.join()
+    assert found == [False] and occupancy.is_own
+    monkeypatch.undo()
+    go.set()
+    thread.join(30)
+    assert not is_running(thread)

@@ -16,7 +16,7 @@ from gemini import waiting
 from gemini.errors import GeminiError
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
-from gemini.memory.watching import RecordedEvent, RecordedStep, Recorder, Watch
+from gemini.memory.watching import Activity, RecordedEvent, RecordedStep, Recorder, Watch
 from gemini.planning.timeline import Span, Timeline, Track
 from gemini.tiers import Ledger, Tier
 
@@ -376,9 +376,15 @@ def test_many_threads_at_once_lose_nothing() -> None:
 # Transfers that run by themselves are recorded once, when their end is noticed, however they end.
 
 
+def recorded_event(event: Event, told: list[str], monkeypatch: pytest.MonkeyPatch) -> RecordedEvent:
+    recorder = Recorder()
+    monkeypatch.setattr(recorder, "add", lambda track, start, stop, name, *of: told.append(name))
+    return RecordedEvent(event, Activity(recorder, Track.NVME_READ, "over", "", 1, 8), 0.0)
+
+
 def test_an_end_is_told_when_it_is_seen_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     event, told = Event(), list[str]()
-    recorded = RecordedEvent(event, lambda: told.append("over"))
+    recorded = recorded_event(event, told, monkeypatch)
     assert not recorded.is_complete() and not told
     monkeypatch.setattr(waiting, "LOOK_SECONDS", 0.001)
     with pytest.raises(GeminiError, match="nothing has moved"), pytest.warns(UserWarning, match="nothing has moved"):
@@ -392,9 +398,9 @@ def test_an_end_is_told_when_it_is_seen_and_once(monkeypatch: pytest.MonkeyPatch
     assert told == ["over"]
 
 
-def test_a_failure_is_told_and_raised() -> None:
+def test_a_failure_is_told_and_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     event, told = Event(), list[str]()
-    recorded = RecordedEvent(event, lambda: told.append("over"))
+    recorded = recorded_event(event, told, monkeypatch)
     event.finish(OSError("the disk is gone"))
     with pytest.raises(GeminiError, match="the disk is gone"):
         recorded.wait()

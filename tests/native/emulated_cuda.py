@@ -1,7 +1,7 @@
 """The CUDA face of gemini.kernels without a GPU: kernels that run on the host, and memory that the host may not read.
 
-``EmulatedKernels`` is ``CudaKernels`` over a native module whose functions run the bodies of the CUDA kernels thread
-after thread (emulated_device.cpp), so that everything of Python that a GPU would run runs here, with its bits. What a
+``EmulatedKernels`` is ``CudaKernels`` over a launcher that runs the bodies of the CUDA kernels thread after thread
+(emulated_device.cpp), so that everything of Python that a GPU would run runs here, with its bits. What a
 kernel leaves in device memory for the host (sums of squares, flags) is of a class that refuses every read before
 ``fetch`` has brought it, and ``fetch`` counts: how often a step waits for the device is a number. ``EmulatedGpu`` is
 the stand-in device that knows which memory is the host's: what is not is worked on by those kernels.
@@ -10,6 +10,7 @@ the stand-in device that knows which memory is the host's: what is not is worked
 from __future__ import annotations
 
 import ctypes
+import re
 import subprocess
 import tempfile
 from collections import Counter
@@ -23,11 +24,9 @@ import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels import NORM_BLOCK
 from gemini.kernels.cuda import CudaKernels, NormWorkspace
 from gemini.testing import StandinDevice
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ROOT = Path(__file__).resolve().parents[2]
 # To compile takes longer than to run, and the bits are those of every level.
 _FLAGS = ["-std=c++17", "-Og", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC"]
@@ -43,103 +42,74 @@ def library() -> ctypes.CDLL:
         return ctypes.CDLL(str(built))
 
 
-class EmulatedModule:
-    """The CUDA part of gemini._C: the same names and arguments, on host addresses."""
+class EmulatedLauncher:
+    """Runs a kernel on host addresses, from the arguments that the driver would be given."""
 
     def __init__(self) -> None:
         self._library = library()
+        self._library.run.restype = ctypes.c_char_p
         self.launches: Counter[str] = Counter()
+        """By the function of gemini.kernels."""
         self.segments: list[int] = []
-        """Of each Adam launch."""
+        """Of each update that is not compact."""
 
-    def Scalars(self, kernel: str, values: Sequence[float]) -> tuple[str, Sequence[float]]:  # noqa: N802 - a class
-        return kernel, values
+    def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
+        self.launches[function_of(kernel)] += 1
+        if kernel.startswith("update_kernel"):
+            self.segments.append(launch_in(arguments[0]).count)
+        places = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        wrong = self._library.run(kernel.encode(), ctypes.c_int64(blocks), places)
+        assert wrong is None, (kernel, wrong)
 
-    def CudaSegment(self, begin: int, end: int, scalars: tuple[Any, ...], dither: int) -> tuple[Any, ...]:  # noqa: N802
-        return begin, end, scalars, dither
 
-    def CudaNormPlaces(self, *addresses: int) -> tuple[int, ...]:  # noqa: N802
-        assert len(addresses) == 4 and all(addresses[2:]), "only sums of nothing have no place"
-        return addresses
+class ArraysThere(ctypes.Structure):
+    """Arrays of csrc/rules.h."""
 
-    def cuda_update(
-        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], grad: int, dtype: int,
-        segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
-    ) -> None:  # fmt: skip
-        self.launches["update"] += 1
-        self.segments.append(len(segments))
-        count = len(segments)
-        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, *_ in segments for bound in (begin, end)))
-        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _), _ in segments))
-        every = [value for _, _, (_, values), _ in segments for value in values]
-        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values), _ in segments))
-        self._library.update(
-            _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states), len(states),
-            _pointer(grad), dtype, bounds, rules, (ctypes.c_float * len(every))(*every), lengths, count,
-            _pointer(grad_scale), _pointer(stop),
+    _fields_ = (
+        ("weights", ctypes.c_void_p), ("residual", ctypes.c_void_p), ("grad", ctypes.c_void_p),
+        ("num_states", ctypes.c_int), ("states", ctypes.c_void_p * 4), ("scales", ctypes.c_void_p * 4),
+    )  # fmt: skip
+
+
+@cache
+def launch_type(num_scalars: int) -> type[Any]:
+    """Launch of csrc/cuda/update_body.cuh, of a rule with so many scalars."""
+
+    class Part(ctypes.Structure):
+        _fields_ = (("begin", ctypes.c_int64), ("end", ctypes.c_int64), ("rule", ctypes.c_float * num_scalars))
+
+    class Launch(ctypes.Structure):
+        _fields_ = (
+            ("arrays", ArraysThere), ("grad_scale", ctypes.c_void_p), ("stop", ctypes.c_void_p),
+            ("count", ctypes.c_int), ("segments", Part * 44), ("dithers", ctypes.c_uint32 * 44),
+            ("first_block", ctypes.c_int64 * 45),
         )  # fmt: skip
 
-    def cuda_update_compact(
-        self, device: int, stream: int, weights: int, residual: int, states: Sequence[int], scales: Sequence[int],
-        grad: int, dtype: int, segments: Sequence[tuple[Any, ...]], grad_scale: int, stop: int,
-    ) -> None:  # fmt: skip
-        self.launches["update_compact"] += 1
-        count = len(segments)
-        bounds = (ctypes.c_int64 * (2 * count))(*(bound for begin, end, *_ in segments for bound in (begin, end)))
-        rules = (ctypes.c_char_p * count)(*(kernel.encode() for _, _, (kernel, _), _ in segments))
-        every = [value for _, _, (_, values), _ in segments for value in values]
-        lengths = (ctypes.c_int * count)(*(len(values) for _, _, (_, values), _ in segments))
-        dithers = (ctypes.c_uint32 * count)(*(dither for *_, dither in segments))
-        self._library.update_compact(
-            _pointer(weights), _pointer(residual), (ctypes.c_size_t * len(states))(*states),
-            (ctypes.c_size_t * len(scales))(*scales), len(states), _pointer(grad), dtype, bounds, rules,
-            (ctypes.c_float * len(every))(*every), lengths, dithers, count, _pointer(grad_scale),
-            _pointer(stop),
-        )  # fmt: skip
-
-    def cuda_copy_grad(
-        self, device: int, stream: int, dst: int, dst_dtype: int, src: int, src_dtype: int, n: int, places: Any
-    ) -> None:
-        self._grad("copy_grad", 1 if dst_dtype == src_dtype else 2, dst, src, src_dtype, n, places)
-
-    def cuda_accumulate_grad(
-        self, device: int, stream: int, acc: int, src: int, src_dtype: int, n: int, places: Any
-    ) -> None:
-        self._grad("accumulate_grad", 3, acc, src, src_dtype, n, places)
-
-    def cuda_sum_grad24(
-        self, device: int, stream: int, hi: int, lo: int, src: int, src_dtype: int, n: int, adding: bool, places: Any
-    ) -> None:
-        self._grad("sum_grad24", 5 if adding else 4, hi, src, src_dtype, n, places, lo)
-
-    def cuda_sum_squares(self, device: int, stream: int, src: int, dtype: int, n: int, places: Any) -> None:
-        self._grad("sum_squares", 0, 0, src, dtype, n, places)
-
-    def _grad(
-        self, name: str, doing: int, dst: int, src: int, dtype: int, n: int, places: Sequence[int], lo: int = 0
-    ) -> None:
-        self.launches[name] += 1
-        blocks, tiles, arrived, nonfinite = map(_pointer, places)
-        assert ctypes.cast(arrived, ctypes.POINTER(ctypes.c_int))[0] == 0
-        self._library.grad(doing, _pointer(dst), _pointer(lo), _pointer(src), dtype, ctypes.c_int64(n), blocks)
-        self._library.add_tiles(blocks, ctypes.c_int64(-(-n // NORM_BLOCK)), tiles, nonfinite)
-
-    def cuda_clip_factor(
-        self, device: int, stream: int, tiles: int, ends: int, count: int, max_norm: float, *places: int
-    ) -> None:
-        self.launches["clip_factor"] += 1
-        number = ctypes.c_int64(count), ctypes.c_double(max_norm)
-        self._library.clip_factor(_pointer(tiles), _pointer(ends), *number, *map(_pointer, places))
-
-    def cuda_split_master(self, device: int, stream: int, master: int, hi: int, lo: int, n: int) -> None:
-        self._library.split_master(*map(_pointer, (master, hi, lo)), ctypes.c_int64(n))
-
-    def cuda_join_master(self, device: int, stream: int, hi: int, lo: int, out: int, n: int) -> None:
-        self._library.join_master(*map(_pointer, (hi, lo, out)), ctypes.c_int64(n))
+    return Launch
 
 
-def _pointer(address: int) -> ctypes.c_void_p:
-    return ctypes.c_void_p(address or None)
+def launch_in(argument: Any) -> Any:
+    """The argument of an update, as a struct of its own."""
+    found = next(launch_type(n) for n in range(1, 16) if ctypes.sizeof(launch_type(n)) == ctypes.sizeof(argument))
+    return found.from_buffer_copy(argument)
+
+
+_FUNCTIONS = {
+    "update": "update", "compact": "update_compact", "split": "split_master", "join": "join_master",
+    "clip": "clip_factor", "read": "sum_squares", "copy": "copy_grad", "widen": "copy_grad",
+    "accumulate": "accumulate_grad", "first24": "sum_grad24", "add24": "sum_grad24",
+}  # fmt: skip
+
+
+def doing(kernel: str) -> str:
+    """What a kernel does: its name, or of a gradient's kernel the first of its template arguments."""
+    found = re.match(r"grad_kernel<gemini::cuda::Doing::(\w+)", kernel)
+    return found[1] if found else kernel.partition("_kernel")[0]
+
+
+def function_of(kernel: str) -> str:
+    """The function of gemini.kernels that launches it."""
+    return _FUNCTIONS[doing(kernel)]
 
 
 _READS = {
@@ -163,8 +133,8 @@ class EmulatedKernels(CudaKernels):
     """Also counts: ``num_fetched`` are the tensors that each wait of the host brought."""
 
     def __init__(self) -> None:
-        self.module = EmulatedModule()
-        super().__init__(self.module, DTYPES)
+        self.module = EmulatedLauncher()
+        super().__init__(self.module)
         self.num_fetched: list[int] = []
 
     @property

@@ -1,5 +1,9 @@
-// Runs the bodies of the CUDA kernels on the host, thread after thread and phase after phase, for test_cuda_bodies.py:
-// the text that nvcc compiles for the device, with the bits that a machine without a GPU can check.
+// Runs the bodies of the CUDA kernels on the host, thread after thread and phase after phase, for test_cuda_bodies.py: the
+// text that is compiled for the device, with the bits that a machine without a GPU can check.
+#include <functional>
+#include <map>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -16,15 +20,6 @@ template <Dtype Grad, bool Split, bool Aligned, class Rule>
 void run_launch(const Launch<Rule>& launch) {
     for (int64_t block = 0; block < launch.first_block[launch.count]; ++block)
         for (int thread = 0; thread < kThreads; ++thread) thread_of_launch<Grad, Split, Aligned>(launch, block, thread);
-}
-
-template <Dtype Grad, class Rule>
-void run_launch(const Launch<Rule>& launch, bool aligned) {
-    const bool split = launch.arrays.residual != nullptr;
-    if (split && aligned) return run_launch<Grad, true, true>(launch);
-    if (split) return run_launch<Grad, true, false>(launch);
-    if (aligned) return run_launch<Grad, false, true>(launch);
-    run_launch<Grad, false, false>(launch);
 }
 
 template <Dtype Grad, bool Aligned, class Rule>
@@ -48,14 +43,6 @@ void run_compact(const Launch<Rule>& launch) {
         }
 }
 
-template <Dtype Grad, class Rule>
-void run_compact(const Launch<Rule>& launch, bool aligned) {
-    if constexpr (Rule::kSquares != kNotCompact) {
-        if (aligned) return run_compact<Grad, true>(launch);
-        run_compact<Grad, false>(launch);
-    }
-}
-
 template <Doing What, Dtype Source, bool Aligned>
 void run_block(void* dst, void* lo, const void* src, int64_t block, int64_t n, double* blocks) {
     WarpShared shared;
@@ -64,7 +51,7 @@ void run_block(void* dst, void* lo, const void* src, int64_t block, int64_t n, d
     for (int64_t at = begin; at < end; at += kStep) {
         for (int lane = 0; lane < kLanes; ++lane)
             GradLane<What, Source, Aligned>::take(shared, lane, dst, lo, src, at + lane * kPerThread, n);
-        for (int lane = 0; lane < kLanes; ++lane) add_squares(shared, lane, sums[lane]);
+        for (int lane = 0; lane < kLanes; ++lane) add_squares<squared_in<What, Source>()>(shared, lane, sums[lane]);
     }
     for (int lane = 0; lane < kLanes; ++lane) shared.lanes[lane] = sums[lane];
     for (int half = kLanes / 2; half > 0; half /= 2)
@@ -72,100 +59,154 @@ void run_block(void* dst, void* lo, const void* src, int64_t block, int64_t n, d
     blocks[block] = shared.lanes[0];
 }
 
-template <Doing What, Dtype Source>
-void run_grad(void* dst, void* lo, const void* src, int64_t n, double* blocks) {
-    const bool aligned = (reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) % sizeof(Sixteen) == 0 &&
-                         reinterpret_cast<uintptr_t>(lo) % sizeof(Eight) == 0;
-    for (int64_t block = 0; block * kBlock < n; ++block) {
-        if (aligned) run_block<What, Source, true>(dst, lo, src, block, n, blocks);
-        else run_block<What, Source, false>(dst, lo, src, block, n, blocks);
+// What the thread block that comes last does with the sums of blocks.
+void add_tiles(const NormPlaces& places, int64_t count) {
+    for (int64_t first = 0; first < count; first += kTileBlocks) {
+        double sum = 0.0;
+        for (int64_t i = first; i < count && i < first + kTileBlocks; ++i) sum = add(sum, places.blocks[i]);
+        places.tiles[first / kTileBlocks] = sum;
+        if (!is_finite(sum)) *places.nonfinite = 1;
     }
 }
 
-template <Dtype Source>
-void run_grad(int doing, void* dst, void* lo, const void* src, int64_t n, double* blocks) {
-    switch (static_cast<Doing>(doing)) {
-        case Doing::read: return run_grad<Doing::read, Source>(dst, lo, src, n, blocks);
-        case Doing::copy: return run_grad<Doing::copy, Source>(dst, lo, src, n, blocks);
-        case Doing::widen: return run_grad<Doing::widen, Source>(dst, lo, src, n, blocks);
-        case Doing::accumulate: return run_grad<Doing::accumulate, Source>(dst, lo, src, n, blocks);
-        case Doing::first24: return run_grad<Doing::first24, Source>(dst, lo, src, n, blocks);
-        case Doing::add24: return run_grad<Doing::add24, Source>(dst, lo, src, n, blocks);
-    }
+// A kernel is given what cuLaunchKernel is given: the number of blocks and where each of its arguments stands.
+using Arguments = void* const*;
+using Kernel = std::function<void(int64_t blocks, Arguments)>;
+std::map<std::string, Kernel> kernels;
+
+template <class T>
+T& argument(Arguments arguments, int number) { return *static_cast<T*>(arguments[number]); }
+
+void expect(bool holds, const char* what) {
+    if (!holds) throw std::invalid_argument(what);
 }
+
+template <Doing What, Dtype Source, bool Aligned>
+void run_grad(int64_t blocks, Arguments arguments) {
+    const auto n = argument<int64_t>(arguments, 3);
+    const auto& places = argument<NormPlaces>(arguments, 4);
+    const int64_t of_norm = (n + kBlock - 1) / kBlock;
+    expect(blocks == (of_norm + kThreads / kLanes - 1) / (kThreads / kLanes), "blocks of a gradient kernel");
+    expect(*places.arrived == 0, "nobody has arrived");
+    void *dst = argument<void*>(arguments, 0), *lo = argument<void*>(arguments, 1);
+    for (int64_t block = 0; block < of_norm; ++block)
+        run_block<What, Source, Aligned>(dst, lo, argument<const void*>(arguments, 2), block, n, places.blocks);
+    add_tiles(places, of_norm);
+}
+
+const char* name_of(Dtype dtype) {
+    return dtype == Dtype::f32 ? "gemini::Dtype::f32" : dtype == Dtype::bf16 ? "gemini::Dtype::bf16" : "gemini::Dtype::f16";
+}
+
+std::string said(bool value) { return value ? "true" : "false"; }
+
+template <class Rule, Dtype Grad, bool Aligned>
+void add_update(const std::string& rule) {
+    const auto run = [](auto body) {
+        return [body](int64_t blocks, Arguments arguments) {
+            const auto& launch = argument<Launch<Rule>>(arguments, 0);
+            expect(launch.count > 0 && launch.first_block[launch.count] == blocks, "blocks of an update");
+            expect(launch.arrays.num_states == Rule::kStates, "an update with states of another rule");
+            body(launch);
+        };
+    };
+    const std::string start = "<gemini::" + rule + ", " + name_of(Grad) + ", ", end = said(Aligned) + ">";
+    kernels["update_kernel" + start + "true, " + end] = run([](const auto& l) { run_launch<Grad, true, Aligned>(l); });
+    kernels["update_kernel" + start + "false, " + end] = run([](const auto& l) { run_launch<Grad, false, Aligned>(l); });
+    if constexpr (Rule::kSquares != kNotCompact)
+        kernels["compact_kernel" + start + end] = run([](const auto& l) { run_compact<Grad, Aligned>(l); });
+}
+
+template <class Rule, Dtype Grad>
+void add_updates(const std::string& rule) {
+    add_update<Rule, Grad, true>(rule);
+    add_update<Rule, Grad, false>(rule);
+}
+
+template <class Rule>
+void add_rule(const std::string& rule) {
+    add_updates<Rule, Dtype::f32>(rule);
+    add_updates<Rule, Dtype::bf16>(rule);
+    add_updates<Rule, Dtype::f16>(rule);
+}
+
+template <Doing What, Dtype Source>
+void add_grad(const std::string& doing) {
+    const std::string start = "grad_kernel<gemini::cuda::Doing::" + doing + ", " + name_of(Source) + ", ";
+    kernels[start + "true>"] = run_grad<What, Source, true>;
+    kernels[start + "false>"] = run_grad<What, Source, false>;
+}
+
+template <Doing What>
+void add_grads(const std::string& doing) {
+    add_grad<What, Dtype::f32>(doing);
+    add_grad<What, Dtype::bf16>(doing);
+    add_grad<What, Dtype::f16>(doing);
+}
+
+void run_split(int64_t, Arguments arguments) {
+    for (int64_t i = 0; i < argument<int64_t>(arguments, 3); ++i)
+        split(argument<const float*>(arguments, 0)[i], argument<uint16_t*>(arguments, 1)[i],
+              argument<uint16_t*>(arguments, 2)[i]);
+}
+
+void run_join(int64_t, Arguments arguments) {
+    for (int64_t i = 0; i < argument<int64_t>(arguments, 3); ++i)
+        argument<float*>(arguments, 2)[i] =
+            join(argument<const uint16_t*>(arguments, 0)[i], argument<const uint16_t*>(arguments, 1)[i]);
+}
+
+void run_clip(int64_t, Arguments arguments) {
+    const auto tiles = argument<const double*>(arguments, 0);
+    const auto ends = argument<const int64_t*>(arguments, 1);
+    const auto count = argument<int64_t>(arguments, 2);
+    const auto totals = argument<double*>(arguments, 4);
+    for (int64_t i = 0; i < count; ++i) totals[i] = total(tiles, i == 0 ? 0 : ends[i - 1], ends[i]);
+    clip(totals, count, argument<double>(arguments, 3), argument<ClipPlaces>(arguments, 5));
+}
+
+const bool all_are_there = [] {
+    add_rule<Adam<true>>("Adam<true>"), add_rule<Adam<false>>("Adam<false>"), add_rule<Sgd>("Sgd");
+    add_rule<PlainSgd>("PlainSgd"), add_rule<Lion>("Lion"), add_rule<Adan>("Adan"), add_rule<Sophia>("Sophia");
+    add_rule<SophiaEstimate>("SophiaEstimate"), add_rule<SophiaH>("SophiaH");
+    add_rule<SophiaHEstimate>("SophiaHEstimate");
+    add_grads<Doing::read>("read"), add_grads<Doing::copy>("copy"), add_grads<Doing::widen>("widen");
+    add_grads<Doing::accumulate>("accumulate"), add_grads<Doing::first24>("first24"), add_grads<Doing::add24>("add24");
+    kernels["split_kernel"] = run_split, kernels["join_kernel"] = run_join, kernels["clip_kernel"] = run_clip;
+    return true;
+}();
 
 }  // namespace
 
-// `bounds`: begin and end of each segment; `rules`: the name of its rule; `scalars`: those of all, one after the other.
-extern "C" void update(void* weights, void* residual, const uintptr_t* states, int num_states, const void* grad,
-                       int grad_dtype, const int64_t* bounds, const char* const* rules, const float* scalars,
-                       const int* num_scalars, int count, const float* grad_scale, const int* stop) {
-    std::vector<Segment> segments;
-    for (int i = 0; i < count; scalars += num_scalars[i++])
-        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]}), 0});
-    const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
-    const Arrays arrays =
-        arrays_at(address(weights), address(residual), address(grad), {states, states + num_states});
-    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
-        switch (static_cast<Dtype>(grad_dtype)) {
-            case Dtype::f32: return run_launch<Dtype::f32>(launch, aligned);
-            case Dtype::bf16: return run_launch<Dtype::bf16>(launch, aligned);
-            case Dtype::f16: return run_launch<Dtype::f16>(launch, aligned);
-        }
-    });
-}
-
-// The same of compact states.
-extern "C" void update_compact(void* weights, void* residual, const uintptr_t* states, const uintptr_t* scales,
-                               int num_states, const void* grad, int grad_dtype, const int64_t* bounds,
-                               const char* const* rules, const float* scalars, const int* num_scalars,
-                               const uint32_t* dithers, int count, const float* grad_scale, const int* stop) {
-    std::vector<Segment> segments;
-    for (int i = 0; i < count; scalars += num_scalars[i++])
-        segments.push_back({bounds[2 * i], bounds[2 * i + 1], make_scalars(rules[i], {scalars, scalars + num_scalars[i]}),
-                            dithers[i]});
-    const auto address = [](const void* array) { return reinterpret_cast<uintptr_t>(array); };
-    const Arrays arrays = compact_arrays_at(address(weights), address(residual), address(grad),
-                                            {states, states + num_states}, {scales, scales + num_states});
-    for_each_launch(arrays, segments, grad_scale, stop, [&](const auto& launch, bool aligned) {
-        switch (static_cast<Dtype>(grad_dtype)) {
-            case Dtype::f32: return run_compact<Dtype::f32>(launch, aligned);
-            case Dtype::bf16: return run_compact<Dtype::bf16>(launch, aligned);
-            case Dtype::f16: return run_compact<Dtype::f16>(launch, aligned);
-        }
-    });
-}
-
-// `doing`: 0 reads, 1 copies, 2 widens, 3 accumulates, 4 and 5 begin and add up in 24 bits, the lower ones in `lo`; `blocks`
-// takes a double per 4096 elements.
-extern "C" void grad(int doing, void* dst, void* lo, const void* src, int src_dtype, int64_t n, double* blocks) {
-    switch (static_cast<Dtype>(src_dtype)) {
-        case Dtype::f32: return run_grad<Dtype::f32>(doing, dst, lo, src, n, blocks);
-        case Dtype::bf16: return run_grad<Dtype::bf16>(doing, dst, lo, src, n, blocks);
-        case Dtype::f16: return run_grad<Dtype::f16>(doing, dst, lo, src, n, blocks);
+// 0, or what was wrong with the launch.
+extern "C" const char* run(const char* kernel, int64_t blocks, Arguments arguments) {
+    const auto found = kernels.find(kernel);
+    if (found == kernels.end()) return "there is no such kernel";
+    try {
+        found->second(blocks, arguments);
+    } catch (const std::invalid_argument& wrong) {
+        static std::string told;
+        return (told = wrong.what()).c_str();
     }
+    return nullptr;
 }
 
-// What the thread block that comes last does with the sums of blocks.
-extern "C" void add_tiles(const double* blocks, int64_t count, double* tiles, int* nonfinite) {
-    for (int64_t first = 0; first < count; first += kTileBlocks) {
-        double sum = 0.0;
-        for (int64_t i = first; i < count && i < first + kTileBlocks; ++i) sum = add(sum, blocks[i]);
-        tiles[first / kTileBlocks] = sum;
-        if (!is_finite(sum)) *nonfinite = 1;
+// The names of all kernels, a line each.
+extern "C" const char* names() {
+    static std::string all;
+    if (all.empty())
+        for (const auto& kernel : kernels) all += kernel.first + "\n";
+    return all.c_str();
+}
+
+// How many of the 65536 values of bf16 (1) and fp16 (2) have another square than their conversion to double times itself.
+extern "C" int other_squares(int dtype) {
+    int found = 0;
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+        const float x = dtype == 1 ? Format<Dtype::bf16>::widen(bits) : Format<Dtype::f16>::widen(bits);
+        const double square = dtype == 1 ? square_of<Dtype::bf16>(x) : square_of<Dtype::f16>(x);
+        const double wanted = static_cast<double>(x) * static_cast<double>(x);
+        if (wanted != wanted ? square == square : std::memcmp(&square, &wanted, sizeof square) != 0) ++found;
     }
-}
-
-extern "C" void clip_factor(const double* tiles, const int64_t* ends, int64_t count, double max_norm, double* totals,
-                            double* norm, float* factor, int* nonfinite) {
-    for (int64_t i = 0; i < count; ++i) totals[i] = total(tiles, i == 0 ? 0 : ends[i - 1], ends[i]);
-    clip(totals, count, max_norm, {norm, factor, nonfinite});
-}
-
-extern "C" void split_master(const float* master, uint16_t* hi, uint16_t* lo, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) split(master[i], hi[i], lo[i]);
-}
-
-extern "C" void join_master(const uint16_t* hi, const uint16_t* lo, float* out, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) out[i] = join(hi[i], lo[i]);
+    return found;
 }

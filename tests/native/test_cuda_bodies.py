@@ -4,18 +4,14 @@ bits. Those of updates are tested in test_rule_kernels.py.
 
 from __future__ import annotations
 
-import ctypes
 import shutil
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from gemini import kernels
-from gemini.kernels import NORM_BLOCK, NORM_TILE
-from tests.native.emulated_cuda import library
+from tests.native.emulated_cuda import EmulatedKernels, library
 from tests.native.native_cases import (
     GRAD_DTYPES,
     LENGTHS,
@@ -27,16 +23,10 @@ from tests.native.native_cases import (
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
 
-NUMBER = {dtype: number for number, dtype in enumerate(GRAD_DTYPES)}
-
 
 @pytest.fixture(scope="module")
-def device() -> Any:
-    return library()
-
-
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def device() -> EmulatedKernels:
+    return EmulatedKernels()
 
 
 def shifted(tensor: Tensor, by: int) -> Tensor:
@@ -47,20 +37,28 @@ def shifted(tensor: Tensor, by: int) -> Tensor:
     return result
 
 
-def run_grad(device: Any, doing: str, dst: Tensor | None, src: Tensor, lo: Tensor | None = None) -> list[float]:
-    n = len(src)
-    blocks = np.zeros(-(-n // NORM_BLOCK), dtype=np.float64)
-    number = ("read", "copy", "widen", "accumulate", "first24", "add24").index(doing)
-    arrays = address(dst), address(lo), address(src)
-    device.grad(number, *arrays, NUMBER[src.dtype], ctypes.c_int64(n), blocks.ctypes.data_as(ctypes.c_void_p))
-    per_tile = NORM_TILE // NORM_BLOCK
-    with np.errstate(all="ignore"):
-        return [kernels.total(blocks[at : at + per_tile].tolist()) for at in range(0, len(blocks), per_tile)]
+def run_grad(
+    device: EmulatedKernels, doing: str, dst: Tensor | None, src: Tensor, lo: Tensor | None = None
+) -> list[float]:
+    if doing == "read":
+        sums = device.sum_squares(src, None)
+    elif dst is not None and lo is not None:
+        sums = device.sum_grad24(dst, lo, src, adding=doing == "add24")
+    else:
+        assert dst is not None
+        sums = device.accumulate_grad(dst, src) if doing == "accumulate" else device.copy_grad(dst, src)
+    return kernels.resolve([sums])[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_squares_made_of_integers_are_those_of_doubles(dtype: torch.dtype, device: EmulatedKernels) -> None:
+    """Of every value that there is: zeros, subnormal numbers, the largest, inf and NaN among them."""
+    assert library().other_squares(GRAD_DTYPES.index(dtype)) == 0
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_gradients_and_their_sums(dtype: torch.dtype, shift: int, device: Any) -> None:
+def test_gradients_and_their_sums(dtype: torch.dtype, shift: int, device: EmulatedKernels) -> None:
     for n in LENGTHS:
         src = shifted(to_dtype(torch.randn(n, generator=torch.Generator().manual_seed(n)), dtype), shift)
         assert same_sums(run_grad(device, "read", None, src), kernels.sum_squares(src)), n
@@ -79,7 +77,7 @@ def test_gradients_and_their_sums(dtype: torch.dtype, shift: int, device: Any) -
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_sums_in_24_bits(dtype: torch.dtype, shift: int, device: Any) -> None:
+def test_sums_in_24_bits(dtype: torch.dtype, shift: int, device: EmulatedKernels) -> None:
     for n in (*LENGTHS, 10_000):
         src = shifted(to_dtype(any_bits(n, 5), dtype), shift)
         hi, lo = (shifted(torch.zeros(n, dtype=kind), shift) for kind in (torch.bfloat16, torch.int8))
@@ -92,7 +90,7 @@ def test_sums_in_24_bits(dtype: torch.dtype, shift: int, device: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", GRAD_DTYPES, ids=str)
-def test_gradients_of_any_bits(dtype: torch.dtype, device: Any) -> None:
+def test_gradients_of_any_bits(dtype: torch.dtype, device: EmulatedKernels) -> None:
     src = to_dtype(any_bits(10_000, 5), dtype)
     copied = torch.zeros_like(src)
     sums = run_grad(device, "copy", copied, src)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
+
 from benchmarks import cuda_code
 from benchmarks.cuda_code import Kernel
+from tests.native.emulated_cuda import library
 
 UPDATE = "_ZN6gemini4cuda41_GLOBAL__N__abc_9_update_cu_1213update_kernel"
 ADAM = f"{UPDATE}INS_4AdamILb1EEELNS_5DtypeE1ELb1ELb1EEEvNS0_6LaunchIT_EE"
@@ -112,6 +116,18 @@ def test_faults_are_named() -> None:
     assert "fuse" in Kernel("clip", ptx={**clean, "inexact": 2}).faults()[0]
 
 
-def test_the_flags_are_those_of_the_build() -> None:
-    arguments, architectures = cuda_code.flags()
-    assert "-fmad=false" in arguments and architectures == ["80", "90"]
+def test_the_kernels_are_those_that_the_host_runs_too() -> None:
+    names = library().names
+    names.restype = ctypes.c_char_p
+    assert cuda_code.all_kernels().keys() == set(names().decode().split("\n")) - {""}
+
+
+def test_machine_code_is_found_by_its_symbol() -> None:
+    """An ELF file of two sections and their names, as small as it can be."""
+    names = b"\0.text._Zk\0.shstrtab\0"
+    code, head = b"0123456789abcdef", 64
+    sections = [(0,) * 6, (1, 1, 6, 0, head, len(code)), (11, 3, 0, 0, head + len(code), len(names))]
+    table = b"".join(struct.pack("<IIQQQQIIQQ", *section, 0, 0, 0, 0) for section in sections)
+    start = head + len(code) + len(names)
+    header = b"\x7fELF".ljust(40, b"\0") + struct.pack("<QIHHHHHH", start, 0, 64, 0, 0, 64, len(sections), 2)
+    assert cuda_code.machine_code(header + code + names + table) == {"_Zk": code}

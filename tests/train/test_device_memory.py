@@ -6,7 +6,7 @@ The stand-in is that device, with one promise of CUDA's less at a time, or with 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,20 @@ class Arranged(StandinDevice):
         super().__init__()
         self.arena: Arena | None = None
         self.reservations: list[int] = []
+        self.planes: list[tuple[str, int]] = []
+        self.kept: list[int] = []
         self.for_windows: list[int] = []
         self.num_beyond = self.num_inside = 0
         self.figures: dict[str, int] = {}
         self.lost = 0
 
-    def reserve_host(self, num_bytes: int) -> None:
+    def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
         self.reservations.append(num_bytes)
-        self.arena = Arena(num_bytes)
+        self.arena, self.planes = Arena(num_bytes), [*planes]
+
+    def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
+        self.kept.append(num_bytes)
+        return super().make_host_buffer(num_bytes)
 
     def reserve_windows(self, num_bytes: int) -> None:
         self.for_windows.append(num_bytes)
@@ -65,6 +71,24 @@ def wrap(device: StandinDevice, path: Path, gpu: str = "320KiB", **settings: Any
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3)
 
 
+@pytest.mark.parametrize("streamed", [False, True], ids=["updated on the host", "streamed"])
+def test_only_what_crosses_the_bus_is_registered(streamed: bool, tmp_path: Path) -> None:
+    """Of 14 bytes per param 4: weights and gradients; all where updates pass through the GPU."""
+    device = Arranged()
+    homes = {"updates_on_gpu": 1} if streamed else {}
+    model = manage(llama(), tmp_path, device, gpu="8MiB", homes=homes, gradients="retain", max_chunk=4096)
+    chunks = world_of(model).chunks
+    kinds = {kind: sum(chunk.planes[kind].num_bytes for chunk in chunks) for kind in chunks[0].planes}
+    named = {kind: [name for name, _ in device.planes if name.startswith(f"{kind} of")] for kind in kinds}
+    crossing = [kind for kind in kinds if streamed or kind in ("weights", "grad")]
+    assert {kind: len(names) for kind, names in named.items()} == {
+        kind: len(chunks) if kind in crossing else 0 for kind in kinds
+    }
+    kept = sum(kinds[kind] for kind in kinds if kind not in crossing)
+    assert kept <= sum(device.kept) <= 1.2 * kept, "in whole pages"
+    assert sum(size for _, size in device.planes) <= device.reservations[0]
+
+
 @pytest.mark.parametrize(
     ("precision", "gpu", "overlap"), [("bf16", "200KiB", True), ("bf16", "8MiB", False), ("fp16", "320KiB", True)]
 )
@@ -74,7 +98,8 @@ def test_all_memory_of_a_run_is_asked_for_once(tmp_path: Path, precision: str, g
     train(model, optimizer, range(3), clip=None)
     assert len(device.reservations) == 1 and device.num_inside > 10 and device.num_beyond == 0
     world = world_of(model)
-    assert device.reservations == [world.used(Tier.CPU)], "what the placement names, and nothing else"
+    crossing = world.used(Tier.CPU) - sum(device.kept)
+    assert device.reservations == [crossing], "what the placement names but states, and nothing else"
     windows = sum(chunk.window.num_bytes for chunk in world.chunks if chunk.window is not None)
     planes = world.used(Tier.GPU) - sum(world.held(Tier.GPU, holder) for holder in ("windows", "pool"))
     problem, placement = world.problem, world.placement

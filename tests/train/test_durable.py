@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +23,12 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs.doctor import doctor
+from gemini.memory import nvme
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable import folder
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import SlotFile
+from gemini.memory.nvme import Extent
 from gemini.train.checkpoint import saver
 from gemini.train.checkpoint.durable import StoreHome, committed_extra, open_store
 from gemini.train.update import worker as update_worker
@@ -34,11 +37,12 @@ from tests.train.helpers import adam, assert_same_snapshot, batch, gpt2, make_co
 from tests.world import world_of
 
 
-def durable(where: str, path: Path, states: str = "exact") -> tuple[Any, Any]:
-    """A model on a store, and its optimizer."""
+def durable(where: str, path: Path, states: str = "exact", drives: Sequence[Path] = ()) -> tuple[Any, Any]:
+    """A model on a store, and its optimizer; ``drives``: further ones over which it is striped."""
     raw = gpt2(dropout=0.1)
     config = make_config(raw, where, path, slack=0 if states == "exact" else 1 << 17)
-    memory = gemini.MemoryBudget(**{**vars(config.memory), "nvme": "128MiB", "nvme_path": path, "durable": True})
+    paths = [path, *drives] if drives else path
+    memory = gemini.MemoryBudget(**{**vars(config.memory), "nvme": "128MiB", "nvme_path": paths, "durable": True})
     model = gemini.GeminiDDP(raw, replace(config, memory=memory, states=states))
     return model, adam(model)
 
@@ -135,15 +139,18 @@ def said_of(store: Path) -> str:
     return console.export_text()
 
 
-def images(path: Path, num: int, where: str = "half", states: str = "exact", *, behind: bool = True) -> list[str]:
+def images(
+    path: Path, num: int, where: str = "half", states: str = "exact", *, behind: bool = True, drives: int = 1
+) -> list[str]:
     """What is wrong with images of a run of four commits and one more step."""
-    store = path / "store"
-    store.mkdir(parents=True)
-    model, optimizer = durable(where, store, states)
+    store, *others = (path / "drives" / str(drive) for drive in range(drives))
+    for directory in (store, *others):
+        directory.mkdir(parents=True)
+    model, optimizer = durable(where, store, states, others)
     train(model, optimizer, [0])
     gemini.save_checkpoint(store, model, optimizer, extra=0)
-    log = Log(store)
-    judge, rng, failures = Judge(log), random.Random(num), list[str]()
+    log = Log(path / "drives")
+    judge, rng, failures = Judge(log, "0"), random.Random(num), list[str]()
     with log.recording():
         judge.committed(store)
         for position in range(1, 4):
@@ -168,6 +175,57 @@ def test_every_image_of_a_crash_opens_at_a_commit(tmp_path: Path) -> None:
     assert images(tmp_path, 30) == []
 
 
+def test_every_image_of_a_crash_of_several_drives_opens_at_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "STRIPE", 2 * PAGE)
+    assert images(tmp_path, 30, drives=3) == []
+
+
+def test_a_missing_barrier_of_one_of_several_drives_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvme, "STRIPE", 2 * PAGE)
+
+    def all_but_the_last(slots: SlotFile) -> None:
+        for file in slots._files[:-1]:
+            file.sync()
+
+    with mock.patch.object(SlotFile, "sync", all_but_the_last):
+        assert images(tmp_path, 30, drives=3)
+
+
+def test_a_store_on_two_drives_is_resumed_with_the_same_ones_and_moved_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvme, "STRIPE", 2 * PAGE)
+    a, b, c = (tmp_path / name for name in "abc")
+    for drive in (a, b, c):
+        drive.mkdir()
+    model, optimizer = durable("disk", a, drives=[b])
+    train(model, optimizer, range(2))
+    gemini.save_checkpoint(a, model, optimizer, extra="first")
+    expected = snapshot(model)
+    on_drives = {path.parent.relative_to(tmp_path).parts[0]: path.stat().st_blocks for path in tmp_path.rglob("slots-*")
+                 if not path.is_symlink()}  # fmt: skip
+    assert min(on_drives[name] for name in "ab") > 0.9 * max(on_drives[name] for name in "ab"), "equal shares"
+    end(model)
+    for drives, store in ([b], "store-0001"), ([c, b], "store-0002"), ([], "store-0003"):
+        model, optimizer = durable("disk", a, drives=drives)
+        assert gemini.load_checkpoint(a, model, optimizer) == "first"
+        assert_same_snapshot(snapshot(model), expected)
+        gemini.save_checkpoint(a, model, optimizer, extra="first")
+        end(model)
+        assert [path.name for path in folder.stores(a)] == [store], "what was there before is gone"
+    assert not [*b.glob("*/*")] and not [*c.glob("*/*")], "also on the drives that are used no more"
+    model, optimizer = durable("disk", a, drives=[b])
+    gemini.save_checkpoint(a, model, optimizer)
+    end(model)
+    next(b.rglob("slots-*")).unlink()
+    raw = gpt2(dropout=0.1)
+    other = gemini.GeminiDDP(raw, make_config(raw, "ram", tmp_path))
+    with pytest.raises(gemini.StorageError, match="slots-00000-1 cannot be read"):
+        gemini.load_checkpoint(a, other, adam(other))
+
+
 def test_a_missing_barrier_is_found(tmp_path: Path) -> None:
     with mock.patch.object(SlotFile, "sync", lambda self: None):
         assert images(tmp_path, 30)
@@ -186,7 +244,7 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
         self.slots.sync()
 
     with mock.patch.object(StoreHome, "flush", late), mock.patch.object(StoreFolder, "commit", early):
-        assert images(tmp_path, 30)
+        assert images(tmp_path, 120)
     assert given
 
 
@@ -380,12 +438,16 @@ class Failing:
     def drive(self) -> Iterator[None]:
         begin_write, refusing = SlotFile.begin_write, self._refusing(lambda: None)
 
-        def slot_write(file: SlotFile, source: Any, offset: int) -> Any:
-            try:
-                refusing()
-            except OSError as e:
-                raise file.failed("write", source.nbytes, offset, e) from e
-            return begin_write(file, source, offset)
+        def slot_write(file: SlotFile, extents: Any) -> Any:
+            def asked() -> Iterator[Extent]:
+                for source, offset in extents:
+                    try:
+                        refusing()
+                    except OSError as e:
+                        raise file.failed("write", source.nbytes, offset, e) from e
+                    yield Extent(source, offset)
+
+            return begin_write(file, asked())
 
         with (
             mock.patch.object(SlotFile, "begin_write", slot_write),

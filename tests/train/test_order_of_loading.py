@@ -329,8 +329,11 @@ def test_a_loaded_master_of_other_weights_changes_no_plain_param(precision: torc
         for number, state in states["state"].items()
     }
     others.load_state_dict(states)  # with the masters that fit
-    for one, adam_ in ((model, optimizer), (other, others)):
-        plain_step(one, adam_, 2)
+    with pytest.warns(UserWarning, match="saved with other weights than a plain param of shape"):
+        plain_step(model, optimizer, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain_step(other, others, 2)
     assert_same_values(copies(model, optimizer), copies(other, others))
 
 

@@ -305,7 +305,7 @@ def test_a_failed_step_is_dropped_and_the_next_one_recorded(tmp_path: Path) -> N
     optimizer = adam(model)
     with model.recording() as recording:
         fetch = world_of(model).spill.begin_read
-        world_of(model).spill.begin_read = lambda into, offset, urgent: 1 / 0
+        world_of(model).spill.begin_read = lambda extents, urgent: 1 / 0
         with pytest.raises(ZeroDivisionError):
             loss_of(model)
         world_of(model).spill.begin_read = fetch

@@ -126,16 +126,16 @@ def test_a_skipped_step_counts_as_wrong(tmp_path: Path) -> None:
 
 def failing(patch: pytest.MonkeyPatch, *, since: int, until: int) -> list[int]:
     """The drive refuses some of the writes of updates; the list grows with all of them."""
-    real, calls = SpillFile.begin_write, list[int]()
+    real, calls = kernels.IoQueue.submit_write, list[int]()
 
-    def begin_write(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+    def submit_write(self: kernels.IoQueue, fd: int, address: int, nbytes: int, offset: int, urgent: bool) -> int:
         if threading.current_thread().name == "gemini-update":
             calls.append(offset)
             if since <= len(calls) < until:
-                raise StorageError("the drive is full")
-        return real(self, source, offset)
+                raise OSError("the drive is full")
+        return real(self, fd, address, nbytes, offset, urgent)
 
-    patch.setattr(SpillFile, "begin_write", begin_write)
+    patch.setattr(kernels.IoQueue, "submit_write", submit_write)
     return calls
 
 
@@ -393,7 +393,7 @@ def test_a_spill_file_that_takes_nothing_back_is_told(tmp_path: Path, monkeypatc
     squares(model, 0).backward()
     let_guesses_end(model)
 
-    def refuse(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+    def refuse(self: SpillFile, extents: Any) -> Any:
         raise StorageError("the drive is gone")
 
     with monkeypatch.context() as patch:

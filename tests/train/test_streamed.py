@@ -279,9 +279,9 @@ def test_copies_of_an_update_wait_for_nothing_that_is_computed(tmp_path: Path, m
         marks[-1].finish()
         return marks[-1]
 
-    def copying(into: Any, source: Any, stream: str, after: Any = None, *, behind_computing: bool = True) -> Event:
-        found.append((stream, after in marks, behind_computing))
-        return copy(into, source, stream, after, behind_computing=behind_computing)
+    def copying(into: Any, source: Any, stream: str, after: Any = None, **how: Any) -> Event:
+        found.append((stream, after in marks, how.get("behind_computing", True)))
+        return copy(into, source, stream, after, **how)
 
     monkeypatch.setattr(device, "copy", copying)
     monkeypatch.setattr(device, "mark", mark)

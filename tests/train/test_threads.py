@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -39,14 +39,14 @@ def evaluate(model: Any) -> float:
 
 
 @contextmanager
-def evaluated(model: Any, number: int) -> Iterator[None]:
-    """Evaluate in so many other threads, again and again, until the block ends."""
+def evaluated(model: Any, number: int, work: Callable[[Any], Any] = evaluate) -> Iterator[None]:
+    """Evaluate, or do other work, in so many other threads, again and again, until the block ends."""
     is_over, errors = threading.Event(), list[BaseException]()
 
     def run() -> None:
         try:
             while not is_over.is_set():
-                evaluate(model)
+                work(model)
         except BaseException as e:
             errors.append(e)
 
@@ -102,6 +102,37 @@ def test_training_has_its_bits_while_others_evaluate(where: str, gradients: str,
     alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16, gradients=gradients) for _ in range(2))
     train(alone)
     with evaluated(model, 2):
+        train(model)
+    assert_same(model, alone)
+
+
+def call_a_block(model: Any) -> None:
+    """Call a module by itself: no forward of the model goes on in this thread."""
+    with torch.no_grad():
+        model.layers[1](noise(4, 32, seed=7))
+
+
+def read_gathered(model: Any) -> None:
+    """Read what nobody writes meanwhile."""
+    with model.gathered():
+        first = [param.detach().clone() for param in model.parameters()]
+        time.sleep(0.002)
+        assert all(same_bits(before, param.detach()) for before, param in zip(first, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("work", [call_a_block, read_gathered], ids=lambda work: work.__name__)
+@pytest.mark.parametrize("where", ALL_PLACEMENTS)
+def test_training_has_its_bits_beside_calls_of_blocks_and_reads(where: str, work: Any, tmp_path: Path) -> None:
+    def train(model: Any) -> None:
+        optimizer = adam(model)
+        for seed in range(6):
+            squares(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone, model = (wrap(Blocks(), where, tmp_path, slack=2**16) for _ in range(2))
+    train(alone)
+    with evaluated(model, 2, work):
         train(model)
     assert_same(model, alone)
 

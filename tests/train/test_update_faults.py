@@ -36,7 +36,7 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
     reference = {name: value.clone() for name, value in model.state_dict(dtype=torch.float32).items()}
     backward(model, 1)
 
-    def full(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+    def full(self: SpillFile, extents: Any) -> Any:
         raise StorageError("no space left")
 
     name = next(iter(reference))
@@ -62,8 +62,11 @@ def test_an_error_comes_out_where_somebody_waits(reader: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(overlap: bool, tmp_path: Path) -> None:
-    model = wrap("ram", tmp_path, gradients="transient", overlap=overlap)
+@pytest.mark.parametrize(("where", "gradients"), [("ram", "transient"), ("standin", "accumulate")])
+def test_a_gradient_that_is_not_finite_breaks_the_step_off_wherever_it_is_found(
+    where: str, gradients: str, overlap: bool, tmp_path: Path
+) -> None:
+    model = wrap(where, tmp_path, gradients=gradients, overlap=overlap)
     optimizer = adam(model, step_in_backward=True)
     backward(model, 0)
     optimizer.step()

@@ -212,27 +212,28 @@ def test_gradients_that_wait_are_in_the_ledger(tmp_path: Path, monkeypatch: pyte
     assert ledger.held(Tier.CPU, "gradients in flight") == 0
 
 
-def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(tmp_path: Path) -> None:
-    model = wrap("standin", tmp_path)
+@pytest.mark.parametrize("gradients", ["retain", "accumulate"])
+def test_a_gradient_that_has_landed_is_let_go_before_backward_ends(gradients: str, tmp_path: Path) -> None:
+    """With its bytes in the ledger: as the next one arrives, whoever copies it."""
+    model = wrap("standin", tmp_path, gradients=gradients)
     adam(model)
-    store = world_of(model).gradients
-    land, drain, alive = store.land, store.drain, list[Any]()
-    found = list[int]()
+    world = world_of(model)
+    store, alive, found = world.gradients, list[tuple[int, Any]](), list[tuple[int, int]]()
+    land = store.land
 
     def landing(handle: Any, grad: torch.Tensor) -> None:
-        alive.append(weakref.ref(grad.untyped_storage()))
+        for earlier in store.landing.values():
+            assert earlier.outcome() is None
+        alive.append((grad.nbytes, weakref.ref(grad.untyped_storage())))
         land(handle, grad)
+        there = sum(num_bytes for num_bytes, reference in alive[:-1] if reference() is not None)
+        found.append((there, world.held(Tier.GPU, "gradients in flight") - grad.nbytes))
 
-    def settling() -> None:
-        for job in store.landing.values():
-            job.wait(PATIENCE)
-        found.append(sum(reference() is not None for reference in alive))
-        drain()
-
-    store.land, store.drain = landing, settling
+    store.land = landing
     backward(model, 0)
-    assert len(alive) > 10 and store._staging_behind is not None
-    assert found[-1] <= 1, "their bytes were given back to the ledger, and they were still there"
+    assert len(alive) > 10 and all(there <= 0 and held <= 0 for there, held in found), found
+    world.settle()
+    assert world.held(Tier.GPU, "gradients in flight") == 0
 
 
 class Recomputed(torch.nn.Module):

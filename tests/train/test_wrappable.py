@@ -380,12 +380,12 @@ def test_a_disk_that_is_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, num_writes = SpillFile.begin_write, 0
 
-    def failing(self: SpillFile, source: torch.Tensor, offset: int) -> FileTransfer:
+    def failing(self: SpillFile, extents: Any) -> FileTransfer:
         nonlocal num_writes
         num_writes += 1
         if num_writes > 9:
             raise gemini.StorageError("the disk is gone")
-        return write(self, source, offset)
+        return write(self, extents)
 
     monkeypatch.setattr(SpillFile, "begin_write", failing)
     with refused_wrap(gemini.StorageError, "gone") as (model, _):

@@ -355,11 +355,11 @@ def test_a_failing_disk_loses_no_gradient(number: int, tmp_path: Path, monkeypat
     before, grads = snapshot(model), {h.name: model.full_grad(h.name) for h in world.handles}
     calls, real = [], SpillFile.begin_write
 
-    def begin_write(self: SpillFile, source: torch.Tensor, offset: int) -> Any:
+    def begin_write(self: SpillFile, extents: Any) -> Any:
         calls.append(1)
         if len(calls) > number:
             raise gemini.StorageError("the disk is gone")
-        return real(self, source, offset)
+        return real(self, extents)
 
     with monkeypatch.context() as patch:
         patch.setattr(SpillFile, "begin_write", begin_write)

@@ -9,8 +9,9 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ import torch
 from gemini.memory.chunks.states import USE_TABLE, Use, UseChange, step
 from gemini.memory.devices.device import DONE, Device, Event, Window
 from gemini.memory.durable.slots import SlotPair
-from gemini.memory.nvme import SpillFile
+from gemini.memory.nvme import Extent, SpillFile
 from gemini.planning.layout import ChunkSpec, page_up
 from gemini.planning.moves import NEVER
 from gemini.planning.planes import ALIGN, GRAD_ERROR, GRADS, PAGE, WEIGHTS, PlaneKind, PlaneSpec
@@ -139,46 +140,53 @@ class MemoryPlane(Plane):
 class FilePlane(Plane):
     """A plane in the file of a tier. Ranges given to it end on a page as well (params are padded to whole pages)."""
 
-    def __init__(self, spill: SpillFile, numel: int, dtype: torch.dtype):
-        self.tier = spill.tier
-        self._spill, self.numel, self.dtype = spill, numel, dtype
-        self._offset = spill.allocate(self.num_bytes)
+    def __init__(self, file: SpillFile, numel: int, dtype: torch.dtype):
+        self.tier, self.file = file.tier, file
+        self.numel, self.dtype = numel, dtype
+        self._offset = file.allocate(self.num_bytes)
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
-        # The file moves whole pages of `into`; a length that does not fit would reach into the next plane.
-        assert into.numel() == stop - start and into.dtype == self.dtype
-        return self._spill.begin_read(into, self._offset + start * self.dtype.itemsize, urgent=urgent)
+        return self.file.begin_read(self.to_read(start, stop, into), urgent=urgent)
 
     def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
-        assert source.numel() == stop - start and source.dtype == self.dtype
-        return self._spill.begin_write(source, self._offset + start * self.dtype.itemsize)
+        return self.file.begin_write(self.to_write(start, stop, source))
+
+    def to_read(self, start: int, stop: int, into: torch.Tensor) -> Iterable[Extent]:
+        """The extents of the file that :meth:`begin_load` reads."""
+        # The file moves whole pages of `into`; a length that does not fit would reach into the next plane.
+        assert into.numel() == stop - start and into.dtype == self.dtype
+        return [Extent(into, self._offset + start * self.dtype.itemsize)]
+
+    def to_write(self, start: int, stop: int, source: torch.Tensor) -> Iterable[Extent]:
+        """The extents of the file that :meth:`begin_store` writes, for one request, which asks for them in turn."""
+        return self.to_read(start, stop, source)
 
     def give_back(self) -> None:
         """End this plane: its slot may be allocated again. No transfer of it may be under way: the next owner of the
         slot writes there.
         """
-        self._spill.give_back(self._offset, self.num_bytes)
+        self.file.give_back(self._offset, self.num_bytes)
 
     def mapped(self, start: int, stop: int) -> torch.Tensor:
         """The range as a file-backed view: it takes no memory that the system cannot take back."""
         size = self.dtype.itemsize
-        return self._spill.map((stop - start) * size, self._offset + start * size).view(self.dtype)
+        return self.file.map((stop - start) * size, self._offset + start * size).view(self.dtype)
 
 
 class DurablePlane(FilePlane):
     """A plane in a file with a name, where it has two slots: what was committed last is not overwritten."""
 
     def __init__(self, pair: SlotPair, numel: int, dtype: torch.dtype):
-        self.tier = DRIVE
+        self.tier, self.file = DRIVE, pair.file
         self.pair, self.numel, self.dtype = pair, numel, dtype
 
-    def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
+    def to_read(self, start: int, stop: int, into: torch.Tensor) -> Iterable[Extent]:
         assert into.numel() == stop - start and into.dtype == self.dtype
-        return self.pair.begin_read(into, start * self.dtype.itemsize, urgent=urgent)
+        return self.pair.to_read(into, start * self.dtype.itemsize)
 
-    def begin_store(self, start: int, stop: int, source: torch.Tensor) -> Event:
+    def to_write(self, start: int, stop: int, source: torch.Tensor) -> Iterable[Extent]:
         assert source.numel() == stop - start and source.dtype == self.dtype
-        return self.pair.begin_write(source, start * self.dtype.itemsize)
+        return self.pair.to_write(source, start * self.dtype.itemsize)
 
     def give_back(self) -> None:
         """The slots are the plane's as long as the file lives."""
@@ -188,6 +196,36 @@ class DurablePlane(FilePlane):
         return self.pair.map(start * size, (stop - start) * size).view(self.dtype)
 
 
+Parts = Sequence[tuple[Plane, torch.Tensor]]
+"""Planes, each with the host tensor that a range of it is read into, or written from."""
+
+
+def by_home(parts: Parts) -> list[Parts]:
+    """Put together what :func:`begin_load` and :func:`begin_store` take at once: all in one file, a plane in memory."""
+    homes: dict[SpillFile | Plane, list[tuple[Plane, torch.Tensor]]] = {}
+    for plane, memory in parts:
+        homes.setdefault(plane.file if isinstance(plane, FilePlane) else plane, []).append((plane, memory))
+    return list(homes.values())
+
+
+def begin_load(parts: Parts, start: int, stop: int) -> Event:
+    """Start to read the same range of these planes of one home; a file is asked once."""
+    extents = [plane.to_read(start, stop, into) for plane, into in parts if isinstance(plane, FilePlane)]
+    plane, into = parts[0]
+    if isinstance(plane, FilePlane):
+        return plane.file.begin_read(chain.from_iterable(extents))
+    return plane.begin_load(start, stop, into)
+
+
+def begin_store(parts: Parts, start: int, stop: int) -> Event:
+    """Start to overwrite the same range of these planes of one home; a file is asked once."""
+    extents = [plane.to_write(start, stop, source) for plane, source in parts if isinstance(plane, FilePlane)]
+    plane, source = parts[0]
+    if isinstance(plane, FilePlane):
+        return plane.file.begin_write(chain.from_iterable(extents))
+    return plane.begin_store(start, stop, source)
+
+
 def make_plane(
     spec: PlaneSpec,
     numel: int,
@@ -195,21 +233,26 @@ def make_plane(
     device: Device,
     files: Mapping[Tier, SpillFile],
     pair: SlotPair | None = None,
+    *,
+    crosses: bool = True,
 ) -> Plane:
     """A zeroed plane in its home; whoever calls has reserved it.
 
     Args:
+        crosses: it is copied between host and device in every step.
         files: of each tier that keeps files.
         pair: its slots, where it is durable.
     """
     dtype = getattr(torch, spec.dtype)
     if tier is DRIVE and pair is not None:
         return DurablePlane(pair, numel, dtype)
-    if tier.in_files:
+    if (file := files.get(tier)) is not None:
         assert spec.block == 1, spec
-        return FilePlane(files[tier], numel, dtype)
+        return FilePlane(file, numel, dtype)
+    assert not tier.in_files, f"no file for {tier}"
     # In whole pages, as they were reserved; the plane is what it needs of them.
-    make = device.make_buffer if tier is Tier.GPU else device.make_host_buffer
+    make_here = device.make_host_buffer if crosses else device.make_kept_buffer
+    make = device.make_buffer if tier is Tier.GPU else make_here
     memory = make(spec.page_bytes(numel))[: spec.num_bytes(numel)]
     return MemoryPlane(memory.view(dtype), tier, device, block=spec.block)
 
@@ -323,7 +366,8 @@ class Chunk:
         is still being read would get half of the old and half of the new weights. Called by whoever writes, on any
         thread.
         """
-        self.fetched.wait_until_over()
+        if self.fetched is not DONE:
+            self.fetched.wait_until_over()
 
     def step(self, event: UseChange) -> None:
         # The table is looked at here first: this runs for every acquire, and `step` is called for its error only.

@@ -23,17 +23,20 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from gemini.errors import BudgetExceeded, human_bytes, warn
+from gemini import kernels
+from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import call_without_grad
 from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
 from gemini.memory.devices.cuda_windows import SMALL, CudaWindow, WindowMemory, move_together
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.devices.windows import Window
+from gemini.memory.system import memory_nodes, node_of_pci
 from gemini.planning.working import CUDA_CONTEXT, CUDA_KERNELS, CUDA_WORKSPACES
 from gemini.tiers import Tier
 
@@ -56,7 +59,8 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device):
         index = torch_device.index if torch_device.index is not None else _own_gpu()
         self.torch_device = torch.device("cuda", index)
-        self.pinned = PinnedArena(self.torch_device)
+        self.pinned = PinnedArena(self.torch_device, _node_of(self.torch_device))
+        self._nodes = memory_nodes()
         # Reentrant: `copy` and `mark` ask for the computing streams under it.
         self._lock = threading.RLock()
         self._copying: dict[str, CopyStreams] = {}
@@ -106,28 +110,48 @@ class CudaDevice(Device):
             check_room(self.torch_device, budget, reserved, freed)
         limit(self, self.torch_device, budget if limited else None)
 
-    def reserve_host(self, num_bytes: int) -> None:
-        if self._can_pin and num_bytes > 0:
-            try:
-                self.pinned.reserve(num_bytes)
-            except (RuntimeError, MemoryError) as e:
-                self._refuse_to_pin(e)
+    def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
+        rest = num_bytes - sum(size for _, size in planes)
+        # First what is small and used by every tile.
+        named = [("what is staged", rest), *planes] if rest > 0 else [*planes]
+        if not self._can_pin or not named:
+            return
+        try:
+            count = self.pinned.reserve([size for _, size in named])
+        except (RuntimeError, MemoryError) as e:
+            self._refuse_to_pin(str(e))
+            return
+        if count < len(named):
+            left = sum(size for _, size in named[count:])
+            self._refuse_to_pin(
+                f"it took {human_bytes(num_bytes - left)}, and not the {human_bytes(left)} from {named[count][0]} on"
+            )
+        elif self.pinned.num_refused:
+            _forget_error(self.torch_device)
+
+    def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
+        # Read and written by the threads of updates, wherever they run: all memory controllers share it.
+        return host_bytes(num_bytes, self._nodes)
 
     def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
         buffer = None
         try:
             buffer = self.pinned.take(num_bytes, grow=self._can_pin, zeroed=zeroed)
         except (RuntimeError, MemoryError) as e:
-            self._refuse_to_pin(e)
+            self._refuse_to_pin(str(e))
         return super().make_host_buffer(num_bytes) if buffer is None else buffer
 
-    def _refuse_to_pin(self, error: Exception) -> None:
+    def copies_beside(self, memory: torch.Tensor) -> bool:
+        return memory.is_pinned()
+
+    def _refuse_to_pin(self, why: str) -> None:
         self._can_pin = False
         # Before anything is launched: the next kernel would raise it as its own.
         _forget_error(self.torch_device)
         warn(
-            f"host memory cannot be registered with the CUDA driver ({error}): copies are slower and wait for each "
-            "other. Raise the limit of locked memory (ulimit -l), or give a smaller cpu= budget"
+            f"host memory cannot be registered with the CUDA driver ({why}): copies of the rest are slower and wait "
+            "for each other. Free host memory (under WSL2 at most half of it can be registered), or give a smaller "
+            "cpu= budget"
         )
 
     def free_bytes(self) -> int:
@@ -290,6 +314,33 @@ class CudaDevice(Device):
                 stream = torch.cuda.Stream(self.torch_device)
             self._own.add(stream.cuda_stream)
             return stream
+
+
+def check_card(device: torch.device) -> None:
+    """Try the card now, and not in the first backward.
+
+    Raises:
+        GeminiError: if torch has no code for it, or its driver takes none.
+    """
+    try:
+        torch.zeros(1, device=device).add_(1).tolist()
+    except RuntimeError as e:
+        name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        raise GeminiError(
+            f"{device} ({name}, compute capability {major}.{minor}) does not run what torch {torch.__version__} gives "
+            f"it: {str(e).partition(chr(10))[0]}. This build has code for {', '.join(torch.cuda.get_arch_list())}: "
+            "install one for this card and its driver, or use device='cpu'"
+        ) from e
+    # Warns, once, if our own kernels do not run there.
+    kernels.why_not_cuda(device)
+
+
+def _node_of(device: torch.device) -> int | None:
+    """The NUMA node that the card is at, if there are several."""
+    if len(memory_nodes()) < 2:
+        return None
+    card: Any = torch.cuda.get_device_properties(device)  # torch's own description lacks some of its names
+    return node_of_pci(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
 
 
 def _forget_error(device: torch.device) -> None:

@@ -151,8 +151,13 @@ class Device(ABC):
         memory, no copy of it is under way, and nobody but the calling thread reads it. Waits for all that was computed.
         """
 
-    def reserve_host(self, num_bytes: int) -> None:  # noqa: B027 - most devices copy from any memory alike
-        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once."""
+    def reserve_host(  # noqa: B027 - most devices copy from any memory alike
+        self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()
+    ) -> None:
+        """Host buffers of so many bytes in all are going to be made: get ready what they are cut out of, once.
+
+        ``planes``: those among them whose sizes are known, with a name each, in the order in which they are made.
+        """
 
     def make_host_buffer(self, num_bytes: int, *, zeroed: bool = True) -> torch.Tensor:
         """Page-aligned host memory that this device copies to and from at full speed.
@@ -160,6 +165,14 @@ class Device(ABC):
         ``zeroed``: whether it holds zeros; else whatever an earlier buffer left there.
         """
         return host_bytes(num_bytes)
+
+    def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
+        """Page-aligned host memory of zeros that the host alone works on: this device may copy it, but slowly."""
+        return self.make_host_buffer(num_bytes)
+
+    def copies_beside(self, memory: torch.Tensor) -> bool:
+        """Whether copies to and from this host memory run beside the thread that begins them."""
+        return True
 
     @abstractmethod
     def copy(
@@ -318,11 +331,21 @@ def torch_device_of(device: Any) -> torch.device:
     return torch.device(getattr(_registered.get(device, device), "torch_device", device))
 
 
+def _why_no_cuda() -> str:
+    """Torch's own words, as of a driver that is older than it needs."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as e:
+        return f" ({str(e).partition(chr(10))[0]})"
+    return ""
+
+
 def make_device(name: str | torch.device | Device | None) -> Device:
     """The device for a config's ``device=``: None means "cuda" if there is one, else "cpu".
 
     Raises:
         ValueError: for a device that does not exist here.
+        GeminiError: for a card that does not run what torch gives it.
     """
     if isinstance(name, Device):
         return name
@@ -338,8 +361,13 @@ def make_device(name: str | torch.device | Device | None) -> Device:
         return CpuDevice()
     if wanted.type == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError(f"device={name!r} was asked for, but torch sees no CUDA device; use device=None or 'cpu'")
-        from gemini.memory.devices.cuda import CudaDevice
+            raise ValueError(
+                f"device={name!r} was asked for, but torch sees no CUDA device{_why_no_cuda()}; "
+                "use device=None or 'cpu'"
+            )
+        from gemini.memory.devices.cuda import CudaDevice, check_card
 
-        return CudaDevice(wanted)
+        made = CudaDevice(wanted)
+        check_card(made.torch_device)
+        return made
     raise ValueError(f"device={name!r} is not supported; use 'cuda', 'cuda:N', 'cpu' or None")

@@ -11,10 +11,13 @@ Only Python and libc here, so that it works without a compiler.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import torch
@@ -24,9 +27,16 @@ HUGE_PAGE = 2 * 2**20
 
 _PROT_READ_WRITE = 0x1 | 0x2
 _MAP_PRIVATE_ANONYMOUS = 0x02 | 0x20
+_MAP_PRIVATE_FIXED = 0x02 | 0x10
 _MAP_NORESERVE = 0x4000
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 4, 10, 14
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 10, 14, 23
+_PREFERRED, _INTERLEAVE = 1, 3  # policies of mbind
+_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # its number: libc has no such function
+
+_TOUCHED_AT_ONCE = 256 * 2**20
+_MOST_TOUCHING = 16
+"""Threads that make pages present: the system's lock of an address space keeps more from going faster."""
 
 _LINUX = sys.platform == "linux"
 
@@ -73,6 +83,62 @@ class Pages:
         buffer.owner = self  # type: ignore[attr-defined]
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
+    def touch(self) -> None:
+        """Make every page present now, by several threads: one alone takes 0.3 s a GiB. For fresh pages only.
+
+        Raises:
+            MemoryError: if the system has no more.
+        """
+        starts = range(0, self.num_bytes, _TOUCHED_AT_ONCE)
+        if len(starts) == 1:  # in the middle of a step too: no thread is begun for it
+            self._touch_from(0)
+            return
+        threads = min(len(os.sched_getaffinity(0)), _MOST_TOUCHING, len(starts))
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(self._touch_from, starts):
+                pass
+
+    def _touch_from(self, start: int) -> None:
+        address, size = self.address + start, min(_TOUCHED_AT_ONCE, self.num_bytes - start)
+        if _libc.madvise(address, size, _MADV_POPULATE_WRITE) != 0:
+            if ctypes.get_errno() != errno.EINVAL:
+                raise MemoryError(f"no memory for {size} bytes of pages: {_errno_text()}")
+            ctypes.memset(address, 0, size)  # Linux before 5.14; ctypes lets other threads run
+
+    def prefer_node(self, node: int) -> bool:
+        """Let pages that are not there yet come from one NUMA node while it has any; whether the system does that."""
+        return self._bind(_PREFERRED, (node,))
+
+    def spread_over(self, nodes: Collection[int]) -> bool:
+        """Let pages that are not there yet come from these NUMA nodes in turn; whether the system does that."""
+        return self._bind(_INTERLEAVE, nodes)
+
+    def _bind(self, policy: int, nodes: Collection[int]) -> bool:
+        words = [0] * (max(nodes) // 64 + 1)
+        for node in nodes:
+            words[node // 64] |= 1 << node % 64
+        mask = (ctypes.c_ulong * len(words))(*words)
+        # Bits and one: the system reads one less than it is told. Refused (a container may): pages come as they would.
+        return _MBIND is not None and 0 == _libc.syscall(
+            ctypes.c_long(_MBIND),
+            ctypes.c_void_p(self.address),
+            ctypes.c_ulong(self.num_bytes),
+            ctypes.c_int(policy),
+            mask,
+            ctypes.c_ulong(64 * len(words) + 1),
+            ctypes.c_uint(0),
+        )
+
+    def show(self, start: int, num_bytes: int, fd: int, offset: int) -> None:
+        """Let a part of the range be the bytes of a file. What is written there never reaches it.
+
+        Raises:
+            OSError: if the system refuses.
+        """
+        at = self.address + start
+        if _libc.mmap(at, num_bytes, _PROT_READ_WRITE, _MAP_PRIVATE_FIXED, fd, offset) != at:
+            raise OSError(ctypes.get_errno(), _errno_text())
+
     def discard(self) -> None:
         """Give the physical pages back to the system; the range reads as zeros afterwards."""
         _libc.madvise(self.address, self.num_bytes, _MADV_DONTNEED)
@@ -116,8 +182,13 @@ def can_move_pages() -> bool:
     return bool(there.tensor()[0] == 7)
 
 
-def host_bytes(num_bytes: int) -> torch.Tensor:
-    """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch."""
+def host_bytes(num_bytes: int, nodes: Collection[int] = ()) -> torch.Tensor:
+    """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch, from the NUMA
+    ``nodes`` in turn if there are several.
+    """
     if _LINUX and mmap.PAGESIZE == PAGE:
-        return Pages(num_bytes).tensor()
+        pages = Pages(num_bytes)
+        if len(nodes) > 1:
+            pages.spread_over(nodes)
+        return pages.tensor()
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")

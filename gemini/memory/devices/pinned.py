@@ -1,12 +1,12 @@
 """Page-locked host memory: stretches that the CUDA driver knows and keeps in place, and the buffers cut out of them.
 
 A GPU's copy engines reach host memory by themselves, and at full speed, only where its pages cannot move. Registering
-is a call of the driver for every stretch, which also makes every page of it present; so one stretch is registered for a
-whole model, before its first buffer is made, and a buffer costs no call (torch's own pinned allocator asks the driver
-for each, and rounds sizes up to powers of two). What does not fit gets a further stretch, which goes when it is empty.
-Where in a stretch is the business of an :class:`Arena`. For :mod:`gemini.memory.devices.cuda`.
-
-How long registering takes on a GPU, by the GiB: not measured.
+is a call of the driver for every stretch, and one of 512 GiB is refused; so a model's buffers are registered before the
+first of them is made, in stretches of at most ``LARGEST`` that end where a buffer does (a copy may not lie in two), and
+a buffer costs no call (torch's own pinned allocator asks the driver for each, and rounds sizes up to powers of two).
+The pages are made present before that, by many threads: the driver would do it with one, under a lock of the whole
+machine. What does not fit gets a further stretch, which goes when it is empty. Where in a stretch is the business of an
+:class:`Arena`. For :mod:`gemini.memory.devices.cuda`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import threading
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from gemini.errors import human_bytes
 from gemini.memory.devices.pages import HUGE_PAGE, PAGE, Pages
 
 # ---- who has which range, in integers --------------------------------------------------------------------------------
@@ -94,6 +95,25 @@ def in_pages(num_bytes: int) -> int:
     return -(-num_bytes // PAGE) * PAGE
 
 
+LARGEST = 64 * 2**30
+"""Bytes that are registered in one call at most: 511.96 GiB went well and 512.15 GiB were refused on an H200 (vllm,
+pull request 51081).
+"""
+
+REGISTERED_PER_SECOND = 511.96 * 2**30 / 55
+"""Bytes whose pages are touched and registered: what the same source took for them (55 s). Not measured here."""
+
+TOUCHED_BY_ONE = 8 * 2**30 / 2.8
+"""Bytes in a second where the driver makes the pages present by itself (dynamo, issue 13710: 8 GiB in 2.8 s; 0.92 to
+1.1 s when many threads had touched them before).
+"""
+
+
+def seconds_to_register(num_bytes: int, *, touched: bool = True) -> float:
+    """How long a driver takes for so many bytes by the published rates; ``touched``: by many threads before."""
+    return num_bytes / (REGISTERED_PER_SECOND if touched else TOUCHED_BY_ONE)
+
+
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
@@ -110,12 +130,18 @@ class PinnedPages(Pages):
         super().__init__(num_bytes)
         self._registered = False
 
-    def register(self) -> None:
-        """Pin the pages, all of them and now.
+    def register(self, node: int | None = None) -> None:
+        """Pin the pages, all of them and now, if it can be on a NUMA ``node``.
 
         Raises:
-            RuntimeError: if the driver refuses (a limit on locked memory, or too little of it); they are as before.
+            RuntimeError: if the driver refuses, or they are more than LARGEST; they are not pinned then.
+            MemoryError: if the system has no more.
         """
+        if self.num_bytes > LARGEST:
+            raise RuntimeError(f"{human_bytes(self.num_bytes)} in one piece are more than drivers take")
+        if node is not None:
+            self.prefer_node(node)
+        self.touch()
         check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
         self._registered = True
 
@@ -132,6 +158,18 @@ class PinnedPages(Pages):
                 self.unregister()
         finally:
             super().__del__()
+
+
+def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Cut into runs whose sums are at most LARGEST; what alone is larger is a run of its own."""
+    run: list[int] = []
+    for size in sizes:
+        if run and sum(run) + size > LARGEST:
+            yield run
+            run = []
+        run.append(size)
+    if run:
+        yield run
 
 
 class _Stretch:
@@ -158,10 +196,12 @@ class _Range:
 class PinnedArena:
     """All page-locked memory of one device. Any thread may ask; buffers may go on any, also inside a collection."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, node: int | None = None):
         self.num_registrations = 0
-        """Calls of the driver so far: one, where what was reserved is enough."""
-        self._device = device
+        """Calls of the driver so far that went well: one per LARGEST, where what was reserved is enough."""
+        self.num_refused = 0
+        """Stretches of a reservation that the driver refused, some of which it took in smaller ones."""
+        self._device, self._node = device, node
         # Changed under the lock; the first ones are those that were reserved.
         self._stretches: list[_Stretch] = []
         self._lock = threading.Lock()
@@ -174,15 +214,36 @@ class PinnedArena:
         self._note_returned()
         return sum(stretch.arena.used for stretch in self._stretches)
 
-    def reserve(self, num_bytes: int) -> None:
-        """Register one stretch of so many bytes now, for the buffers that are going to be made.
+    def reserve(self, sizes: Sequence[int]) -> int:
+        """Register now what buffers of these sizes need, in as few stretches as LARGEST allows. They are taken in this
+        order, or as far as they are equal in another.
+
+        Returns how many of them, counted from the first, have registered memory: where the driver refuses a stretch,
+        halves of it are tried, down to single buffers, and what comes behind the first refusal of one stays without.
 
         Raises:
-            RuntimeError: if the driver refuses; nothing has changed.
-            MemoryError: if there are no addresses for it.
+            RuntimeError, MemoryError: if not even the first could be had; nothing has changed.
         """
+        # What is left to do, last first: runs of sizes that fit a stretch.
+        runs = list(_runs([in_pages(size) for size in sizes]))[::-1]
+        done: list[_Stretch] = []
+        count = 0
         with self._lock:
-            self._stretches.insert(0, self._register(in_pages(num_bytes), stays=True))
+            while runs:
+                run = runs.pop()
+                try:
+                    done.append(self._register(sum(run), stays=True))
+                except (RuntimeError, MemoryError):
+                    self.num_refused += 1
+                    if len(run) > 1:
+                        runs += [run[len(run) // 2 :], run[: len(run) // 2]]
+                        continue
+                    if not done:
+                        raise
+                    break
+                count += len(run)
+            self._stretches[:0] = done
+        return count
 
     def take(self, num_bytes: int, *, grow: bool = True, zeroed: bool = True) -> torch.Tensor | None:
         """A page-aligned buffer as a uint8 tensor. ``grow``: register more if it does not fit; else None then.
@@ -213,7 +274,7 @@ class PinnedArena:
     def _register(self, num_bytes: int, *, stays: bool) -> _Stretch:
         stretch = _Stretch(num_bytes, stays=stays)
         with torch.cuda.device(self._device):
-            stretch.pages.register()
+            stretch.pages.register(self._node)
         self.num_registrations += 1
         return stretch
 

@@ -3,9 +3,13 @@
     LOCK-00000              held by the rank with that number of the run that uses the store; who that is
     store-0001/             one arrangement of planes in slots; another budget or number of ranks begins the next one
         slots-00000         the slots of a rank
+        slots-00000-1       with several drives: a link to the next of its files, over which they are striped
         record-00000-0      its commit records, written in turn
         record-00000-1
         layout-00000-HEX    what lies where in its slots; HEX is the CRC-32 of the file, which a record names
+
+    stripes-HEX/store-0001/ in the directory of each further drive: the files that those links are to; HEX is the CRC-32
+        slots-00000-1       of the first directory's path
 
 A store that is begun beside an older one takes its place with its first commit; until then the older one is what a
 resumed run loads.
@@ -39,13 +43,15 @@ import shutil
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gemini import replacing
 from gemini.errors import StorageError
 from gemini.memory.durable.slots import Runs, SlotFile, barrier
+from gemini.memory.nvme import striped_bytes
 
 _STORE = re.compile(r"store-(\d{4,9})")
 Smallest = Callable[[list[int]], list[int]]
@@ -158,9 +164,26 @@ def layout_path(store: Path, rank: int, checksum: int) -> Path:
     return store / f"layout-{rank:05d}-{checksum:08x}"
 
 
-def slots_path(store: Path, rank: int) -> Path:
-    """The name of the slots of a rank."""
-    return store / f"slots-{rank:05d}"
+def slots_path(store: Path, rank: int, drive: int = 0) -> Path:
+    """The name of the slots of a rank; of those on a further drive the name of the link to them."""
+    return store / (f"slots-{rank:05d}" if drive == 0 else f"slots-{rank:05d}-{drive}")
+
+
+def slots_paths(store: Path, rank: int) -> list[Path]:
+    """The files that the slots of a rank are striped over; one where there is one drive."""
+    links = (slots_path(store, rank, drive) for drive in count(1))
+    return [slots_path(store, rank), *takewhile(os.path.islink, links)]
+
+
+def remove_store(store: Path) -> None:
+    """Remove a store, with what of it is on other drives. What cannot be removed stays."""
+    for link in store.glob("slots-*-*"):
+        with contextlib.suppress(OSError):
+            target = Path(os.readlink(link))
+            target.unlink()
+            # With the last file in it. Not the one above: another rank may be about to make the next store there.
+            target.parent.rmdir()
+    shutil.rmtree(store, ignore_errors=True)
 
 
 def record_path(store: Path, rank: int, place: int) -> Path:
@@ -172,7 +195,7 @@ class StoreFolder:
     """A store in use by one rank of a run: its lock, its slots, and the records that this rank writes.
 
     Args:
-        directory: existing and writable.
+        directories: existing and writable: that of the store, and of each further drive over which slots are striped.
         sizes: bytes of each plane that is durable, whole pages, by a name.
         smallest: over the ranks of this run, which share the store.
 
@@ -181,10 +204,11 @@ class StoreFolder:
     """
 
     def __init__(
-        self, directory: str | Path, sizes: Mapping[str, int], *, rank: int = 0, ranks: int = 1,
+        self, directories: Sequence[str | Path], sizes: Mapping[str, int], *, rank: int = 0, ranks: int = 1,
         smallest: Smallest = lambda values: values,
     ):  # fmt: skip
-        self.directory, self.rank, self.ranks = Path(os.path.realpath(directory)), rank, ranks
+        self.directory, *self._others = (Path(os.path.realpath(directory)) for directory in directories)
+        self.rank, self.ranks = rank, ranks
         self._lock = _locked(self.directory, rank)
         try:
             # Behind the lock: what is read here must not change meanwhile.
@@ -212,7 +236,7 @@ class StoreFolder:
         if self.rank == 0:
             for store in found if not said[2] else ():  # left by runs that ended before their first commit
                 if not any(record_path(store, 0, place).exists() for place in (0, 1)):
-                    shutil.rmtree(store, ignore_errors=True)
+                    remove_store(store)
         # Above every record that is there, also of commits that are given up: a number must never say two things.
         self.highest = max((record.sequence for record in own), default=0)
         self._place = 0  # which of the two record files is written next
@@ -224,9 +248,41 @@ class StoreFolder:
             sync_folder(self.directory)
         except OSError as e:
             raise StorageError(f"{self.folder} cannot be made: {e.strerror}") from e
-        self.slots = SlotFile(slots_path(self.folder, self.rank), sizes)
+        self.slots = SlotFile(self._link(), sizes)
         if taken is not None and whole:
             self._take(taken)
+
+    def _paths(self, store: Path) -> list[Path]:
+        """The files of this rank's slots in a store, on each drive one."""
+        name = f"stripes-{zlib.crc32(os.fsencode(self.directory)):08x}"
+        others = enumerate(self._others, 1)
+        return [
+            slots_path(store, self.rank),
+            *(slots_path(other / name / store.name, self.rank, drive) for drive, other in others),
+        ]
+
+    def _link(self) -> list[Path]:
+        """Make the folders of those files, and in the store the links to them, for good.
+
+        Raises:
+            StorageError: if that cannot be.
+        """
+        paths = self._paths(self.folder)
+        # Of a run that used more drives: the store is begun anew, and says so by having no such link.
+        for link in slots_paths(self.folder, self.rank)[len(paths) :]:
+            link.unlink()
+        for drive, path in enumerate(paths[1:], 1):
+            link = slots_path(self.folder, self.rank, drive)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (path.parents[1], path.parents[2]):
+                    sync_folder(folder)
+                if not link.is_symlink() or os.readlink(link) != str(path):
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(path)
+            except OSError as e:
+                raise StorageError(f"{path} cannot be made: {e.strerror}") from e
+        return paths
 
     def _is_alike(self, store: Path, sizes: Mapping[str, int]) -> bool:
         """Whether the slots of a store are those that are wanted."""
@@ -234,9 +290,13 @@ class StoreFolder:
         if not found:
             return False
         said = max(found).text
-        path = slots_path(store, self.rank)
-        if not (path.is_file() and path.stat().st_size == 2 * sum(sizes.values())):
+        paths, there = self._paths(store), slots_paths(store, self.rank)
+        if [os.path.realpath(path) for path in there] != [os.path.realpath(path) for path in paths]:
             return False
+        for drive, path in enumerate(paths):
+            num_bytes = striped_bytes(2 * sum(sizes.values()), drive, len(paths))
+            if not (path.is_file() and path.stat().st_size == num_bytes):
+                return False
         try:
             layout = read_layout(store, self.rank, said["layout"])
             return said["ranks"] == self.ranks and layout["sizes"] == [[*item] for item in sizes.items()]
@@ -279,8 +339,9 @@ class StoreFolder:
         """
         try:
             write_record(record_path(self.folder, self.rank, self._place), record)
-            # The first record makes its file: its name must be on the drive as well.
-            sync_folder(self.folder)
+            # The first record makes its file: its name must be on the drive as well, and those of slots.
+            for folder in {self.folder, *(path.parent for path in self._paths(self.folder))}:
+                sync_folder(folder)
         except StorageError as e:
             # It may have reached the drive: slots of both commits must stay as they are.
             self.slots.refuse_writes(e)
@@ -298,7 +359,7 @@ class StoreFolder:
             for store in stores(self.directory):
                 if store != self.folder:
                     # Only now: until every rank has a commit in this store, the older one is what a resumed run loads.
-                    shutil.rmtree(store, ignore_errors=True)
+                    remove_store(store)
 
     def close(self) -> None:
         """Let others use it."""

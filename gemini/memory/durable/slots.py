@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from gemini.errors import StorageError
 from gemini.kernels import crc32
-from gemini.memory.devices.device import DONE, AllOf, Event
+from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
-from gemini.memory.nvme import SpillFile, probe
+from gemini.memory.nvme import Extent, SpillFile, StripedFile, probe
 
 ZEROS = 2
 """In place of a slot's number: never written, all zeros."""
@@ -52,7 +52,7 @@ class SlotPair:
     """
 
     def __init__(self, file: SlotFile, offset: int, num_bytes: int):
-        self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        self.file, self._offset, self._num_bytes = file, offset, num_bytes
         # A byte for each page: the number of its slot, or `ZEROS`.
         self._committed = bytes([ZEROS]) * (num_bytes // PAGE)
         self._now = bytearray(self._committed)
@@ -67,29 +67,36 @@ class SlotPair:
         """Bytes of one slot, in whole pages."""
         return self._num_bytes
 
-    def begin_read(self, into: torch.Tensor, start: int, *, urgent: bool = False) -> Event:
-        """Start to fill ``into`` from byte ``start`` of the plane."""
-        parts = list(self._parts(self._now, start, into.nbytes))
-        return _all(
-            self._file.begin_read(_cut(into, first, last), at, urgent=urgent)
-            for first, last, slot, at in parts
-            # Pages that were never written have no place in the file: they are zeroed here.
-            if slot != ZEROS or _clear(_cut(into, first, last))
-        )
+    def read(self, into: torch.Tensor, start: int) -> None:
+        """Fill ``into`` from byte ``start`` of the plane, before other requests."""
+        self.file.begin_read(self.to_read(into, start), urgent=True).wait()
 
-    def begin_write(self, source: torch.Tensor, start: int) -> Event:
-        """Start to write ``source`` at byte ``start`` of the plane, where it overwrites nothing that is committed."""
-        events = []
+    def write(self, source: torch.Tensor, start: int) -> None:
+        """Write ``source`` at byte ``start`` of the plane."""
+        self.file.begin_write(self.to_write(source, start)).wait()
+
+    def to_read(self, into: torch.Tensor, start: int) -> Iterator[Extent]:
+        """The extents to read so that ``into`` is what lies from byte ``start`` of the plane on."""
+        for first, last, slot, at in self._parts(self._now, start, into.nbytes):
+            part = _cut(into, first, last)
+            if slot == ZEROS:
+                part.zero_()  # pages that were never written have no place in the file
+            else:
+                yield Extent(part, at)
+
+    def to_write(self, source: torch.Tensor, start: int) -> Iterator[Extent]:
+        """The extents to write so that ``source`` lies at byte ``start`` of the plane: they overwrite nothing that is
+        committed. Each has been begun when the next one is asked for.
+        """
         # Cut where the slots differ: one write goes to one slot.
         for first, last, committed, before in self._occupied(start, source.nbytes):
             slot, part = 1 if 0 in (committed, before) else 0, _cut(source, first, last)
-            events.append(self._file.begin_write(part, self._place(slot, start + first)))
+            yield Extent(part, self._place(slot, start + first))
             page, count = (start + first) // PAGE, (last - first) // PAGE
             # Before the write is over: who reads it waits for the update that wrote it.
             self._now[page : page + count] = bytes([slot]) * count
             # While it is being written: summing costs no time of its own.
             self._keep_sum(slot, page, count, crc32(part))
-        return _all(events)
 
     def _occupied(self, start: int, num_bytes: int) -> list[tuple[int, int, int, int]]:
         """Ranges within ``[0, num_bytes)``, with the slot that is committed and the one that can be gone back to."""
@@ -108,9 +115,9 @@ class SlotPair:
         whole = num_bytes + -num_bytes % PAGE  # a param ends within a page
         parts = list(self._parts(self._now, start, whole))
         if len(parts) == 1 and parts[0][2] != ZEROS:
-            return self._file.map(whole, parts[0][3])[:num_bytes]
+            return self.file.map(whole, parts[0][3])[:num_bytes]
         copy = host_bytes(whole)
-        self.begin_read(copy, start, urgent=True).wait()
+        self.read(copy, start)
         return copy[:num_bytes]
 
     def runs(self) -> Runs:
@@ -136,7 +143,7 @@ class SlotPair:
             while page < first:  # only a part of what was written at once is still there
                 count = min(first - page, SUMMED_PAGES)
                 back = host_bytes(count * PAGE)
-                self._file.read(back, self._place(slot, page * PAGE))
+                self.file.read(back, self._place(slot, page * PAGE))
                 self._keep_sum(slot, page, count, crc := crc32(back))
                 yield count, crc
                 page += count
@@ -210,47 +217,12 @@ class SlotPair:
             yield (begin - first) * PAGE, (end - first) * PAGE, slot, self._place(slot % ZEROS, begin * PAGE)
 
 
-class SlotFile(SpillFile):
-    """The slots of one rank, in a file with a name.
+class NamedFile(SpillFile):
+    """A file that is kept: made if it is not there, and its content is not touched."""
 
-    Args:
-        path: made if it is not there. One that is must be of the same sizes; its content is kept.
-        sizes: bytes of each plane, whole pages, by a name.
-
-    Raises:
-        StorageError: if the folder cannot be written, or the disk cannot hold two slots of each.
-    """
-
-    def __init__(self, path: Path, sizes: Mapping[str, int]):
+    def __init__(self, path: Path):
         self.path = path
-        super().__init__(path.parent, 2 * sum(sizes.values()))
-        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
-        self._refusal: BaseException | None = None
-
-    def sync(self) -> None:
-        """Every write that is over has reached the drive when this returns.
-
-        Raises:
-            StorageError: if the drive says that it has not.
-        """
-        try:
-            barrier(self._fd)
-        except OSError as e:
-            raise self.failed("write out", self.num_bytes, 0, e) from e
-
-    def refuse_writes(self, why: BaseException) -> None:
-        """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
-        back: a new run decides which of the two it finds.
-        """
-        self._refusal = why
-
-    def begin_write(self, source: torch.Tensor, offset: int):  # type: ignore[no-untyped-def]
-        if self._refusal is not None:
-            raise StorageError(
-                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
-                "program again and load the store: it goes on from its last commit"
-            ) from self._refusal
-        return super().begin_write(source, offset)
+        super().__init__(path.parent, 0)
 
     def _open_file(self) -> tuple[int, bool]:
         direct = probe(self.path.parent).direct
@@ -259,6 +231,55 @@ class SlotFile(SpillFile):
             return os.open(self.path, flags, 0o600), direct
         except OSError as e:
             raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
+
+    def sync(self) -> None:
+        """As :meth:`SlotFile.sync`, of this file."""
+        try:
+            barrier(self._fd)
+        except OSError as e:
+            raise self.failed("write out", self.num_bytes, 0, e) from e
+
+
+class SlotFile(StripedFile):
+    """The slots of one rank, in a file with a name, or striped over several on a drive each.
+
+    Args:
+        paths: made if they are not there. Those that are must be of the same sizes; their content is kept.
+        sizes: bytes of each plane, whole pages, by a name.
+
+    Raises:
+        StorageError: if a folder cannot be written, or a disk cannot hold two slots of each.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Mapping[str, int]):
+        self.path = paths[0]
+        self._files = [NamedFile(path) for path in paths]
+        super().__init__(self._files, 2 * sum(sizes.values()))
+        self.pairs = {name: SlotPair(self, self.allocate(2 * size), size) for name, size in sizes.items()}
+        self._refusal: BaseException | None = None
+
+    def sync(self) -> None:
+        """Every write that is over has reached its drive when this returns.
+
+        Raises:
+            StorageError: if a drive says that it has not.
+        """
+        for file in self._files:
+            file.sync()
+
+    def refuse_writes(self, why: BaseException) -> None:
+        """A commit record may be on the drive or not: what it and the one before it name must both stay. Never taken
+        back: a new run decides which of the two it finds.
+        """
+        self._refusal = why
+
+    def begin_write(self, extents: Iterable[Extent]) -> Event:
+        if self._refusal is not None:
+            raise StorageError(
+                f"{self.path.parent}: nothing can be written since a commit failed ({self._refusal}). Start the "
+                "program again and load the store: it goes on from its last commit"
+            ) from self._refusal
+        return super().begin_write(extents)
 
 
 def slot_name(kind: str, index: int) -> str:
@@ -296,14 +317,3 @@ def _cut(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
         return tensor
     size = tensor.dtype.itemsize
     return tensor.view(-1)[first // size : last // size]
-
-
-def _clear(tensor: torch.Tensor) -> bool:
-    """Fill it with zeros; nothing is to be read."""
-    tensor.zero_()
-    return False
-
-
-def _all(events: Iterable[Event]) -> Event:
-    found = list(events)
-    return DONE if not found else found[0] if len(found) == 1 else AllOf(found)

@@ -14,7 +14,7 @@ it (see :mod:`gemini.memory.devices.cuda_streams`). For the manager, which gives
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 from gemini.interrupts import WHOLE
@@ -35,7 +35,7 @@ class WeightSource(Protocol):
     def gather(self, chunk: Chunk) -> Event:
         """Start to fill the populated window of a chunk: the end of that."""
 
-    def upcoming(self) -> Iterator[tuple[int, int]]:
+    def upcoming(self) -> Iterable[tuple[int, int]]:
         """Say what is fetched ahead from here on, (moment, chunk)."""
 
     def follow(self) -> None:

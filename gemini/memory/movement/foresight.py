@@ -11,7 +11,7 @@ are one step, in whatever order their forwards and backwards come; it is recorde
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,6 +50,8 @@ class Schedule:
         self._fetches: set[tuple[int, int]] = set()
         # None: not in this step. -1: in it, before the first moment.
         self._at: int | None = None
+        self._known: dict[tuple[int, bool], tuple[int | None, bool]] = {}
+        """Answers of :meth:`outlook` in this step: each is right until the moment that it names has come."""
         self.num_deviations = 0
         # In the order of moments, so that `upcoming` can search.
         self._planned: list[tuple[int, int]] = []
@@ -65,6 +67,7 @@ class Schedule:
     def begin(self) -> None:
         """Begin a step."""
         self._at, self.num_deviations = -1, 0
+        self._known.clear()
 
     def lose(self) -> None:
         """Take leave of the schedule: what runs now is not this step."""
@@ -110,6 +113,19 @@ class Schedule:
         first = self._starts[index][0]
         return len(self._needs) + first, (index, first) not in self._fetches
 
+    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> list[tuple[int | None, bool]]:
+        """:meth:`outlook` of many chunks, (index, done) each."""
+        at = self._at
+        if reader is not None or at is None:
+            return [self.outlook(index, done=done, reader=reader) for index, done in asked]
+        found = []
+        for key in asked:
+            known = self._known.get(key)
+            if known is None or known[0] is None or known[0] <= at:
+                known = self._known[key] = self.outlook(key[0], done=key[1])
+            found.append(known)
+        return found
+
     def borrowable(self, until: int | None = None) -> int:
         """Bytes of the room for activations that windows may have now, and to moment ``until``. Between two steps: what
         the end of one and the beginning of the next leave.
@@ -122,12 +138,11 @@ class Schedule:
         at = max(self._at, 0)
         return min(self._borrowable[at : max(at, at if until is None else until) + 1])
 
-    def upcoming(self) -> Iterator[tuple[int, int]]:
+    def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
         # 2**62: above every chunk, so that the search ends behind the moment itself.
         after = -1 if self._at is None else self._at
-        for position in range(bisect_right(self._planned, (after, 2**62)), len(self._planned)):
-            yield self._planned[position]
+        return self._planned[bisect_right(self._planned, (after, 2**62)) :]
 
     @property
     def place(self) -> int | None:
@@ -160,18 +175,23 @@ class _Course:
 class Foresight:
     """The schedule of one model, planned or recorded; the manager tells it of every access and asks it for the next.
     Called by the training thread alone.
+
+    Args:
+        schedule: what the model was wrapped with.
     """
 
-    def __init__(self, plan: Callable[[tuple[Access, ...]], Sequence[Moves]], schedule: Schedule | None = None):
-        """``plan``: makes the moves for recorded accesses. ``schedule``: what the model was wrapped with."""
+    def __init__(self, schedule: Schedule | None = None):
         self._usual, self._scoped = _Course(schedule), _Course()
         self._course = self._usual
-        self._plan = plan
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
         self._is_followed = False
         self.in_step = False
         """Whether a step is under way: from its first forward to the end of its backward, or of the scope."""
+
+    def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
+        """Make the moves for recorded accesses: here none."""
+        return [Moves()] * len(steps)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -227,7 +247,7 @@ class Foresight:
         if self._seen:
             chunks = frozenset(index for access in self._seen for index in access.chunks)
             steps = tuple(self._seen)
-            course.schedule, course.num_strange = Schedule(steps, self._plan(steps), chunks), 0
+            course.schedule, course.num_strange = Schedule(steps, self.plan(steps), chunks), 0
         elif course.schedule is not None and self.in_step:
             course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
         # What may be borrowed between two steps is that of the schedule that was followed: the next one begins it anew.
@@ -275,10 +295,16 @@ class Foresight:
         """Note that nobody reads a chunk any more."""
         self._held.pop(index, None)
 
-    def upcoming(self) -> Iterator[tuple[int, int]]:
+    def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches that the schedule plans from here on, (moment, chunk): all of them where no step is under way."""
-        return iter(()) if self.schedule is None else self.schedule.upcoming()
+        return () if self.schedule is None else self.schedule.upcoming()
 
-    def outlook(self, index: int, *, done: bool = False, reader: int | None = None) -> tuple[int | None, bool]:
-        """When a chunk is needed next, None if that is not known, and whether the plan keeps it until then."""
-        return (None, False) if self.schedule is None else self.schedule.outlook(index, done=done, reader=reader)
+    def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> list[tuple[int | None, bool]]:
+        """When chunks, given as (index, whether all its gradients have arrived), are needed next, None if that is not
+        known, and whether the plan keeps them until then.
+
+        Args:
+            reader: the chunk that is about to be read.
+        """
+        schedule = self._course.schedule
+        return [(None, False)] * len(asked) if schedule is None else schedule.outlooks(asked, reader)

@@ -24,7 +24,6 @@ from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
 from gemini.memory.movement.transfers import Transfers
-from gemini.planning.plan import Moves
 from gemini.planning.policy import EvictionPolicy
 from gemini.tiers import Ledger, Turn, Want
 
@@ -49,7 +48,7 @@ class Manager:
         transfers: Transfers | None = None,
     ):
         self.chunks = chunks
-        self.foresight = foresight or Foresight(lambda steps: [Moves()] * len(steps))
+        self.foresight = foresight or Foresight()
         self.num_gathers = 0
         # Without lanes these begin nothing ahead, and every fetch is made where it is needed.
         self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))

@@ -12,11 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_load, begin_store, by_home
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
@@ -26,10 +27,13 @@ from gemini.tiers import Ledger, Tier
 from gemini.waiting import PROGRESS
 
 
-def tiles(start: int, stop: int, tile: int) -> Iterator[tuple[int, int]]:
+def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
     """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
-    for at in range(start, stop, tile):
-        yield at, min(at + tile, stop)
+    return [(at, min(at + tile, stop)) for at in range(start, stop, tile)]
+
+
+def _num_bytes(parts: Parts) -> int:
+    return sum([memory.nbytes for _, memory in parts])
 
 
 class Working(NamedTuple):
@@ -109,17 +113,21 @@ class Mover:
         else:
             working.moved.add(source, target, num_bytes, ahead=working.ahead)
 
-    def begin_load(self, plane: Plane, start: int, stop: int, into: torch.Tensor, name: str, chunk: int) -> Event:
-        """Start to fill the host tensor ``into`` from a plane, for ``name``."""
-        return self.under_way(
-            plane.tier, Tier.CPU, into.nbytes, lambda: plane.begin_load(start, stop, into), name, chunk
-        )
+    def begin_load(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
+        """Start to fill host tensors from the same range of these planes, for ``name``; a file is asked once.
 
-    def begin_store(self, plane: Plane, start: int, stop: int, source: torch.Tensor, name: str, chunk: int) -> Event:
-        """Start to overwrite a plane's range from the host tensor ``source``, for ``name``."""
-        return self.under_way(
-            Tier.CPU, plane.tier, source.nbytes, lambda: plane.begin_store(start, stop, source), name, chunk
-        )
+        Args:
+            events: gets the end of each transfer as it begins: the next one may be refused.
+        """
+        for own in by_home(parts):
+            tier, begin = own[0][0].tier, partial(begin_load, own, start, stop)
+            events.append(self.under_way(tier, Tier.CPU, _num_bytes(own), begin, name, chunk))
+
+    def begin_store(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
+        """Start to overwrite the same range of these planes from host tensors, as :meth:`begin_load`."""
+        for own in by_home(parts):
+            tier, begin = own[0][0].tier, partial(begin_store, own, start, stop)
+            events.append(self.under_way(Tier.CPU, tier, _num_bytes(own), begin, name, chunk))
 
     def under_way(
         self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
@@ -138,8 +146,14 @@ class Mover:
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        with self.crossing(Tier.CPU, plane.tier, source.numel() * source.element_size()):
+        with self.crossing(Tier.CPU, plane.tier, source.nbytes):
             plane.store(start, stop, source)
+
+    def store_all(self, parts: Parts, start: int, stop: int) -> None:
+        """Overwrite the same range of these planes from host tensors; a file is asked once."""
+        for own in by_home(parts):
+            with self.crossing(Tier.CPU, own[0][0].tier, _num_bytes(own)):
+                begin_store(own, start, stop).wait()
 
     def host_tile(self, number: int, plane: Plane, start: int, stop: int) -> tuple[torch.Tensor, bool]:
         """The range as a host tensor, and whether it is staged (then it must be stored after it was changed): in

@@ -266,15 +266,7 @@ class Room:
         """Evict windows that the plan fetches again anyway; with ``want.after`` only those that are read later than
         that.
         """
-        after = want.after
-        return self._give(
-            want,
-            [
-                c
-                for c in self._evictable()
-                if not c.kept and (after is None or (c.next_use is not None and c.next_use > after))
-            ],
-        )
+        return self._give(want, self._evictable(only_unkept=True, after=want.after))
 
     def _evict_kept(self, want: Want) -> bool:
         """Evict any window that nobody reads, those that the plan keeps too."""
@@ -371,27 +363,26 @@ class Room:
         """Whether a frame of that size waits for a window."""
         return self._device.frames is not None and self._device.frames.has(num_bytes)
 
-    def _evictable(self) -> list[Candidate]:
-        """The windows that may go, with all that the policy asks of them."""
-        return [
-            Candidate(
-                c.spec.index,
-                c.window.num_bytes,
-                c.last_use,
-                c.use is Use.GRAD_READY,
-                c.arrived,
-                *self._outlook(c),
-            )
-            for c in self.chunks
-            # COMPUTE and UPDATING are read. FETCHING is given back by its own turn, lent ones by nobody.
-            if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY) and not c.is_lent
-        ]
+    def _evictable(self, *, only_unkept: bool = False, after: int | None = None) -> list[Candidate]:
+        """The windows that may go, with all that the policy asks of them.
 
-    def _outlook(self, chunk: Chunk) -> tuple[int | None, bool]:
-        """When it is needed next, and whether it should stay until then: so plans the plan, or it came for that use."""
-        done = chunk.use is Use.GRAD_READY
-        next_use, kept = self._foresight.outlook(chunk.spec.index, done=done, reader=self.reader)
-        return next_use, kept or chunk.ahead
+        Args:
+            only_unkept: no windows that should stay until they are needed: so plans the plan, or they came for that.
+            after: with ``only_unkept``, only those that are read later than this moment.
+        """
+        # COMPUTE and UPDATING are read. FETCHING is given back by its own turn, lent ones by nobody.
+        there = [c for c in self.chunks if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)]
+        outlooks = self._foresight.outlooks([(c.spec.index, c.use is Use.GRAD_READY) for c in there], self.reader)
+        found = []
+        # Asked whenever a fetch ahead finds no room, of every window: what is cheap to ask comes first.
+        for c, (next_use, is_kept) in zip(there, outlooks, strict=True):
+            kept = is_kept or c.ahead
+            if only_unkept and (kept or (after is not None and (next_use is None or next_use <= after))):
+                continue
+            if not c.is_lent and c.window is not None:
+                done = c.use is Use.GRAD_READY
+                found.append(Candidate(c.spec.index, c.window.num_bytes, c.last_use, done, c.arrived, next_use, kept))
+        return found
 
     def left_beside(self, working_set: int) -> int:
         """Bytes that something else can have for good, where windows need ``working_set``."""

@@ -67,17 +67,24 @@ class Transfer(Job):
     what = "a transfer"
 
     def __init__(self, lane: Lane, deadline: float = 0.0, *, key: Hashable = None, of: Any = None):
-        super().__init__(_nothing_on_the_host, deadline)
+        super().__init__(deadline)
         self.lane, self.key, self.of = lane, self if key is None else key, of
         self.copies: Event = DONE
         """The end of what the device copies."""
         self.taken_back = False
         """Whether it never began."""
         self.held: Held | None = None
-        """What its end gives back."""
+        """What its end gives back: with its job, or, where the device still copies then, when it is taken off the list
+        (:meth:`Transfers.end`)."""
         self._given_back = False
 
     def finish(self, error: BaseException | None = None) -> None:
+        if self.copies is DONE:
+            self.give_back()
+        super().finish(error)
+
+    def give_back(self) -> None:
+        """Give back what it holds, once."""
         held = self.held
         if held is not None and not self._given_back:
             # Given back before anybody who waits for that memory wakes up, and ``held`` is cleared only then: who looks
@@ -86,7 +93,6 @@ class Transfer(Job):
             self._given_back = True
             held.ledger.release(held.tier, held.num_bytes, held.holder)
             self.held = None
-        super().finish(error)
 
     def is_over(self) -> bool:
         """Say whether it is done, and its copies are. Never blocks."""
@@ -245,6 +251,13 @@ class Transfers:
         alone.
         """
         self.open[transfer.lane].pop(transfer.key, None)
+        transfer.give_back()
+
+    def events_of(self, lane: Lane, of: Any) -> list[Event]:
+        """The ends of what a lane has in flight for ``of``. Asked by the training thread; anybody may wait for them."""
+        # Of one without a job its copies alone: who waits does not keep what it holds.
+        flights = [transfer for transfer in self.open[lane].values() if transfer.of is of]
+        return [transfer if transfer.copies is DONE else transfer.copies for transfer in flights]
 
     def drain(self, lane: Lane, cause: str, name: str) -> None:
         """Wait until nothing of a lane is in flight.
@@ -277,7 +290,3 @@ class Transfers:
                 assert transfer.key == key and transfer.lane is lane, (lane, key)
                 # A checkpoint goes on behind steps, and no drain of the model waits for it.
                 assert lane is Lane.CHECKPOINT or transfer.is_over(), f"{transfer.what} of {lane.value} is on its way"
-
-
-def _nothing_on_the_host() -> None:
-    """Do nothing: all of it is the device's work, or that of a thread with tiles of its own."""

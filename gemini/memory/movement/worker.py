@@ -21,7 +21,7 @@ from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
 from gemini.memory.devices.device import Event
 from gemini.patches import register
-from gemini.waiting import await_latch, begin_work
+from gemini.waiting import await_latch, begin_work, is_running
 
 _END_SECONDS = 60.0
 """How long closing waits for a job that is under way."""
@@ -36,9 +36,10 @@ class Job(Event):
 
     what = "a job"
 
-    def __init__(self, run: Callable[[], None], urgency: float):
+    def __init__(self, urgency: float):
         super().__init__()
-        self.run = run
+        self.run: Callable[[], None] = _nothing
+        """What it does. Set before it is queued."""
         self.urgency = urgency
         # Of the thread that computes. Flushing denormals is a setting of each thread, and results must not depend on
         # who works.
@@ -86,7 +87,7 @@ class Job(Event):
 
 
 def _nothing() -> None:
-    """Do nothing: the job is over."""
+    """Do nothing: the job is over, or others do all of it."""
 
 
 class JobThread:
@@ -112,7 +113,7 @@ class JobThread:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and is_running(self._thread)
 
     @property
     def is_own_thread(self) -> bool:
@@ -234,7 +235,8 @@ class Worker(JobThread):
         known to somebody, that belongs into one ``WHOLE`` with this: an interrupt that waits for the end of it comes
         when the job is on its way.
         """
-        job = Job(run, urgency)
+        job = Job(urgency)
+        job.run = run
         self.put(job)
         return job
 

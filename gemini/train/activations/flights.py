@@ -213,60 +213,16 @@ class FlightRoom:
             self._ledger.release(Tier.CPU, flight.num_bytes, IN_FLIGHT)
 
 
-class NoFlights:
-    """The flights of a model whose moves are made in turn: there are none."""
-
-    def begin_forward(self) -> None:
-        """Begin the outermost forward."""
-
-    def begin_backward(self) -> None:
-        """Begin a backward."""
-
-    def end_backward(self) -> None:
-        """End it."""
-
-    def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
-        """Begin to move what ``tensor`` holds now. False if nothing was begun."""
-        return False
-
-    def note(self, offloaded: Offloaded) -> None:
-        """Note that it was saved, perhaps once more: backward asks for it as often."""
-
-    def take(self, offloaded: Offloaded) -> torch.Tensor | None:
-        """Return the values, contiguous, if they are here; None: they must be moved now."""
-        return None
-
-    def take_back(self, flight: Flight) -> None:
-        """Give up a flight that nobody wants."""
-
-    def read_ahead(self) -> None:
-        """Begin to read what backward asks for next."""
-
-    def check(self) -> None:
-        """Raise what went wrong behind."""
-
-    def drain(self) -> None:
-        """Wait until nothing is in flight."""
-
-    def start_over(self) -> None:
-        """Hold nothing, after an interrupt."""
-
-    def check_invariants(self) -> None:
-        """Check what must be so between any two calls."""
-
-    def headroom_bytes(self) -> int:
-        """Memory that windows should leave for transfers of activations."""
-        return 0
-
-
-class Flights(NoFlights):
-    """The activations in flight of one model that overlaps and offloads them.
+class Flights:
+    """The activations in flight of one model; none where its moves are made in turn.
 
     Args:
         tier: where they wait.
     """
 
     def __init__(self, store: ChunkStore, tier: Tier):
+        self.in_turn = False
+        """Whether moves are made in turn: then nothing is begun here."""
         self._device, self._mover, self._file = store.device, store.mover, store.files.get(tier)
         self._room = FlightRoom(store, staged=self._file is not None)
         self._tier, self._computing = tier, store.device.tier
@@ -283,11 +239,13 @@ class Flights(NoFlights):
     # ---- behind forward -----------------------------------------------------------------------------------------
 
     def save(self, offloaded: Offloaded, tensor: torch.Tensor) -> bool:
-        """Begin to move what ``tensor`` holds now. False if there is no room for that, and nothing is in flight.
+        """Begin to move what ``tensor`` holds now. False if that is done in turn, or there is no room for it.
 
         Raises:
             StorageError: if an earlier one could not be written.
         """
+        if self.in_turn:
+            return False
         # Before more is saved: a drive that fails is told in the forward, and not at the end of the step.
         self.check()
         num_bytes = offloaded.num_bytes
@@ -402,12 +360,16 @@ class Flights(NoFlights):
 
     def begin_backward(self) -> None:
         """Begin to read what was saved last."""
+        if self.in_turn:
+            return
         self._at = len(self._order) - 1
         with self._mover.about("activation", _RESTORE):
             self.read_ahead()
 
     def read_ahead(self) -> None:
         """Begin to read what backward asks for next, as far as there is room."""
+        if self.in_turn:
+            return
         self.reap()
         wanted: list[Offloaded] = []
         num_bytes = 0

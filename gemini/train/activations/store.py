@@ -27,7 +27,7 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.tiers import WELCOME, Tier
-from gemini.train.activations.flights import Flights, Gone, NoFlights, Offloaded, in_pages
+from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
 from gemini.train.modules import saved_weights
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part
@@ -147,14 +147,13 @@ class ActivationStore:
         self._warned = False
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
         self._stored: weakref.WeakSet[Offloaded] = weakref.WeakSet()
-        beside = self.offloads and store.transfers.beside
-        self.flights = Flights(store, tier) if beside else NoFlights()
-        self.synchronous = False
-        """Move at once: for who looks at what is alive at every moment."""
+        self.flights = Flights(store, tier)
+        self._overlaps = store.transfers.beside
+        self.do_in_turn(False)
 
     def do_in_turn(self, in_turn: bool) -> None:
-        """From now on move at once, or no longer."""
-        self.synchronous = in_turn
+        """From now on move at once, or no longer: for who looks at what is alive at every moment."""
+        self.flights.in_turn = in_turn or not self._overlaps
 
     def begin_forward(self) -> None:
         """From here on what checkpointing saves is offloaded."""
@@ -177,7 +176,7 @@ class ActivationStore:
 
     def begin_backward(self) -> None:
         """Begin to bring back what was saved last, which is asked for soon."""
-        if self.offloads and not self.synchronous:
+        if self.offloads:
             self.flights.begin_backward()
 
     def end_backward(self) -> None:
@@ -310,7 +309,7 @@ class ActivationStore:
             return None
         try:
             self._stored.add(offloaded)
-            if self.synchronous or not self.flights.save(offloaded, tensor):
+            if not self.flights.save(offloaded, tensor):
                 self._shelf.write(tensor.contiguous().view(-1).view(torch.uint8), offloaded)
         except BaseException:
             # Noted and collected at once, as if it had been dropped: bytes and place go back the same way.
@@ -329,9 +328,8 @@ class ActivationStore:
             if out is None:
                 out = torch.empty(packed.shape, dtype=packed.dtype, device=packed.device)
                 self._shelf.read(packed, out.view(-1).view(torch.uint8))
-            if not self.synchronous:
-                # Behind the taking: its memory is free, and the place has moved.
-                self.flights.read_ahead()
+            # Behind the taking: its memory is free, and the place has moved.
+            self.flights.read_ahead()
             # Values travel contiguous; a node of backward gets the strides that it has saved.
             if out.stride() != packed.stride:
                 laid_out = torch.empty_strided(packed.shape, packed.stride, dtype=packed.dtype, device=packed.device)

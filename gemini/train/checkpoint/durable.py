@@ -8,7 +8,8 @@ records and layouts say is compared here with what can be, and the rest where a 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,10 +28,11 @@ from gemini.memory.durable.folder import (
     last_commit,
     read_layout,
     reading,
-    slots_path,
+    slots_paths,
 )
 from gemini.memory.durable.slots import ZEROS, Runs, slot_name
 from gemini.memory.movement.mover import tiles
+from gemini.memory.nvme import striped_bytes, stripes
 from gemini.planning.planes import GRADS
 from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
@@ -41,6 +43,7 @@ from gemini.train.checkpoint.tensor_file import (
     TensorFile,
     TensorSpec,
     bytes_of,
+    opened,
     parse_spec,
     read_all,
 )
@@ -105,7 +108,7 @@ class StoreHome(CheckpointHome):
         at = piece.start // piece.plane.block * piece.plane.dtype.itemsize
         pair = self._store.slots.pairs[slot_name(piece.kind, piece.chunk_index)]
         # Waited for, since the next piece comes into the same staging.
-        pair.begin_write(piece.staged(device, staging)[1], at).wait()
+        pair.write(piece.staged(device, staging)[1], at)
 
     def flush(self) -> None:
         self._layout = self._store.write_layout(layout_of(self._sources, self._store))
@@ -193,8 +196,9 @@ class SlotReader(TensorFile):
         StorageError: if the file is missing or cut short, or the layout cannot be.
     """
 
-    def __init__(self, path: Path, layout: Any, runs: Any):
-        self.path = path
+    def __init__(self, paths: Sequence[Path], layout: Any, runs: Any):
+        self._paths, self.path = paths, paths[0]
+        path = self.path
         self.header_checksum = 0
         sizes, tensors = _fields(layout, "sizes", "tensors")
         self.specs: dict[str, TensorSpec] = {}
@@ -220,12 +224,14 @@ class SlotReader(TensorFile):
                 raise Malformed(f"its layout gives {name!r} no possible place")
             self._places[name] = pair, at
             self.entries[name] = {"of": of, "start": start, "sums": []}
-        try:
-            there = os.stat(path).st_size
-        except OSError as e:
-            raise StorageError(f"{path} cannot be read: {e.strerror}") from e
-        if there < offset:
-            raise StorageError(f"{path} is cut short: it has {there} bytes of {offset}. Use a checkpoint")
+        for drive, file in enumerate(paths):
+            try:
+                there = os.stat(file).st_size
+            except OSError as e:
+                raise StorageError(f"{file} cannot be read: {e.strerror}") from e
+            wanted = striped_bytes(offset, drive, len(paths))
+            if there < wanted:
+                raise StorageError(f"{file} is cut short: it has {there} bytes of {wanted}. Use a checkpoint")
 
     def checksums(self, name: str, piece: int) -> Iterator[int]:
         """None: those of a record are compared here, once each. They are of what was written at once, of one tensor or
@@ -282,11 +288,11 @@ class SlotReader(TensorFile):
         """Read bytes of the file, a part of them at once, and sum them up."""
         crc = 0
         buffer = torch.empty(min(_AT_ONCE, num_bytes), dtype=torch.uint8, device="cpu")
-        with self._opened() as file:
+        with self._all_opened() as files:
             for at in range(0, num_bytes, _AT_ONCE):
                 # The last one may be shorter.
                 part = buffer[: num_bytes - at]
-                self._fill(file, position + at, bytes_of(part))
+                self._fill(files, position + at, bytes_of(part))
                 crc = crc32(part, crc)
         return crc
 
@@ -316,7 +322,7 @@ class SlotReader(TensorFile):
         view = bytes_of(into)
         first = at + start * into.element_size()
         last, page = first + len(view), 0
-        with self._opened() as file:
+        with self._all_opened() as files:
             for count, slot, _ in runs:
                 # What of the wanted bytes is in this run, in bytes of the plane.
                 begin, end = max(first, page * PAGE), min(last, (page + count) * PAGE)
@@ -326,11 +332,17 @@ class SlotReader(TensorFile):
                     if slot == ZEROS:
                         part[:] = bytes(len(part))
                     else:
-                        self._fill(file, offset + slot * size + begin, part)
+                        self._fill(files, offset + slot * size + begin, part)
 
-    def _fill(self, file: BinaryIO, position: int, view: memoryview) -> None:
-        if not read_all(file, self.path, position, view):
-            raise StorageError(f"{self.path} is cut short at byte {position}. Use a checkpoint")
+    @contextmanager
+    def _all_opened(self) -> Iterator[list[BinaryIO]]:
+        with ExitStack() as stack:
+            yield [stack.enter_context(opened(path)) for path in self._paths]
+
+    def _fill(self, files: Sequence[BinaryIO], position: int, view: memoryview) -> None:
+        for drive, at, start, size in stripes(position, len(view), len(files)):
+            if not read_all(files[drive], self._paths[drive], at, view[start : start + size]):
+                raise StorageError(f"{self._paths[drive]} is cut short at byte {at}. Use a checkpoint")
 
 
 def open_store(directory: Path) -> Stored:
@@ -347,7 +359,7 @@ def open_store(directory: Path) -> Stored:
         for rank, record in enumerate(commit.records):
             checksum, runs = _fields(record.text, "layout", "runs")
             layout = read_layout(commit.folder, rank, checksum)
-            reader = SlotReader(slots_path(commit.folder, rank), layout, runs)
+            reader = SlotReader(slots_paths(commit.folder, rank), layout, runs)
             name = f"slots-{rank:05d}.safetensors"
             opened[name] = reader
             files[name] = {"header": 0, "tensors": reader.entries}

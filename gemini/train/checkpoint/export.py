@@ -24,17 +24,16 @@ import torch
 from torch import nn
 
 from gemini.errors import StorageError
-from gemini.memory.chunks.chunk import FilePlane
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane
 from gemini.planning.planes import WEIGHTS
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
+from gemini.train.engine import Engine
 from gemini.train.modules.reading import is_a
-from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of
 from gemini.train.params.state_dict import own_state
-from gemini.train.sharding.company import Company
 
 
 class Export:
@@ -42,21 +41,25 @@ class Export:
 
     Args:
         original: ``super()`` of the managed model.
-        compute: dtype of the weights, but for those that stay in fp32.
-        dtype: in which they are written: as they are, if None, or fp32, which are the exact masters.
-        params: of the model, which knows those of other stages.
-        company: who shares the model.
+        dtype: in which weights are written: as they are, if None, or fp32, which are the exact masters.
     """
 
     def __init__(
-        self, model: nn.Module, original: Any, save_directory: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
-        by_names: ByName, params: ParamSet, company: Company, compute: torch.dtype,
+        self,
+        engine: Engine,
+        model: nn.Module,
+        original: Any,
+        save_directory: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         dtype: torch.dtype | None,
-    ):  # fmt: skip
+    ):
         self._model, self._original, self._directory = model, original, save_directory
         self._args, self._kwargs = args, kwargs
-        self._by_names, self._ranks, self._company = by_names, company.ranks, company
-        self._compute, self._dtype = compute, dtype or compute
+        self._by_names, self._ranks, self._company = engine.by_names, engine.ranks, engine.shards
+        # But for those that stay in fp32.
+        compute = self._compute = COMPUTE_DTYPES[engine.config.precision]
+        self._dtype = dtype or compute
         if self._dtype not in (compute, torch.float32):
             raise ValueError(
                 f"save_pretrained(dtype={dtype}): weights are there in {compute} and, exactly, in torch.float32; "
@@ -64,7 +67,7 @@ class Export:
             )
         if dtype is not None and self._is_given():
             raise ValueError("save_pretrained takes dtype= or state_dict=, not both: a state has the dtypes it has")
-        self._of_stages = params.of_stages
+        self._of_stages = engine.params.of_stages
 
     def run(self) -> Any:
         """Save, and give what the original gives. With several ranks all of them call it, one writes, and a failure

@@ -49,9 +49,10 @@ from gemini.train.checkpoint.states import (
 )
 from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import PlanePart
+from gemini.train.engine import Engine
 from gemini.train.observers import WriteObservers
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.by_name import ByName, store_range
+from gemini.train.params.by_name import store_range
 from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.params.state_dict import beside_params, load_beside_params, undone_on_error
@@ -333,14 +334,19 @@ class Rest:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, values: list[torch.Tensor], model: nn.Module,
-        optimizer: HybridOptimizer, scheduler: Any, *, params: ParamSet, by_names: ByName, precision: str,
-        rule: RuleSpec,
-    ):  # fmt: skip
-        handles = params.handles
+        self,
+        path: Path,
+        manifest: Manifest,
+        values: list[torch.Tensor],
+        engine: Engine,
+        model: nn.Module,
+        optimizer: HybridOptimizer,
+        scheduler: Any,
+    ):
+        params, handles = engine.params, engine.params.handles
         self._optimizer, self._scheduler, self._handles = optimizer, scheduler, handles
         self._manifest = manifest
-        _compare_params(path, manifest, params, precision, rule)
+        _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
         decoder = Decoder(values)
         groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
         saved_buffers = decoder.decode(manifest.buffers, "buffers")
@@ -355,7 +361,7 @@ class Rest:
         )
         self._plain = check_plain_states(path, optimizer, plain)
         self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
-        self._path, self._model, self._by_names = path, model, by_names
+        self._path, self._model, self._by_names = path, model, engine.by_names
         self._scales = scales_in(model.named_parameters())
         here = self._beside_params()
         saved_state = own_values(saved_buffers, params, here)

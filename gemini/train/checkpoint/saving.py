@@ -197,10 +197,7 @@ def _load(
             opened = checkpoint_format.open_files(path, manifest)
             values = checkpoint_format.read_values(path, manifest, opened)
         with checkpoint_format.as_damage(path):
-            rest = Rest(
-                path, manifest, values, model, optimizer, scheduler, params=engine.params,
-                by_names=engine.by_names, precision=engine.config.precision, rule=engine.stepping.rule.spec,
-            )  # fmt: skip
+            rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
         engine.updates.forget()

@@ -193,10 +193,7 @@ class TensorFile:
         return out.view(spec.shape)
 
     def _opened(self) -> BinaryIO:
-        try:
-            return open_regular(self.path)
-        except OSError as e:
-            raise StorageError(f"cannot read {self.path}: {e.strerror}") from e
+        return opened(self.path)
 
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
@@ -204,6 +201,18 @@ class TensorFile:
         position = self._start + self._offsets[name] + start * into.element_size()
         if not read_all(file, self.path, position, view):
             raise StorageError(f"{self.path} ends in the middle of {name!r}")
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file to read from.
+
+    Raises:
+        StorageError: if it cannot be.
+    """
+    try:
+        return open_regular(path)
+    except OSError as e:
+        raise StorageError(f"cannot read {path}: {e.strerror}") from e
 
 
 def read_all(file: BinaryIO, path: Path, position: int, view: memoryview) -> bool:

@@ -11,17 +11,17 @@ gradient of a backward that is not scaled is refused before it lands: it would h
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
 from gemini.errors import GeminiError
 from gemini.train.gradients.store import GradientStore
 from gemini.train.params.handle import ParamHandle, ParamSet, optimizer_of, stepping_in_backward
-from gemini.train.step import StepState
+from gemini.train.step import StepState, at_end_of_backward
 
 _graph_task = torch._C._current_graph_task_id
 
@@ -58,19 +58,17 @@ are_any_scaled = False
 """Whether any loss of this process was ever scaled: else no backward need be asked for its scale."""
 
 
-class ScaledBackward:
-    """A backward of a scaled loss, while it runs. The graph that runs keeps it, and lets go of it however that ends."""
+class ScaledBackward(NamedTuple):
+    """A backward of a scaled loss, and the thread that it began on."""
 
-    def __init__(self, scale: Scale):
-        self.scale = scale
-        self.thread = threading.get_ident()
-
-    def is_over(self) -> None:
-        """Do nothing: as the final callback of the graph it is what keeps this alive."""
+    scale: Scale
+    thread: int
+    runs: Callable[[], object]
 
 
-_running: weakref.WeakValueDictionary[int, ScaledBackward] = weakref.WeakValueDictionary()
-"""By backward, as autograd numbers them: the scaled ones that run, in the order in which they began."""
+_running: dict[int, ScaledBackward] = {}
+"""By backward, as autograd numbers them: the scaled ones that run, in the order in which they began, and those that
+broke off since the last one began."""
 
 
 class ScaleLoss(torch.autograd.Function):
@@ -89,9 +87,15 @@ class ScaleLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         task = _graph_task()
         if task not in _running:
-            scaled = _running[task] = ScaledBackward(ctx.scale)
-            torch.autograd.Variable._execution_engine.queue_callback(scaled.is_over)
+            for other in [other for other, scaled in _running.items() if not scaled.runs()]:
+                _forget(other)  # it broke off
+            runs = at_end_of_backward(partial(_forget, task))
+            _running[task] = ScaledBackward(ctx.scale, threading.get_ident(), runs)
         return grad, None
+
+
+def _forget(task: int) -> None:
+    _running.pop(task, None)
 
 
 def _running_scale() -> Scale:
@@ -99,7 +103,7 @@ def _running_scale() -> Scale:
     own = _running.get(_graph_task())
     if own is not None:
         return own.scale
-    around = list(_running.values())
+    around = [scaled for scaled in list(_running.values()) if scaled.runs()]
     # On a CPU a backward waits in the very thread that runs it, so what is scaled here is what this one is inside of.
     here = [scaled for scaled in around if scaled.thread == threading.get_ident()]
     # Nodes of a GPU run in a thread of autograd's own, those of a loss on the CPU elsewhere: only of a single scaled

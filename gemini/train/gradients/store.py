@@ -1,21 +1,27 @@
 """Gradients between backward and update: landed in the grad plane as they arrive, with their norm in the same pass.
 
 A gradient arrives in the param's post-accumulate hook, is copied (or added: in fp32, or in bf16 with what rounding
-loses in a plane of its own) into its chunk's grad plane at the plane's home (:meth:`GradientStore.land_piece`), and
-torch's own copy is freed: at once where the plane is within reach, else behind backward on a worker of its own, with
-its bytes on the device in the ledger until then. Sums of squares of its norm tiles ride on that copy; they tell the
-total norm and whether anything is not finite without another pass. In declaration order and over fixed tiles, so the
-same bits come out wherever the plane lives.
+loses in a plane of its own) into its chunk's grad plane at the plane's home, and torch's own copy is freed. Sums of
+squares of its norm tiles are made on the way; they tell the total norm and whether anything is not finite without
+another pass. In declaration order and over fixed tiles, so the same bits come out wherever the plane lives.
 
-Backward never waits for a sum: where the plane is on a CUDA device its sums stay there. If all do, clipping and the
-check for inf and NaN are done there as well; else they come to the host all at once, the first time in a step that
-somebody asks (``clip_grad_norm_``, else ``optimizer.step()``).
+    within reach     the plane is where modules compute: copied or added there, at once
+    straight         it leaves the device as it is: summed up there, and one copy into its plane that nobody waits for
+    through staging  the host has to add it, or to write a file: tile by tile on a worker, the next tiles on their way
+
+What leaves the device keeps its bytes there in the ledger until it has landed, and backward waits for none of it: an
+update takes the events of its chunk's landings along, sums that the host makes are waited for by whoever asks for a
+norm. Sums of a CUDA kernel stay on the device. If all gradients do, clipping and the check for inf and NaN are done
+there as well; else the sums come to the host all at once, the first time in a step that somebody asks
+(``clip_grad_norm_``, else ``optimizer.step()``).
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import NoReturn
+from collections import deque
+from functools import partial
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -23,8 +29,9 @@ from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
-from gemini.memory.movement.transfers import Held, Lane
+from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
@@ -64,9 +71,34 @@ def refuse_grad(handle: ParamHandle, grad: torch.Tensor) -> NoReturn:
     )
 
 
+class _Straight(Transfer):
+    """A gradient on its way into its plane by one copy. The device reads ``grad`` until that is over."""
+
+    def __init__(self, chunk: Chunk, grad: torch.Tensor, held: Held):
+        super().__init__(Lane.LANDING, of=chunk)
+        self.grad: torch.Tensor | None = grad
+        self.held = held
+
+    def give_back(self) -> None:
+        # The memory before its bytes: who finds these free allocates.
+        self.grad = None
+        super().give_back()
+
+
+class _Place(NamedTuple):
+    """The place of a param's gradient in the planes of its chunk: one of ``view`` and ``home``, or through staging."""
+
+    view: torch.Tensor | None = None
+    """In the plane, where the device computes with it."""
+    lost: torch.Tensor | None = None
+    """What rounding a sum to ``view`` loses, where that is kept."""
+    home: torch.Tensor | None = None
+    """In the plane, where the device copies to it and what leaves the device is just what it holds."""
+
+
 class GradientStore:
-    """The grad planes of one engine. Called by the training thread, or by the one that runs its backward; ``land`` and
-    what it calls also run on the landing lane's.
+    """The grad planes of one engine. Called by the training thread, or by the one that runs its backward;
+    ``land_piece`` and what it calls also run on the landing lane's.
     """
 
     def __init__(self, handles: list[ParamHandle], store: ChunkStore, norms: GradientNorms, *, working_set: int):
@@ -78,8 +110,11 @@ class GradientStore:
         self.norms, self._handles, self._working_set = norms, handles, working_set
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._manager, self._files, self._transfers = store.manager, store.files, store.transfers
-        self._staging_behind = store.transfers.staging.get(Lane.LANDING)
-        """Where gradients that leave the device land behind backward; without it each is waited for."""
+        self._behind = Lane.LANDING in store.transfers.staging
+        """Whether gradients leave the device behind backward; else each is waited for."""
+        self._staging = store.transfers.staging.get(Lane.LANDING)
+        """Where those land that the host works on; without it each of them is waited for."""
+        self._number = 0  # of landings by the worker, for their order
         self.landing = store.transfers.open[Lane.LANDING]
         """Gradients on their way."""
         store.ledger.register(Turn.LANDINGS, self.relieve, store.device.tier)
@@ -105,40 +140,107 @@ class GradientStore:
         # Clipped before and added to now: what is there gets its factor, and the new gradient has none.
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)
-        if self._staging_behind is None or not self._lands_behind(handle.chunk, flat):
-            # Looked up once: the same range of the same plane in every step, until the planes change.
-            views = handle.chunk.prepared.get(handle)
-            if views is None:
-                start = handle.slot.start
-                views = handle.chunk.prepared[handle] = self._views(handle.chunk, start, start + handle.slot.numel)
-            view, lost = views
-            if view is None:
-                handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
-            elif lost is not None or adding:
-                handle.norm_sums = _keep(view, lost, flat, adding)
-            else:
-                handle.norm_sums = kernels.copy_grad(view, flat)
-            return
+        # Looked up once: the same range of the same plane in every step, until the planes change.
+        place = handle.chunk.prepared.get(handle)
+        if place is None:
+            place = handle.chunk.prepared[handle] = self._place_of(handle)
+        view, lost, home = place
+        if view is None:
+            self._leave(handle, flat, home, adding)
+        elif lost is not None or adding:
+            handle.norm_sums = _keep(view, lost, flat, adding)
+        else:
+            handle.norm_sums = kernels.copy_grad(view, flat)
+
+    def _place_of(self, handle: ParamHandle) -> _Place:
+        chunk, start = handle.chunk, handle.slot.start
+        view, lost = self._views(chunk, start, start + handle.slot.numel)
+        home = chunk.planes[GRAD].host_view(start, start + handle.slot.numel)
+        # Its planes hold something else than the gradient, or a copy there would be waited for where it is begun.
+        if home is None or GRAD_ERROR in chunk.planes or home.dtype != handle.view.dtype or not handle.slot.numel:
+            return _Place(view, lost)
+        return _Place(view, lost, home if self._device.copies_beside(home) else None)
+
+    def _leave(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor | None, adding: bool) -> None:
+        """Land a gradient that leaves the device, or whose planes are not both there."""
+        self._reap()
+        chunk = handle.chunk
+        # Where no kernel leaves sums on the device, only the host makes them without being waited for.
+        if home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat)):
+            self._leave_straight(handle, flat, home, behind=self._is_held(chunk, flat))
+        elif self._staging is not None and self._is_held(chunk, flat):
+            self._leave_to_worker(handle, flat, adding)
+        else:
+            if adding:
+                self.await_sums()  # it adds to what the worker may still be adding to
+            handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
+
+    def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
+        """Whether a gradient may land behind backward: then its bytes are reserved."""
+        leaves = chunk.planes[GRAD].tier is not self._device.tier
+        return (
+            leaves
+            and self._behind
+            and not self.synchronous
+            and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
+        )
+
+    def _leave_straight(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor, *, behind: bool) -> None:
+        """Sum up a gradient where it is, and begin to copy it home; wait for that unless it may land ``behind``."""
+        held, index = (
+            Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER),
+            handle.chunk.spec.index,
+        )
+        landing = _Straight(handle.chunk, flat, held)
+        try:
+            sums = kernels.sum_squares(flat)
+            with WHOLE:
+                # Kept by the landing: on a GPU its memory is free with it, and not behind whatever is copied later.
+                copy = partial(self._device.copy, home, flat, "evict", kept=True)
+                landing.copies = self._mover.under_way(
+                    Tier.GPU, Tier.CPU, flat.nbytes, copy, f"land gradients of chunk {index}", index
+                )
+                self._transfers.add(landing)
+                handle.norm_sums = sums
+        except BaseException:
+            if landing.copies is DONE:  # never begun
+                landing.give_back()
+            raise
+        if not behind:
+            error = self._transfers.wait(landing, *_WAIT)
+            self._transfers.end(landing)
+            if error is not None:
+                handle.norm_sums = None
+                raise error
+
+    def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
+        """Let the lane's thread land a gradient, whose bytes are reserved."""
         transfers, held = self._transfers, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
-        working = Working(self._mover.watch.moved, staging=self._staging_behind)
-        # Now: behind it the gradient is there. The worker waits for this and not for what is computed afterwards.
-        written = self._device.mark()
+        working, chunk, at = Working(self._mover.watch.moved, staging=self._staging), handle.chunk, handle.slot.start
+        # Now: behind it the gradient is there. Its copies wait for this and not for what is computed afterwards.
+        written, before = self._device.mark(), handle.norm_sums
+        sums: kernels.Sums = []
 
         def land() -> None:
             try:
-                written.wait()
+                # Landings are in order, so the one that this adds to is over, and has left sums if it went well.
+                if adding and not before:
+                    raise GeminiError(f"the gradient of {handle.name!r} that this one adds to has not landed")
                 with transfers.working("gemini::land", working):
-                    handle.norm_sums = self.land_piece(handle.chunk, flat, handle.slot.start, adding)
+                    # In place: by now the gradient may be that of an update, and the param have none.
+                    sums.extend(self.land_piece(chunk, flat, at, adding, written))
             except BaseException:
                 # What was there of it may be torn: it has no gradient now.
-                handle.norm_sums = None
+                if handle.norm_sums is sums:
+                    handle.norm_sums = None
                 raise
 
+        self._number += 1
         # A param that has a gradient and no landing would be updated with what its plane had before.
         with WHOLE:
-            handle.norm_sums = []  # it is there; its sums come with it
+            handle.norm_sums = sums  # it is there; its sums come with it
             # In the order of arrival.
-            transfers.begin(Lane.LANDING, land, len(self.landing), held=held)
+            transfers.begin(Lane.LANDING, land, self._number, of=chunk, held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The views in which gradients land, and what rounding their sum loses; None where that is not within the
@@ -151,23 +253,46 @@ class GradientStore:
             plane = None if error is None else plane
         return plane, error
 
-    def _lands_behind(self, chunk: Chunk, flat: torch.Tensor) -> bool:
-        """Whether a gradient leaves the device, behind backward: then its bytes are reserved."""
-        leaves = chunk.planes[GRAD].tier is not self._device.tier
-        return (
-            leaves
-            and not self.synchronous
-            and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
-        )
+    def _reap(self) -> bool:
+        """Take note of landings that are over, in their order, which gives back their bytes: whether there were any.
+        What has failed stays, to be told by :meth:`drain`.
+        """
+        found = False
+        while (first := next(iter(self.landing.values()), None)) is not None and first.is_over():
+            if first.outcome() is not None:
+                break
+            self._transfers.end(first)
+            found = True
+        return found
 
     def relieve(self, want: Want) -> bool:
         """Wait for a landing, whose end gives back memory of the device; False if there is none. Called by the training
         thread, through the ledger.
         """
+        if self._reap():
+            return True
         waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
-        if waiting is not None and (error := self._transfers.wait(waiting, *_WAIT)) is not None:
-            raise error
+        if waiting is not None:
+            error = self._transfers.wait(waiting, *_WAIT)
+            if error is not None:
+                raise error
+            self._reap()
         return waiting is not None
+
+    def knows_sums(self, handles: list[ParamHandle]) -> bool:
+        """Whether the sums of these gradients are numbers on the host already."""
+        sums = [handle.norm_sums for handle in handles if handle.slot.numel]
+        return all(own and not any(isinstance(s, kernels.DeviceSums) and not s.is_here for s in own) for own in sums)
+
+    def await_sums(self) -> None:
+        """Wait for the sums that the host makes as gradients land. Those of a device are never waited for here.
+
+        Raises:
+            StorageError and whatever else kept a gradient from landing.
+        """
+        for landing in list(self.landing.values()) if self.landing else ():
+            if landing.copies is DONE and self._transfers.wait(landing, *_WAIT) is not None:
+                self.drain()
 
     def drain(self) -> None:
         """Wait until every gradient has landed.
@@ -177,9 +302,11 @@ class GradientStore:
         """
         self._transfers.drain(Lane.LANDING, *_WAIT)
 
-    def land_piece(self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool) -> kernels.Sums:
+    def land_piece(
+        self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool, after: Event | None = None
+    ) -> kernels.Sums:
         """Keep ``flat`` at element ``at`` (a whole page) of a grad plane: the sums of squares of its norm tiles. Called
-        by any thread that has staging of its own.
+        by any thread that has staging of its own; ``after``: what the device computes it with, where that is not over.
         """
         assert not adding or adds_up(chunk), "promote before adding"
         view, lost = self._views(chunk, at, at + flat.numel())
@@ -187,7 +314,7 @@ class GradientStore:
             return _keep(view, lost, flat, adding)
         index = chunk.spec.index
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
-            return self._land_staged(chunk, flat, at, adding)
+            return self._land_staged(chunk, flat, at, adding, after)
 
     def own_part(self, handle: ParamHandle) -> torch.Tensor:
         """This rank's part of a gradient, flat, on the host: a copy; zeros where there is none."""
@@ -216,37 +343,73 @@ class GradientStore:
                 sums += self.land_piece(handle.chunk, zeros[: stop - start], part.start + start, adding=False)
             handle.norm_sums = sums
 
-    def _land_staged(self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool) -> kernels.Sums:
-        """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file."""
+    def _land_staged(
+        self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool, after: Event | None
+    ) -> kernels.Sums:
+        """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file.
+        While the host works on one tile the next ones are on their way.
+        """
         planes = [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
+        outbound = {number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None}
+        # The areas that planes do not take. One tile is worked on, so one less than that are on their way.
+        areas = [area for area in range(self._mover.own_staging().num_scratch) if area not in outbound]
+        crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
+        # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
+        piece = self._mover.tile if outbound else self._mover.tile * 4 // flat.element_size()
+        coming: deque[tuple[int, int, torch.Tensor, Event]] = deque()
         sums: kernels.Sums = []
-        for start, stop in tiles(0, flat.numel(), self._mover.tile):
-            incoming = flat[start:stop]
-            # Its own area 0; planes have the areas behind it.
-            if flat.device.type != "cpu" or self._device.tier is Tier.GPU:
-                inbound = self._mover.scratch(0, flat.dtype, stop - start)
-                with self._mover.crossing(Tier.GPU, Tier.CPU, inbound.numel() * inbound.element_size()):
-                    # The worker has waited for the gradient; what was computed since is more than this copy needs.
-                    behind = not self._mover.in_worker
-                    self._device.copy(inbound, incoming, "evict", behind_computing=behind).wait()
-                incoming = inbound
-            parts: list[torch.Tensor] = []
-            staged: list[tuple[Plane, int, torch.Tensor]] = []
-            for number, plane in enumerate(planes, 1):
-                # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
-                end = start + plane.page_up(stop - start)
-                target = plane.host_view(base + start, base + end)
-                if target is None:
-                    target = self._mover.scratch(number, plane.dtype, end - start)
-                    if adding:
-                        self._mover.load(plane, base + start, base + end, target)
-                    staged.append((plane, base + end, target))
-                parts.append(target[: stop - start])
-            # Tile by tile in order: the norm is a fixed tree over these sums.
-            sums += _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
-            for plane, end, target in staged:
-                # Waited for: the area is used again by the next tile.
-                self._mover.store(plane, base + start, end, target)
+        try:
+            for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
+                incoming, copied = flat[start:stop], DONE
+                if crosses:
+                    if len(coming) == len(areas):
+                        sums += self._land_tile(planes, base, coming, adding)
+                    incoming, copied = self._begin_inbound(areas[number % len(areas)], incoming, after)
+                coming.append((start, stop, incoming, copied))
+                if not crosses:
+                    sums += self._land_tile(planes, base, coming, adding)
+            while coming:
+                sums += self._land_tile(planes, base, coming, adding)
+        except BaseException:
+            # Staging is used again: nothing may still be copied into it.
+            for *_, copied in coming:
+                copied.wait_until_over()
+            raise
+        return sums
+
+    def _begin_inbound(self, area: int, part: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event]:
+        """Start to copy a part of a gradient from the device into staging."""
+        inbound = self._mover.scratch(area, part.dtype, part.numel())
+        # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
+        behind = not self._mover.in_worker
+        copy = partial(self._device.copy, inbound, part, "evict", after, behind_computing=behind, kept=True)
+        return inbound, self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
+
+    def _land_tile(
+        self, planes: list[Plane], base: int, coming: deque[tuple[int, int, torch.Tensor, Event]], adding: bool
+    ) -> kernels.Sums:
+        """Wait for the tile that was begun first, and keep it: its sums of squares."""
+        start, stop, incoming, copied = coming[0]
+        copied.wait()
+        parts: list[torch.Tensor] = []
+        staged: list[tuple[Plane, int, torch.Tensor]] = []
+        for number, plane in enumerate(planes, 1):
+            # Up to the next page: what lies behind the param's end is padding, nobody reads it as a gradient.
+            end = start + plane.page_up(stop - start)
+            target = plane.host_view(base + start, base + end)
+            if target is None:
+                target = self._mover.scratch(number, plane.dtype, end - start)
+                if adding:
+                    self._mover.load(plane, base + start, base + end, target)
+                staged.append((plane, base + end, target))
+            parts.append(target[: stop - start])
+        # Tile by tile in order: the norm is a fixed tree over these sums.
+        sums = _keep(parts[0], parts[1] if len(parts) > 1 else None, incoming, adding)
+        for plane, end, target in staged:
+            # Waited for: the area is used again by the next tile.
+            self._mover.store(plane, base + start, end, target)
+        # Last: after an error it is still in the list, and waited for with the others.
+        coming.popleft()
         return sums
 
     def promote(self, chunks: list[Chunk]) -> None:
@@ -435,8 +598,12 @@ class GradientStore:
         Args:
             leftover: what stands in their place; nothing stays nothing where there was none.
         """
-        # A landing that ended later would bring back what is forgotten here.
-        self._drop_landing()
+        # What failed of their landing is forgotten with them. After a step there are none, and what still lands is on
+        # its way to the updates of that.
+        if any(handle.has_grad for handle in handles):
+            self._drop_landing()
+        for landing in [landing for landing in self.landing.values() if landing.is_over()]:
+            self._transfers.end(landing)
         for handle in handles:
             had = handle.has_grad or handle.leftover is not Leftover.NOTHING
             handle.leftover = leftover if had else Leftover.NOTHING

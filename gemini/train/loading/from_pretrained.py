@@ -112,7 +112,10 @@ def skeleton_from_pretrained(
             f"transformers loaded {path} in a way that does not stream: load it with {model_class.__name__}."
             "from_pretrained(...) and wrap it with GeminiDDP(model, config)"
         )
-    return StoredModel(model, loading.source, adapt), info
+    skeleton = StoredModel(model, loading.source)
+    if adapt is not None:
+        skeleton.adapt(adapt)
+    return skeleton, info
 
 
 class _Loading:

@@ -182,9 +182,9 @@ class StoredFiles:
 
 
 class StoredModel(Skeleton):
-    """A model whose weights are read from files; what they lack is initialized, what ``adapt`` touches is kept."""
+    """A model whose weights are read from files; what they lack is initialized."""
 
-    def __init__(self, model: Any, source: StoredFiles, adapt: Callable[[Any], Any] | None = None):
+    def __init__(self, model: Any, source: StoredFiles):
         self._stored = self.model = model
         self._source = source
         self._metas = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -195,12 +195,16 @@ class StoredModel(Skeleton):
         # A tied param of which the files have one name is not missing.
         self._drawn -= {id(param) for name, param in self._params.items() if name not in source.missing}
         self._kept: dict[int, torch.Tensor] = {}
-        self._is_adapted = adapt is not None
+        self._is_adapted = False
         _make_buffers(model)
-        if adapt is not None:
-            self._adapt(adapt)
 
-    def _adapt(self, adapt: Callable[[Any], Any]) -> None:
+    def adapt(self, adapt: Callable[[Any], Any]) -> None:
+        """Let a program change the model before it is placed: what ``adapt`` touches is read, and kept.
+
+        Raises:
+            TypeError: if what it returns is no model.
+        """
+        self._is_adapted = True
         away = _ReadAtTouch(self, self._params, self._source.missing)
         buffers = dict(self._stored.named_buffers())
         # Buffers first: an initialization may compute with them.

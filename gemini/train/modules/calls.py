@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from gemini.errors import BudgetExceeded, IllegalTransition
+from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.tiers import Want
@@ -33,13 +34,18 @@ from gemini.tiers import Want
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = ("chunks", "exposed", "first_node", "hooks_in", "module", "num_hooks", "parent")
+    __slots__ = ("chunks", "exposed", "first_node", "hooks_in", "inside", "kept", "module", "num_hooks", "parent")
 
     def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
         self.module = module
         self.chunks = chunks
         self.exposed = chunks
         """Chunks whose params are ordinary for it; those of the others it only keeps gathered."""
+        self.kept: tuple[Chunk, ...] = ()
+        """Those of ``chunks`` that it keeps for the modules inside it, and lets go of where something else needs room.
+        """
+        self.inside: list[Inside] = []
+        """The modules that compute inside it now, with what it keeps, the outermost first."""
         self.parent = parent
         self.num_hooks = 0
         """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
@@ -74,6 +80,17 @@ class CallRecord:
             # Not for `result` alone: after a write into it the hook on it would never be called.
             if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
                 base.register_hook(begin)
+
+
+class Inside:
+    """A running call of a hooked module whose weights the call around it keeps gathered: nothing moves for it."""
+
+    __slots__ = ("chunks", "module", "pack")
+
+    def __init__(self, module: nn.Module, chunks: tuple[Chunk, ...]):
+        self.module, self.chunks = module, chunks
+        self.pack: Callable[[torch.Tensor], Any] | None = None
+        """The saved-tensor hook that is pushed for it. It is noted before that: who pops looks whether it is there."""
 
 
 class Windows(Protocol):
@@ -134,8 +151,12 @@ class Calls:
         stack = self.running.get(threading.get_ident())
         return stack is not None and stack[-1].module is not module
 
-    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> CallRecord:
-        """Begin the call of a hooked module: gather what it reads. On an error nothing has begun."""
+    def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
+        """Begin the call of a hooked module: gather what it reads. On an error nothing has begun.
+
+        Args:
+            keep: what modules inside it read, gathered once for all of them where there is room.
+        """
         # A recomputation: released before it acquires, or it would need room for both at once.
         if not self.running and self._reading:
             self._waiting, self._reading = self._reading, []
@@ -145,10 +166,58 @@ class Calls:
         self._acquire_all(chunks)
         for chunk in chunks:
             self._expose(chunk)
+        kept = self._keep(keep)
         stack = self.running.setdefault(threading.get_ident(), [])
         record = CallRecord(module, chunks, stack[-1] if stack else None)
+        record.chunks, record.kept = chunks + kept, kept
         stack.append(record)
         return record
+
+    def _keep(self, chunks: tuple[Chunk, ...]) -> tuple[Chunk, ...]:
+        try:
+            self._acquire_all(chunks)
+        except BudgetExceeded:  # then each module inside gathers what it reads
+            return ()
+        return chunks
+
+    def enter(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> Inside | None:
+        """Begin the call of a module whose weights the call around it keeps gathered; None where that does not."""
+        stack = self.running.get(threading.get_ident())
+        if stack is None:
+            return None
+        around = stack[-1]
+        for chunk in chunks:
+            # Stale: whoever comes now reads the new weights.
+            if chunk not in around.chunks or chunk.stale:
+                return None
+        inside = Inside(module, chunks)
+        around.inside.append(inside)
+        return inside
+
+    def leave(self, module: nn.Module) -> Inside | None:
+        """End a call that :meth:`enter` has begun, and those inside it that had no end of their own; None if it has
+        not.
+        """
+        stack = self.running.get(threading.get_ident())
+        if not stack or not any(call.module is module for call in stack[-1].inside):
+            return None
+        while True:
+            left = self._leave(stack[-1])
+            if left.module is module:
+                return left
+
+    def _leave(self, around: CallRecord) -> Inside:
+        inside = around.inside[-1]
+        if inside.pack is not None:
+            there = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            # It may be gone (with a backward that broke off), or not be there yet.
+            if there is not None and there[0] is inside.pack:
+                torch._C._autograd._pop_saved_tensors_default_hooks()
+        # Behind the hooks: an interrupt between the two finds a call without hooks, and not hooks without a call.
+        around.inside.pop()
+        for chunk in inside.chunks:
+            self._cover(chunk)
+        return inside
 
     def end(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed, and calls inside it that had no end of their own.
@@ -180,6 +249,8 @@ class Calls:
                 self._pop(stack)
 
     def _pop(self, stack: list[CallRecord]) -> CallRecord:
+        while stack[-1].inside:
+            self._leave(stack[-1])
         with WHOLE:  # whose hooks nobody knows any more, they would stay open for good
             record = stack.pop()
             if not stack:
@@ -200,7 +271,12 @@ class Calls:
         Returns the call, if the chunk is new to it.
         """
         call = self.innermost
-        if call is None or chunk in call.chunks:
+        if call is None:
+            return None
+        if chunk in call.kept:
+            call.kept = tuple(kept for kept in call.kept if kept is not chunk)  # from here on it stays
+            return call
+        if chunk in call.chunks:
             return None
         self._acquire(chunk)
         # Not in `exposed`: the params stay guarded, for the call reads a view that it has already.
@@ -228,11 +304,21 @@ class Calls:
             self._reading.append(record)
 
     def relieve(self, want: Want) -> bool:
-        """Let go of what is only kept for the rest of a backward; False if there is nothing. Asked by the ledger."""
+        """Let go of what is only kept for the rest of a backward, or for modules that this thread may call in a
+        forward; False if there is nothing. Asked by the ledger.
+        """
         reading, self._reading = self._reading, []
         for record in reading:
             self._release_all(record.chunks)
-        return any(record.chunks for record in reading)
+        has_given = any(record.chunks for record in reading)
+        # This thread's own alone: a module of another one may begin to read them now.
+        for record in self.running.get(threading.get_ident(), ()):
+            if record.kept and not record.inside:
+                kept, record.kept = record.kept, ()
+                record.chunks = tuple(chunk for chunk in record.chunks if chunk not in kept)
+                self._release_all(kept)
+                has_given = True
+        return has_given
 
     def end_backward(self) -> None:
         """Release what backward keeps, or would have gathered again. Nothing if it is called twice."""
@@ -273,6 +359,23 @@ class Calls:
     def _release_all(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             self._release(chunk)
+
+
+def refuse_deleted() -> NoReturn:
+    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
+    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
+
+
+def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
+    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
+
+    Raises:
+        GeminiError: if the model was deleted.
+    """
+    passes = ref()
+    if passes is None:
+        refuse_deleted()
+    passes.backward.begin_of(record)
 
 
 # ---- tensors in what modules take and return: tuples, lists, dicts, ModelOutputs, dataclasses ------------------------

@@ -18,7 +18,7 @@ from torch.nn.utils import stateless
 from gemini.errors import GeminiError
 from gemini.patches import register
 from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.step import StepState
 
 num_registered = 0
@@ -44,7 +44,7 @@ def _holds_managed(module: nn.Module) -> bool:
     """
     # Half made it may have neither of the two dicts.
     own = vars(module)
-    return any(handle_of(param) is not None for param in own.get("_parameters", {}).values()) or any(
+    return bool(handles_of(own.get("_parameters", {}).values())) or any(
         _holds_managed(child) for child in own.get("_modules", {}).values() if child is not None
     )
 

@@ -30,7 +30,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
-from gemini.train.modules.calls import CallRecord
+from gemini.train.modules.calls import CallRecord, Inside
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.handle import ParamHandle
 
@@ -164,11 +164,21 @@ class SavedWeights:
 
     def begin_call(self, record: CallRecord) -> None:
         """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
-        if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
+        # What is only kept for modules inside is saved inside those.
+        if (len(record.chunks) > len(record.kept) or record.module in self._borrowers) and torch.is_grad_enabled():
             with WHOLE:  # hooks that nobody has noted would stay open for good
                 record.num_hooks, record.hooks_in = self._push(), torch._C._current_graph_task_id()
             if record.chunks:
                 self.open_for = record.chunks[0].spec.slots[0].name
+
+    def open_inside(self, inside: Inside) -> None:
+        """Open the hooks for a call inside another one that keeps its weights: :meth:`Calls.leave` closes them."""
+        if not _hooks._saved_tensors_hooks_is_enabled() or self._is_open():
+            return
+        there = _hooks._top_saved_tensors_default_hooks(False)
+        pack, unpack = (self._pack, self._unpack) if there is None else self._around(*there)
+        inside.pack = pack
+        _hooks._push_saved_tensors_default_hooks(pack, unpack)
 
     def begin_forward(self) -> None:
         """Take in new borrowers, as an outermost forward begins. Not sooner: a recomputation must open the same hooks
@@ -351,4 +361,4 @@ def _num_references(chunk: Chunk) -> int:
 
 def _num_attached(handles: list[ParamHandle]) -> int:
     """Count the params that are views of their window now; the others' content is NaN."""
-    return sum(not handle.poisoned for handle in handles)
+    return [handle.poisoned for handle in handles].count(False)

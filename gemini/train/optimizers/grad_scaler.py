@@ -23,7 +23,7 @@ from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scale, ScaleLoss, Scaling, scaler_steps
 from gemini.train.optimizers.optimizer import HybridOptimizer
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of, handles_of
 from gemini.train.passes.stepping import stepping_of
 from gemini.train.sharding.company import Company
 
@@ -168,8 +168,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _handles_of(optimizer: torch.optim.Optimizer) -> list[ParamHandle]:
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    return [handle for param in params if (handle := handle_of(param)) is not None]
+    return handles_of(param for group in optimizer.param_groups for param in group["params"])
 
 
 def _agree(

@@ -25,9 +25,10 @@ from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.alike import agree_on_state, told_to_all
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of, stepping_in_backward
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, stepping_in_backward
 from gemini.train.params.owner import Owner, owner_of
 from gemini.train.passes.stepping import Stepping, stepping_of
+from gemini.train.step import run_alone
 
 Group = dict[str, Any]
 
@@ -189,7 +190,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
 
     def _handles(self) -> list[ParamHandle]:
-        return [handle for handle in map(handle_of, self._params()) if handle is not None]
+        return handles_of(self._params())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every param that has a gradient. Params without a gradient are skipped, and so are their step counts.
@@ -395,7 +396,7 @@ class HybridOptimizer(torch.optim.Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler.step asks for this before it looks for gradients that are not there.
-        if not scaler_steps.get() and any(handle_of(p) is not None for g in self.param_groups for p in g["params"]):
+        if not scaler_steps.get() and self._handles():
             raise GeminiError(
                 "torch.amp.GradScaler sees no gradients of a managed model (it looks at p.grad, and they live in "
                 "chunks): use gemini.GradScaler, which is used in the same way"
@@ -422,12 +423,19 @@ class HybridOptimizer(torch.optim.Optimizer):
         return self.rule.scalars(group, handle.num_steps + 1, scale)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
-        """``refusal``: what is wrong with this rank's groups; ranks that differ are told first that they do."""
+        """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups; ranks that
+        differ are told first that they do.
+        """
         reference = managed[0][0].owner
         if any(handle.owner is not reference for handle, _ in managed):
             self._owner_of(self._params())  # of two models, wrapped after this optimizer was made: refused
         stepping = stepping_of(managed[0][0])
         self._check_mode(stepping)
+        run_alone(stepping.state, self._step_alone, stepping, managed, refusal)
+
+    def _step_alone(
+        self, stepping: Stepping, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None
+    ) -> None:
         # All ranks come here and agree; only then is a refusal of this rank's own raised.
         stepping.begin_step(self)
         if refusal is not None:
@@ -460,7 +468,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 states_of.write_state(handle, {**state, **loaded})
 
     def _owner_of(self, params: Iterable[Any]) -> Owner | None:
-        handles = {handle.owner: handle for handle in map(handle_of, params) if handle is not None}
+        handles = {handle.owner: handle for handle in handles_of(params)}
         if len(handles) > 1:
             raise ValueError(
                 f"this {type(self).__name__} was given params of two GeminiDDP models: make one optimizer per model "
@@ -564,12 +572,9 @@ def refuse_stock_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs:
     """
     if isinstance(optimizer, HybridOptimizer):
         return
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            handle = handle_of(param)
-            if handle is not None:
-                raise GeminiError(
-                    f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
-                    "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
-                    f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
-                )
+    for handle in handles_of(param for group in optimizer.param_groups for param in group["params"]):
+        raise GeminiError(
+            f"{type(optimizer).__name__} cannot update {handle.name!r}: the gradients and masters of a managed "
+            "model live in chunks. Use gemini.HybridAdam(model.parameters(), ...), another optimizer of "
+            f"gemini.optim, or this one as a rule: gemini.optim.adopt({type(optimizer).__name__})"
+        )

@@ -23,7 +23,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec, shapes_of
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF
-from gemini.train.params.handle import ParamHandle, give_to, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
 
@@ -142,7 +142,7 @@ def renewed(optimizer: HybridOptimizer, states: Mapping[Any, Any]) -> States:
 def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
     """The managed params that belong to an optimizer (none while it is being made)."""
     params = [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]
-    return [handle for param in params if (handle := handle_of(param)) and optimizer_of(param) is optimizer]
+    return [handle for handle in handles_of(params) if optimizer_of(handle.param) is optimizer]
 
 
 def _cannot_write(handle: ParamHandle) -> GeminiError:
@@ -187,7 +187,7 @@ def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
     params = list(params)
     with WHOLE:
         # Before they are given away: what starts anew is what another optimizer has left.
-        start_anew(h for p in params if (h := handle_of(p)) is not None and optimizer_of(p) is not optimizer)
+        start_anew(h for h in handles_of(params) if optimizer_of(h.param) is not optimizer)
         give_to(optimizer, params)
 
 
@@ -350,12 +350,15 @@ def end_waiting(handles: Iterable[ParamHandle]) -> None:
     for handle in waited:
         handle.waiting = None
     if alone:
-        others = f" and {len(alone) - 1} more params" if len(alone) > 1 else ""
-        warn(
-            f"the optimizer state that was loaded was saved with other weights than {alone[0]!r}{others} had since: "
-            "the lower 16 bits of the masters that came with it were not used. To continue with the same bits load "
-            "the model's state of the same moment too, before or after the optimizer's"
-        )
+        _warn_of_other_weights(repr(alone[0]) + (f" and {len(alone) - 1} more params" if len(alone) > 1 else ""))
+
+
+def _warn_of_other_weights(whose: str) -> None:
+    warn(
+        f"the optimizer state that was loaded was saved with other weights than {whose} had since: "
+        "what the masters that came with it have beyond their 16-bit weights was not used. To continue with the same "
+        "bits load the model's state of the same moment too, before or after the optimizer's"
+    )
 
 
 def empty_states(rule: RuleSpec, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -376,7 +379,7 @@ def sum_of_plain(param: torch.Tensor) -> torch.Tensor:
     return torch.tensor(crc32(param.detach().reshape(-1).cpu()), device="cpu")
 
 
-def _is_of(param: torch.Tensor, state: dict[str, Any]) -> bool:
+def is_of(param: torch.Tensor, state: dict[str, Any]) -> bool:
     """Whether a loaded residual, or in fp16 a master, is of the weights that a plain param has now."""
     if MASTER in state:
         weights = param.detach().contiguous()
@@ -391,10 +394,11 @@ def complete_master(param: torch.Tensor, state: dict[str, Any]) -> None:
     What was loaded with an optimizer's state may be of other weights, and fp16 weights may have been written to since.
     """
     before = state.pop(BEFORE, None)
-    if before is not None and not _is_of(param, state):
+    if before is not None and not is_of(param, state):
         for name in (RESIDUAL, MASTER):
             state.pop(name, None)
         state.update(before)
+        _warn_of_other_weights(f"a plain param of shape {tuple(param.shape)}")
     state.pop(RESIDUAL_OF, None)
     if param.dtype is torch.bfloat16 and RESIDUAL not in state:
         state[RESIDUAL] = torch.zeros_like(param, dtype=torch.int16, memory_format=torch.contiguous_format)
@@ -430,6 +434,8 @@ def plain_state(rule: RuleSpec, param: nn.Parameter, state: dict[str, Any], befo
             found[name] = value.to(param.device, dtype, copy=True).contiguous()
     if RESIDUAL in found and RESIDUAL_OF in state:
         found[RESIDUAL_OF] = torch.as_tensor(state[RESIDUAL_OF], device="cpu").clone()
-    if RESIDUAL in found or MASTER in found:
+    if is_of(param, found):
+        found.pop(RESIDUAL_OF, None)
+    elif RESIDUAL in found or MASTER in found:
         found[BEFORE] = {name: before[name] for name in (RESIDUAL, MASTER) if name in before}
     return found

@@ -18,7 +18,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.memory.chunks.chunk import Plane
+from gemini.memory.chunks.chunk import Parts, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
@@ -35,6 +35,10 @@ class WholeValues(Protocol):
     @property
     def divides(self) -> bool:
         """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether those who agree have other experts, which are slices, among them."""
 
     def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
         """Bring the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
@@ -57,7 +61,6 @@ class ByName:
         observers: told of every write.
         company: who shares the model.
         slices: of a model in slices, else None.
-        all_agree: whether those who agree have other slices among them (``ep``).
     """
 
     def __init__(
@@ -69,13 +72,11 @@ class ByName:
         observers: WriteObservers,
         company: WholeValues,
         slices: SliceValues | None = None,
-        all_agree: bool = False,
     ):
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._company, self._slices = company, slices
         self.state = state
         self.agree = company.agree
-        self._all_agree = all_agree
         self._deferred: list[tuple[ParamHandle, torch.Tensor]] | None = None
         self.handles = handles
         self._handles = {name: handle for handle in self.handles for name in handle.names}
@@ -115,7 +116,9 @@ class ByName:
 
     def to_compare(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Find what must be the same on all who agree: ``own``, or of a slice among others the whole value."""
-        return self.joined(handle, own.detach().cpu()) if self._all_agree and own.shape == handle.own_shape else own
+        if not self._company.has_experts or own.shape != handle.own_shape:
+            return own
+        return self.joined(handle, own.detach().cpu())
 
     def write_whole(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Do :meth:`write` of what is here of a whole value.
@@ -193,13 +196,14 @@ class ByName:
         flat = lower if lower is not None and RESIDUAL not in planes else flat
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu").contiguous()
+            halves = {WEIGHTS: part}
             if RESIDUAL in planes:
                 hi = torch.empty(stop - start, dtype=torch.bfloat16, device="cpu")
                 lo = torch.empty(stop - start, dtype=planes[RESIDUAL].dtype, device="cpu")
                 kernels.split_master(part.float(), hi, lo)
-                self._write_range(planes[RESIDUAL], handle, lo if lower is None else lower[start:stop], start)
-                part = hi
-            self._write_range(planes[WEIGHTS], handle, part, start)
+                halves = {WEIGHTS: hi, RESIDUAL: lo if lower is None else lower[start:stop]}
+            parts = [(planes[kind], half) for kind, half in halves.items()]
+            store_tile(self._mover, parts, handle.part.start + start, handle.part.start + stop)
         self._forget_copies(handle)
 
     def _forget_copies(self, handle: ParamHandle) -> None:
@@ -374,11 +378,11 @@ class ByName:
             new = torch.where(untouched, old, new.to(old.dtype))
         return new
 
-    def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor, offset: int = 0) -> None:
-        """Overwrite this rank's part of a param in a plane, from element ``offset`` (whole pages) of it on, cast to its
-        dtype. Observers have been told that the chunk is written to.
+    def _write_range(self, plane: Plane, handle: ParamHandle, source: torch.Tensor) -> None:
+        """Overwrite this rank's part of a param in a plane, cast to its dtype. Observers have been told that the chunk
+        is written to.
         """
-        store_range(self._mover, plane, handle.part.start + offset, source)
+        store_range(self._mover, plane, handle.part.start, source)
 
 
 def same_bits(here: torch.Tensor, value: torch.Tensor) -> bool:
@@ -429,14 +433,25 @@ def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor
 
 
 def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:
+    """Overwrite a plane from element ``base`` (whole pages) on, cast to its dtype."""
     for start, stop in tiles(0, source.numel() * plane.block, mover.tile):
         items = source[start // plane.block : plane.items(stop)]
-        view = plane.host_view(base + start, base + stop)
+        store_tile(mover, [(plane, items)], base + start, base + stop)
+
+
+def store_tile(mover: Mover, parts: Parts, start: int, stop: int) -> None:
+    """Overwrite at most a tile of these planes, cast to their dtypes."""
+    staged: dict[int, list[tuple[Plane, torch.Tensor]]] = {}
+    for area, (plane, items) in enumerate(parts, 1):
+        view = plane.host_view(start, stop)
         if view is not None:
             view.copy_(items)
             continue
+        # Files are written in whole pages, which end elsewhere in planes of another dtype.
         end = start + plane.page_up(stop - start)
-        staged = mover.scratch(1, plane.dtype, plane.items(end - start))
-        staged[items.numel() :].zero_()
-        staged[: items.numel()].copy_(items)
-        mover.store(plane, base + start, base + end, staged)
+        whole = mover.scratch(area, plane.dtype, plane.items(end - start))
+        whole[items.numel() :].zero_()
+        whole[: items.numel()].copy_(items)
+        staged.setdefault(end, []).append((plane, whole))
+    for end, own in staged.items():
+        mover.store_all(own, start, end)

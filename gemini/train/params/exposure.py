@@ -40,6 +40,8 @@ class Exposure:
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
         """By index of a chunk that moves, how many computations see its params as ordinary ones now."""
+        self._partly: dict[int, list[ParamHandle]] = {}
+        """By index of a chunk that moves and is not in ``_exposed``: those of its params that are ordinary ones now."""
         self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
         self._cast: list[ParamHandle] = []
@@ -102,6 +104,18 @@ class Exposure:
             expose(self._by_chunk[index])
             self._exposed.add(index)
 
+    def expose_some(self, chunk: Chunk, handles: list[ParamHandle]) -> None:
+        """Make these params of a chunk that moves and is kept gathered ordinary ones, until :meth:`cover`."""
+        index = chunk.spec.index
+        self._num_readers[index] = self._num_readers.get(index, 0) + 1
+        if index not in self._exposed:
+            # Noted before it is done, as in `_hide`.
+            self._partly.setdefault(index, []).extend(handles)
+            written = expose(handles)
+            if written:
+                self.written += written
+                self._manager.drop([chunk])  # a copy that differs from its home
+
     def cover(self, chunk: Chunk) -> None:
         """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
         index = chunk.spec.index
@@ -129,7 +143,11 @@ class Exposure:
         return self._hide({chunk.spec.index})
 
     def _hide(self, indices: set[int]) -> bool:
-        handles = self._params_of(indices)
+        partly = {index: self._partly.pop(index) for index in indices & self._partly.keys()}
+        some = partly.keys() - self._exposed
+        handles = self._params_of(indices - some)
+        for index in some:
+            handles = handles + partly[index]
         # Noted before it is done: what an interrupt leaves half hidden is hidden again by Recovery.
         self._exposed -= indices
         written, cast = hide(handles)
@@ -160,6 +178,7 @@ class Exposure:
         # While the counts can still be compared: `poison` replaces param.data, and with it what was written.
         self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
+        self._partly.pop(chunk.spec.index, None)
         self._num_readers.pop(chunk.spec.index, None)
         poison(self._by_chunk[chunk.spec.index])
 
@@ -171,8 +190,8 @@ class Exposure:
             self._num_readers.clear()
             # Their params were guarded when their module ended, and a view of them may have been written to since.
             covered, self._covered = self._covered - self._exposed, set()
-            if self._exposed:
-                self._hide(self._exposed.copy())
+            if self._exposed or self._partly:
+                self._hide(self._exposed | self._partly.keys())
             for index in covered:
                 self.look_for_writes(self._chunks[index])
             # Not sooner: a module of the same forward may compute with the cast weights again.

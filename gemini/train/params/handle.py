@@ -62,8 +62,9 @@ class WaitingResidual:
 class ParamHandle:
     """All that is known of one param, reachable from it as ``param._gemini``.
 
-    Changed by the training thread, and inside backward by autograd's under the lock of the books. One
-    field is a worker's: ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for.
+    Changed by the training thread, and inside backward by autograd's under the lock of the books. A worker fills
+    ``norm_sums`` of a gradient that it lands, which nobody reads before that is waited for
+    (``GradientStore.await_sums``), and takes them away where that fails.
     """
 
     name: str
@@ -169,6 +170,11 @@ class ParamHandle:
 def handle_of(param: Any) -> ParamHandle | None:
     """The handle of a managed param, else None."""
     return getattr(param, "_gemini", None)
+
+
+def handles_of(params: Iterable[Any]) -> list[ParamHandle]:
+    """The handles of those params that are managed."""
+    return [handle for handle in map(handle_of, params) if handle is not None]
 
 
 def is_in_stages(param: nn.Parameter) -> bool:

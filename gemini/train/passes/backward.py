@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -23,17 +22,13 @@ from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backwa
 from gemini.train.params.owner import Probe, owner_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
+from gemini.train.step import at_end_of_backward
 from gemini.waiting import PROGRESS
 
 _OrdinaryParams = torch._C.DisableTorchFunctionSubclass  # type: ignore[attr-defined]
 _graph_task = torch._C._current_graph_task_id
 _NONE = -2
 """No backward: autograd's own number for that is -1."""
-
-
-def refuse_deleted() -> NoReturn:
-    """Raise for a module whose model was deleted, and which is called or passed through by backward."""
-    raise GeminiError("the GeminiDDP model this module belonged to was deleted: its weights are gone")
 
 
 def _nobody() -> None:
@@ -56,6 +51,8 @@ class BackwardPass:
         self._activations, self._updates = parts.activations, parts.updates
         self._in_backward, self._by_names = parts.in_backward, parts.by_names
         self.probe: Probe | None = None
+        self._task = _NONE
+        """The backward, by autograd's number, that has begun last."""
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
         self._works: Callable[[], Any] = _nobody
@@ -64,23 +61,23 @@ class BackwardPass:
     # ---- the pass -----------------------------------------------------------------------------------------------
 
     def be_alone(self, record: CallRecord | None = None) -> None:
-        """Wait for forwards of other threads, if the backward begins. Before the lock is taken: they end under it.
+        """Wait for forwards of other threads: the backward begins. Before the lock is taken: they end under it.
 
         Args:
             record: of the call whose backward begins. A forward that it is part of waits for this backward.
         """
-        if self._state.in_backward:
+        # Not that of another thread, which is waited for. One inside of this one is part of it.
+        occupancy = self._state.occupancy
+        if self._state.in_backward and (self._task == _graph_task() or occupancy.is_own):
             return
         # The one sign that the whole graph is done. It belongs to the graph that runs now, so a backward that breaks
         # off never calls it, and Recovery ends the phase.
-        over = partial(self._is_over)
-        torch.autograd.Variable._execution_engine.queue_callback(over)
-        if not self._state.occupancy.is_own:
-            self._works = weakref.ref(over)
-            # From here on autograd alone keeps it, for as long as the backward runs, however that ends.
-            del over
+        running = at_end_of_backward(self._is_over)
+        if not occupancy.is_own:
             around = None if record is None else self._calls.thread_of(record)
-            self._state.occupancy.begin_alone(self._works, around)
+            occupancy.begin_alone(running, around)
+            self._works = running
+        self._task = _graph_task()
 
     def begin(self) -> None:
         """Enter the backward phase: a gradient is about to flow into the model. Called under the lock."""
@@ -101,7 +98,8 @@ class BackwardPass:
     @own_work
     def begin_of(self, record: CallRecord) -> None:
         """Gather what the backward of one call reads, and let go of calls that are over."""
-        self.be_alone(record)
+        if self._task != _graph_task():
+            self.be_alone(record)
         with self._lock:
             self.begin()
             if self._moves:
@@ -114,8 +112,13 @@ class BackwardPass:
     def _is_over(self) -> None:
         """Run as autograd's final callback, on the thread that ended the graph, and without a lock of ours."""
         with self._lock:
-            if self._state.in_backward:  # two threads of one backward may have come first
+            if not self._state.in_backward:  # two threads of one backward may have come first
+                return
+            try:
                 self._end_whole()
+            finally:
+                # Last: a forward that begins now interrupts what the schedule has of a step.
+                self._state.occupancy.end_alone(self._works)
 
     def _end_whole(self) -> None:
         if self.sink.divides:
@@ -144,11 +147,8 @@ class BackwardPass:
         self._state.end_backward()
         if self.observers.recording is not None:
             self.observers.recording.end_backward()
-        try:
-            # For it may raise (a write inside backward): the phase has ended by then.
-            self._exposure.rest_if_idle()
-        finally:
-            self._state.occupancy.end_alone(self._works)
+        # Last, for it may raise (a write inside backward): the phase has ended by then.
+        self._exposure.rest_if_idle()
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -163,7 +163,6 @@ class BackwardPass:
             grad, handle.param.grad = handle.param.grad, None
         if grad is None:
             return
-        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
         if self.probe is not None and (grad := self.probe.take(handle.param, grad)) is None:
             self._leave(handle)
             return
@@ -180,14 +179,16 @@ class BackwardPass:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.gradients.land(handle, grad)
             chunk.num_missing_grads -= 1
-            if not chunk.num_missing_grads and chunk.window is not None:
-                # Nobody reads its weights again in this backward: its window is the first to go.
-                self._manager.grads_complete(chunk)
+            if not chunk.num_missing_grads:
+                PROGRESS.count += 1
+                if chunk.window is not None:
+                    self._manager.grads_complete(chunk)
 
     @own_work
     def _take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Take the first gradient of a backward, or one with which more is to be done than to keep it."""
-        self.be_alone()
+        if self._task != _graph_task():
+            self.be_alone()
         with self._lock:
             self.begin()
             if self.scaling.is_needed or scaling.are_any_scaled:
@@ -205,24 +206,27 @@ class BackwardPass:
                 self._plain_task = _graph_task()
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
-                self._complete(chunk)
+                self._note_complete(chunk)
+                self.sink.complete(chunk)
 
     @own_work
     def _leave(self, handle: ParamHandle) -> None:
         """Count a gradient that arrives and is not kept (a probe has taken it)."""
-        self.be_alone()
+        if self._task != _graph_task():
+            self.be_alone()
         with self._lock:
             self.begin()
             chunk = handle.chunk
             chunk.num_missing_grads -= 1
-            if not chunk.num_missing_grads and chunk.window is not None:
-                self._manager.grads_complete(chunk)
+            if not chunk.num_missing_grads:
+                self._note_complete(chunk)
 
-    def _complete(self, chunk: Chunk) -> None:
-        """Hand a chunk whose gradients are all there to the sink. Called under the lock."""
+    def _note_complete(self, chunk: Chunk) -> None:
+        """Note that all gradients of a chunk are there. Called under the lock."""
+        PROGRESS.count += 1  # threads that wait for this backward give up when nothing goes on
         if chunk.window is not None:
+            # Nobody reads its weights again in this backward: its window is the first to go.
             self._manager.grads_complete(chunk)
-        self.sink.complete(chunk)
 
     def _begin_gradients(self) -> None:
         """Make ready for gradients: the first of a param has arrived in this backward. Called under the lock.
@@ -267,6 +271,7 @@ class BackwardPass:
         if self.sink.has_replicas:
             # Their sums are made after backward, so what is in the plane may be this rank's part alone.
             self.sink.settle()
+        self.gradients.drain()
         handle.refuse_incomplete_gradient()
         if not handle.has_grad:
             if handle.leftover is not Leftover.ZEROS:
@@ -320,7 +325,10 @@ class BackwardPass:
         # Asked before `end`, which forgets it: only a backward that gave gradients can have updated anything.
         has_begun = self._state.takes_gradients
         self._calls.abandon(backward=True)
-        self.end()
+        try:
+            self.end()
+        finally:
+            self._state.occupancy.end_alone(self._works)
         if self._state.updated_in_backward and has_begun:
             self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
@@ -334,18 +342,6 @@ def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
 def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
     owner = handle.owner()
     (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
-
-
-def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Tensor) -> None:
-    """Tell the model that the gradient of a result of a call has arrived. ``ref``: its passes, weakly.
-
-    Raises:
-        GeminiError: if the model was deleted.
-    """
-    passes = ref()
-    if passes is None:
-        refuse_deleted()
-    passes.backward.begin_of(record)
 
 
 # ---- after an interrupt ----------------------------------------------------------------------------------------------
@@ -368,8 +364,9 @@ class Recovery:
         It also runs where all is in order (a second forward before the backward of the first), so each part of it
         leaves alone what nobody has interrupted; and all of it waits for another time while other threads are at work.
         """
-        if self._state.num_open and torch._C._current_graph_task_id() == -1:
-            self._state.occupancy.if_alone(self._forget)
+        state = self._state
+        if (state.num_open or state.occupancy.is_part) and torch._C._current_graph_task_id() == -1:
+            state.occupancy.if_alone(self._forget)
 
     def _forget(self) -> None:
         state = self._state

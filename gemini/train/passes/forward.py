@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,12 +15,15 @@ from torch import nn
 
 from gemini.errors import ParamAccessError
 from gemini.memory.chunks.chunk import Chunk
-from gemini.train.modules.calls import CallRecord, iter_tensors
+from gemini.train.modules.calls import CallRecord, begin_backward_of, iter_tensors
 from gemini.train.observers import innermost_transform, is_differentiating, own_work, without_transforms
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.parts import Parts
 from gemini.train.setup.adoption import TrainedParams
+
+Reads = dict[Chunk, list[ParamHandle]]
+"""The params that a module reads, by the chunk that moves them."""
 
 
 class ForwardPass:
@@ -41,9 +45,21 @@ class ForwardPass:
     # ---- calls of modules ---------------------------------------------------------------------------------------
 
     @own_work
-    def begin_call(self, module: nn.Module, chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...] = ()) -> None:
-        """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock."""
+    def begin_call(
+        self,
+        module: nn.Module,
+        chunks: tuple[Chunk, ...],
+        resident: tuple[Chunk, ...] = (),
+        keep: tuple[Chunk, ...] = (),
+    ) -> None:
+        """Gather what a hooked module reads, and wait for the updates of what it reads in place. Takes the lock.
+
+        Args:
+            keep: what modules inside it read, kept for all of them.
+        """
         state = self._state
+        if threading.get_ident() not in state.occupancy.inside:
+            state.occupancy.enter(is_part=True)
         if not state.computing:
             # Counted before anything can fail: an interrupt from here on is found by the next call.
             state.num_open += 1
@@ -59,7 +75,8 @@ class ForwardPass:
             try:
                 # What is in place and still being updated is waited for here, by the block that reads it.
                 self.exposure.catch_up(resident)
-                record = self.calls.begin(module, chunks)
+                # Not while others are in the model: each module then waits for room less long.
+                record = self.calls.begin(module, chunks, keep if len(self.calls.running) < 2 else ())
                 # After the gathering: if that fails there is no call whose end could end the phase.
                 if not state.in_forward:
                     state.begin_forward()
@@ -75,6 +92,42 @@ class ForwardPass:
                 self._keep_for_transform(chunks)
         elif record.parent is None:
             self.settle()
+
+    def enter(self, module: nn.Module, reads: Reads, resident: tuple[Chunk, ...]) -> bool:
+        """Begin the call of a module whose weights the call around it keeps gathered: most of what there is to do was
+        done there. False if that is not so, or if somebody watches every module. Takes the lock.
+        """
+        observers = self.observers
+        if (
+            observers.recording is not None
+            or observers.around_own_work is not None
+            or innermost_transform() is not None
+        ):
+            return False
+        with self._lock:
+            inside = self.calls.enter(module, tuple(reads))
+            if inside is None:
+                return False
+            if self.exposure.late:
+                self.exposure.catch_up(resident)
+            for chunk, handles in reads.items():
+                # As in `acquire`: this thread may compute on another stream than the module before.
+                self._manager.fetches.let_compute_wait(chunk)
+                self.exposure.expose_some(chunk, handles)
+        if torch.is_grad_enabled():
+            self._saved_weights.open_inside(inside)
+        return True
+
+    def leave(self, module: nn.Module) -> bool:
+        """End what :meth:`enter` has begun; False if it has not. Takes the lock."""
+        with self._lock:
+            inside = self.calls.leave(module)
+            if inside is None:
+                return False
+            for chunk in inside.chunks:
+                if chunk.is_lent:
+                    self.lend(chunk)
+        return True
 
     def _begin(self) -> None:
         """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""
@@ -107,25 +160,29 @@ class ForwardPass:
     @own_work
     def end_call(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed; None if it never began. Takes the lock."""
-        with self._lock, without_transforms():
-            record = self.calls.end(module)
-            # Hooks inside it would stay silent in the next forward too.
-            if record is None or record.parent is None:
-                self._state.unsettle()
-            self._end_if_over()
-            if self.observers.recording is not None:
-                self.observers.recording.end_call()
-            if record is not None and record.parent is not None:
-                # A view of weights that it gave, or left somewhere, may be read until the call around is over.
-                for chunk in record.chunks:
-                    if chunk.is_lent:
-                        self.lend(chunk)
-            self.exposure.rest_if_idle()
-            if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
-                self._state.close()
-        if self._activations.offloads and not self.calls.running:
-            self._activations.end_forward()
-        return record
+        try:
+            with self._lock, without_transforms():
+                record = self.calls.end(module)
+                # Hooks inside it would stay silent in the next forward too.
+                if record is None or record.parent is None:
+                    self._state.unsettle()
+                self._end_if_over()
+                if self.observers.recording is not None:
+                    self.observers.recording.end_call()
+                if record is not None and record.parent is not None:
+                    # A view of weights that it gave, or left somewhere, may be read until the call around is over.
+                    for chunk in record.chunks:
+                        if chunk.is_lent:
+                            self.lend(chunk)
+                self.exposure.rest_if_idle()
+                if not torch.is_grad_enabled() and not self._state.computing:  # else its backward is still to come
+                    self._state.close()
+            if self._activations.offloads and not self.calls.running:
+                self._activations.end_forward()
+            return record
+        finally:
+            if self._state.occupancy.parts and self._state.occupancy.is_part and not self.calls.depth:
+                self._state.occupancy.leave()  # last: whoever is alone from here on finds all in order
 
     def unwind(self, depth: int) -> None:
         """End the calls of this thread beyond ``depth``, which an exception ended without their hooks."""
@@ -138,6 +195,8 @@ class ForwardPass:
         """End all calls of this thread, and those of threads that have died. Called by Recovery alone."""
         self.calls.abandon()
         self._state.unsettle()
+        if self._state.occupancy.is_part:
+            self._state.occupancy.leave()
         self._end_if_over()
         self.let_go_of_transformed()
 
@@ -206,11 +265,16 @@ class ForwardPass:
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Gather the weights of ``chunks`` and make their params ordinary ones, outside of a module's call."""
         # Noted first, as in `begin_call`: an interrupt inside is found by whoever comes next.
-        self._state.num_open += 1
+        occupancy = self._state.occupancy
+        is_first = threading.get_ident() not in occupancy.inside
         try:
+            occupancy.enter()
+            self._state.num_open += 1
             with self._state.gathering(), self._exposed(chunks), self._saved_weights.open():
                 yield
         finally:
+            if is_first:
+                occupancy.leave()
             with self._lock, without_transforms():
                 self.exposure.rest_if_idle()
                 # With autograd on a backward may follow that reads them: that one closes.
@@ -251,11 +315,11 @@ class StrayReads:
     """Serves reads of one model's params outside of their own module's forward.
 
     Args:
-        begin_backward_of: what to call when the gradient of an operation's result arrives; it does not keep the model.
+        owner: the passes of the model: graphs keep this, and no model.
     """
 
-    def __init__(self, forward: ForwardPass, begin_backward_of: Callable[[CallRecord, torch.Tensor], None]):
-        self._forward, self._begin_backward_of = forward, begin_backward_of
+    def __init__(self, forward: ForwardPass, owner: weakref.ref[Any]):
+        self._forward, self._owner = forward, owner
 
     def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
         """Run an operation that reads params outside their own module's forward, while the model computes.
@@ -272,12 +336,12 @@ class StrayReads:
         moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
         if not moving:
             return func(*args, **kwargs)
-        record, begin = CallRecord(None, moving, forward.calls.innermost), self._begin_backward_of
+        record = CallRecord(None, moving, forward.calls.innermost)
         with forward.opened(moving):
             result = func(*args, **kwargs)
         # After the block: the block itself looked into the window, and would count as somebody else.
         forward.lend_what_is_left(moving)
-        record.on_gradient(result, partial(begin, record))
+        record.on_gradient(result, partial(begin_backward_of, self._owner, record))
         # An operation that writes to a weight (`w.mul_(2)` in another module's forward) is refused here, by name.
         forward.exposure.refuse_writes()
         return result

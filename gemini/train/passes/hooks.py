@@ -24,6 +24,7 @@ from gemini.config import GeminiConfig
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.modules import injected
+from gemini.train.modules.calls import begin_backward_of, refuse_deleted
 from gemini.train.modules.compiled import (
     CompiledParts,
     hook_around,
@@ -33,10 +34,10 @@ from gemini.train.modules.compiled import (
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
 from gemini.train.observers import innermost_transform
-from gemini.train.params.gathered import Rewriting, handles_of, resident_chunks
-from gemini.train.params.handle import ParamHandle, ParamSet, handle_of
-from gemini.train.passes.backward import BackwardPass, Recovery, begin_backward_of, refuse_deleted
-from gemini.train.passes.forward import ForwardPass
+from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
+from gemini.train.passes.backward import BackwardPass, Recovery
+from gemini.train.passes.forward import ForwardPass, Reads
+from gemini.train.passes.gathered import Rewriting, resident_chunks
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
@@ -89,17 +90,20 @@ def _attach_parts(
         waits: by path of an entrance, the resident chunks whose updates it waits for.
     """
     ref, model = weakref.ref(passes), structure.model
+    keeps = {} if passes.store.manager.fetches.source.in_order else _chunks_to_keep(structure)
     for path, module, params, *_ in structure.readers:
-        chunks, resident = _chunks_to_gather(params), waits.get(path, ())
+        reads, resident = _to_gather(params), waits.get(path, ())
+        chunks, keep = tuple(reads), keeps.get(id(module), ())
         entrance = ENTRANCE.fullmatch(path) is not None
         rewritten = handles_of(rewritten_by(module))
         if is_a(type(module), "ParamWrapper"):
             # Registered before ours, so it runs before them: ours would see torch's write and refuse it.
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
-        if module is not model and (chunks or rewritten or (entrance and id(module) in structure.holders)):
+        is_around = bool(keep) or (entrance and id(module) in structure.holders)
+        if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten))
-            pre, post = _pre(ref, chunks, resident, is_entrance=entrance), _post(ref)
+            pre, post = _pre(ref, reads, resident, keep, is_entrance=entrance), _post(ref)
             if not passes.store.moves:
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
@@ -137,19 +141,43 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
     """Take merged adapters out before a layer computes without them: in its own forward the write would be refused."""
     if layer.disable_adapters and layer.merged:
         passes = passes_of(ref)
-        for param in layer.parameters():
-            if (handle := handle_of(param)) is not None and handle.chunk.resident:
+        for handle in handles_of(layer.parameters()):
+            if handle.chunk.resident:
                 passes.forward.exposure.expose(handle.chunk)  # after its update
         passes.rewriting.unmerge(layer)
 
 
-def _chunks_to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
-    chunks: dict[int, Chunk] = {}
-    for param in params:
-        handle = handle_of(param)
-        if handle is not None and not handle.chunk.resident:
-            chunks[handle.chunk.spec.index] = handle.chunk
-    return tuple(chunks.values())
+def _to_gather(params: tuple[nn.Parameter, ...]) -> Reads:
+    reads: Reads = {}
+    for handle in handles_of(params):
+        if not handle.chunk.resident:
+            reads.setdefault(handle.chunk, []).append(handle)
+    return reads
+
+
+def _chunks_to_keep(structure: Structure) -> dict[int, tuple[Chunk, ...]]:
+    """Find modules, by ``id``, that may keep gathered for all modules below them what these read: where one of them
+    reads all of it at once anyway, so that it takes no more room. Only the outermost of them; the root is none.
+
+    Not among ranks that gather in one order: their script lets go of chunks where the plan does.
+    """
+    visits = structure.visits
+    own = [set(_to_gather(visit.params)) for visit in visits]
+    below, most, number = [set(chunks) for chunks in own], list(own), [int(bool(chunks)) for chunks in own]
+    for at in range(len(visits) - 1, 0, -1):  # from the leaves up: a module stands behind the one around it
+        around = visits[at].around
+        assert around is not None
+        below[around] |= below[at]
+        most[around] = max(most[around], most[at], key=len)
+        number[around] += number[at]
+    found: dict[int, tuple[Chunk, ...]] = {}
+    keeping = [False] * len(visits)
+    for at, visit in enumerate(visits[1:], 1):
+        keeping[at] = visit.around is not None and keeping[visit.around]
+        if not keeping[at] and number[at] > 1 and below[at] == most[at]:
+            keeping[at] = True
+            found[id(visit.module)] = tuple(sorted(below[at] - own[at], key=lambda chunk: chunk.spec.index))
+    return found
 
 
 def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
@@ -164,9 +192,8 @@ def _chunks_to_await(structure: Structure) -> dict[str, tuple[Chunk, ...]]:
         # The root's path matches, so this ends.
         while ENTRANCE.fullmatch(around) is None:
             around = around.rpartition(".")[0]
-        for param in params:
-            handle = handle_of(param)
-            if handle is not None and handle.chunk.resident:
+        for handle in handles_of(params):
+            if handle.chunk.resident:
                 found.setdefault(around, {})[handle.chunk.spec.index] = handle.chunk
     return {path: tuple(chunks.values()) for path, chunks in found.items()}
 
@@ -175,11 +202,10 @@ def _after_parametrization(module: nn.Module, args: Any, output: Any) -> None:
     """Forget a write that was none: PEFT's ParamWrapper registers a parametrization for each forward, in which torch
     sets the param to itself.
     """
-    for param in module.parameters():
-        handle = handle_of(param)
-        if handle is not None and not handle.poisoned:
-            # A poisoned param was not looked at by that forward: its count stays, so a real write to it is still seen.
-            handle.version = param._version
+    for handle in handles_of(module.parameters()):
+        # A poisoned param was not looked at by that forward: its count stays, so a real write to it is still seen.
+        if not handle.poisoned:
+            handle.version = handle.param._version
 
 
 def passes_of(ref: weakref.ref[Passes]) -> Passes:
@@ -194,7 +220,7 @@ def passes_of(ref: weakref.ref[Passes]) -> Passes:
     return passes
 
 
-def _taking_over(ref: weakref.ref[Passes], handles: tuple[ParamHandle, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
+def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre, post: Post) -> tuple[Pre, Post]:
     """Add to the hooks of a module that may write to ``handles`` what makes its writes the masters."""
     if not handles:
         return pre, post
@@ -218,7 +244,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: tuple[ParamHandle, ...], pre
 
 def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
     ref, model = weakref.ref(passes), structure.model
-    chunks, rewritten = _chunks_to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
+    chunks, rewritten = tuple(_to_gather(structure.visits[0].params)), handles_of(rewritten_by(model))
     resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
 
@@ -300,17 +326,22 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
         restore()
 
 
-def _pre(ref: weakref.ref[Passes], chunks: tuple[Chunk, ...], resident: tuple[Chunk, ...], *, is_entrance: bool) -> Pre:
+def _pre(
+    ref: weakref.ref[Passes], reads: Reads, resident: tuple[Chunk, ...], keep: tuple[Chunk, ...], *, is_entrance: bool
+) -> Pre:
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
+    chunks = tuple(reads)
 
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
+        if chunks and passes.forward.enter(module, reads, resident):
+            return
         state = passes.state
         if state.requires_grad_changed and not state.computing:
             passes.forward.follow_flips()
         if is_entrance and not state.computing:
             injected.refuse_injected(state, module, is_root=False)
-        passes.forward.begin_call(module, chunks, resident)
+        passes.forward.begin_call(module, chunks, resident, keep)
 
     return pre
 
@@ -352,6 +383,8 @@ def _post(ref: weakref.ref[Passes]) -> Post:
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes = passes_of(ref)
+        if passes.forward.leave(module):
+            return None
         record = passes.forward.end_call(module)
         if record is None or output is None:
             return None

@@ -192,6 +192,7 @@ class Stepping:
             GeminiError: if their loss was not scaled.
         """
         self.scaling.check_scaled()
+        self._gradients.await_sums()
         return not math.isfinite(self._gradients.norms.total_sum(handles))
 
     @alone
@@ -250,7 +251,6 @@ class Stepping:
 
     # ---- the step -----------------------------------------------------------------------------------------------
 
-    @alone
     def begin_step(self, optimizer: Stepper) -> None:
         """Begin ``optimizer.step()``: the model is whole, and all ranks are about to make the same step.
 
@@ -276,7 +276,6 @@ class Stepping:
             )
             self._slices.compare(facts)
 
-    @alone
     def step(
         self,
         handles: list[ParamHandle],
@@ -380,7 +379,6 @@ class Stepping:
         self.state.mark_restored()
         self._store.manager.drop(self._store.chunks)
 
-    @alone
     def end_step(self) -> None:
         """End an optimizer step: what moved since the last one is what the report shows."""
         # Gradients that this step has not used (another optimizer's) keep their clipping; later ones are not clipped by

@@ -47,8 +47,8 @@ class Adoption:
         by_names: ByName,
         exposure: Exposure,
         saved_weights: SavedWeights,
-        *,
         grad_hook: GradHook,
+        *,
         is_divided: bool,
     ):
         self._params, self._chunks, self._by_names = params, store.chunks, by_names

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +25,12 @@ from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
-from gemini.memory.nvme import SpillFile
+from gemini.memory.nvme import SpillFile, spill_file
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
-from gemini.planning.planes import WEIGHTS, precision_of
+from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
@@ -95,7 +96,10 @@ def build(
     has_all = problem.activations > 0 or config.activations is not None
     budget = ledger.budget(device.tier) if is_declared else None
     device.begin_budget(budget, needed[device.tier], there, limited=has_all)
-    device.reserve_host(needed.get(Tier.CPU, 0))
+    kept, crossing = _host_planes(problem, placement)
+    # Nor do factors cross, and what updates of whole params compute beside them.
+    kept += problem.factors + problem.temporaries
+    device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     # Windows that are never given back count in full; others as they come and go.
@@ -106,9 +110,9 @@ def build(
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
     files = {
-        tier: SpillFile(path, needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
+        tier: spill_file([Path(path) for path in paths], needed.get(tier, 0) - (in_store if tier is DRIVE else 0), tier)
         for tier in FILED
-        if (path := config.memory.path_of(tier)) is not None
+        if (paths := config.memory.paths_of(tier))
     }
     chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in layout.chunks]
     handles = [
@@ -137,7 +141,7 @@ def build(
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
-    foresight = _foresight(decision, owner, config.eviction_policy)
+    foresight = PlannedForesight(decision, owner, config.eviction_policy)
     return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
@@ -145,42 +149,49 @@ def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFo
     """Open the durable store, with two slots of every plane that outlives the process; None without one."""
     if not problem.durable:
         return None
-    assert config.memory.nvme_path is not None
+    directories = config.memory.paths_of(DRIVE)
     sizes = {
         slot_name(kind, i): num_bytes
         for i in range(len(problem.layout.chunks))
         for kind, num_bytes in problem.durable_bytes(i).items()
     }
     if ranks.size == 1:
-        return StoreFolder(config.memory.nvme_path, sizes)
-    return StoreFolder(config.memory.nvme_path, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
+        return StoreFolder(directories, sizes)
+    return StoreFolder(directories, sizes, rank=ranks.rank, ranks=ranks.size, smallest=ranks.smallest)
 
 
-def _foresight(decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None) -> Foresight:
-    """The plan's own moves, if it was made for a real step; else those for the first step that is seen, which leave
-    some room to activations on their way if they can. ``policy``: who makes these; None for what costs least.
+class PlannedForesight(Foresight):
+    """Foresight that plans as the planner does: the plan's own moves, if it was made for a real step; else those for
+    the first step that is seen.
+
+    Args:
+        owner: the passes of the model, weakly: foresight keeps no model.
+        policy: who makes the moves; None for what costs least.
     """
-    trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
-    homes = placement.homes
-    chunks = range(len(problem.layout.chunks))
-    moving = frozenset(i for i in chunks if problem.needs_window(i, homes[i][WEIGHTS]))
-    schedule = None
-    if plan is not None and trace.source is not Source.STRUCTURE:
-        lent = borrowable(problem, placement, plan.accesses)
-        schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
 
-    def make_moves(steps: tuple[Access, ...]) -> tuple[Moves, ...]:
-        # A weak reference: foresight outlives no model, nor keeps it alive.
-        model = owner()
+    def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None):
+        trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
+        self._trace, self._problem, self._placement = trace, problem, placement
+        self._owner, self._policy = owner, policy
+        schedule = None
+        if plan is not None and trace.source is not Source.STRUCTURE:
+            homes = enumerate(placement.homes)
+            moving = frozenset(i for i, home in homes if problem.needs_window(i, home[WEIGHTS]))
+            lent = borrowable(problem, placement, plan.accesses)
+            schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
+        super().__init__(schedule)
+
+    def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
+        """Make the moves for recorded accesses, which leave some room to activations on their way if they can."""
+        model, problem = self._owner(), self._problem
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
         for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
             budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+            smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
-                return moves_for(trace, replace(problem, budgets=budgets), placement, steps=steps, policy=policy)[0]
+                return moves_for(self._trace, smaller, self._placement, steps=steps, policy=self._policy)[0]
         # It went well because something else took less than it may: nothing can be promised.
-        return (Moves(),) * len(steps)
-
-    return Foresight(make_moves, schedule)
+        return super().plan(steps)
 
 
 def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
@@ -233,6 +244,27 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, man
     return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
 
 
+def _crosses(kind: PlaneKind, index: int, placement: Placement) -> bool:
+    """Whether a plane of the host is copied to or from the device in a step: updates of the host need the others."""
+    return kind in (WEIGHTS, *GRADS) or index in placement.streamed
+
+
+def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
+    """Of the planes in host memory the bytes of those that stay there, and the others by name, in the order in which
+    they are made.
+    """
+    kept, crossing = 0, list[tuple[str, int]]()
+    for i, homes in enumerate(placement.homes):
+        for kind, num_bytes in problem.plane_bytes(i).items():
+            if homes[kind] is not Tier.CPU:
+                continue
+            if _crosses(kind, i, placement):
+                crossing.append((f"{kind} of chunk {i}", num_bytes))
+            else:
+                kept += num_bytes
+    return kept, crossing
+
+
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
     """Bytes of each plane that lives in the memory that computes."""
     planes = (
@@ -251,10 +283,10 @@ def _make_chunk(
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
     pairs = {} if durable is None else durable.slots.pairs
-    planes = {
-        kind: make_plane(form, numel, homes[kind], device, files, pairs.get(slot_name(kind, spec.index)))
-        for kind, form in problem.plane_specs(spec.index).items()
-    }
+    planes = {}
+    for kind, form in problem.plane_specs(spec.index).items():
+        pair, crosses = pairs.get(slot_name(kind, spec.index)), _crosses(kind, spec.index, placement)
+        planes[kind] = make_plane(form, numel, homes[kind], device, files, pair, crosses=crosses)
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     # Its home is where modules read: the plane itself is what they see.

@@ -18,7 +18,7 @@ from gemini.errors import BudgetExceeded, PlanMismatch, parse_bytes, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import store_bytes
-from gemini.memory.nvme import probe
+from gemini.memory.nvme import probe, striped_free_bytes
 from gemini.memory.system import available_bytes
 from gemini.planning.costs import Speeds
 from gemini.planning.hardware import Hardware
@@ -226,13 +226,14 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
     cpu = memory.bytes_of(Tier.CPU)
     budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     for tier in FILED:
-        path, given = memory.path_of(tier), memory.bytes_of(tier)
-        if path is None:
+        paths, given = memory.paths_of(tier), memory.bytes_of(tier)
+        if not paths:
             continue
-        found = probe(path, tier)
+        directories = [probe(path, tier).directory for path in paths]
+        free = striped_free_bytes(directories)
         if tier is DRIVE and memory.durable:  # the slots of an earlier run are used again
-            found = replace(found, free_bytes=found.free_bytes + store_bytes(found.directory))
-        budgets[tier] = int(found.free_bytes * MARGIN) if given is None else given
+            free += store_bytes(directories[0])
+        budgets[tier] = int(free * MARGIN) if given is None else given
     # A GPU is this process's alone; memory and disks are shared by all ranks of the machine.
     budgets = {tier: n if tier is Tier.GPU else n // ranks.local_size for tier, n in budgets.items()}
     # All ranks plan alike, with what the poorest has: their layouts must be the same.

@@ -232,7 +232,8 @@ class ScriptedStep:
 
     def _offer(self, place: int, run: Callable[[], None]) -> Job:
         """Offer a collective for its place in the order. Called by any thread."""
-        job = Job(run, place)
+        job = Job(place)
+        job.run = run
         with WHOLE, self._order:
             self._launches.append(job)
             self._offered[place] = job
@@ -289,7 +290,8 @@ class ScriptedStep:
             self._leaves = True
             # At the next place and no later one: what was launched before it ends on all ranks.
             if self._next < self._num_places:
-                job = Job(self._say_parting, self._next)
+                job = Job(self._next)
+                job.run = self._say_parting
                 self._launches.append(job)
                 self._launcher.put(job)
             self._give()

@@ -17,7 +17,7 @@ from gemini.ranks.agree import Facts, plain
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag
 from gemini.train.gradients.scaling import Scaling
-from gemini.train.params.handle import ParamHandle, Stepper, handle_of, optimizer_of
+from gemini.train.params.handle import ParamHandle, Stepper, handles_of, optimizer_of
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.shards import Shards
 from gemini.train.step import StepState
@@ -49,7 +49,7 @@ def facts_of_step(
     for which, optimizer in enumerate(optimizers):
         for index, group in enumerate(optimizer.param_groups):
             label = f"param group {index}" + (f" of optimizer {which}" if len(optimizers) > 1 else "")
-            managed = [handle for param in group["params"] if (handle := handle_of(param)) is not None]
+            managed = handles_of(group["params"])
             for name in optimizer.defaults if managed else ():
                 values[f"{name} of {label}"] = repr(plain(group.get(name, "not given")))
             for handle in managed:

@@ -61,6 +61,13 @@ class Guess:
         planes = [plane for kind, plane in chunk.planes.items() if kind not in GRADS]
         return Guess(params, [plane.pair for plane in planes if isinstance(plane, DurablePlane)], undo)
 
+    @staticmethod
+    def certain(chunk: Chunk, ledger: Ledger) -> Guess:
+        """The guess of an update that the step has asked for: kept from the beginning, with nothing to undo."""
+        guess = Guess([], [], Undo(chunk, {}, ledger))
+        guess.is_kept = True
+        return guess
+
     @property
     def holds_memory(self) -> bool:
         """Whether its end gives back host memory."""

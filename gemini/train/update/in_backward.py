@@ -105,8 +105,8 @@ class InBackward:
         """Update the params of a chunk whose gradients are in the grad plane, and whose optimizer steps in backward.
 
         Raises:
-            NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the update runs on a device with
-                kernels of its own that is told when the step ends.
+            NonFiniteGradient: for inf or NaN; nothing of the chunk was touched. Where the sums of its gradients are
+                not on the host yet, whoever updates looks, and the step tells of it.
         """
         if not stepping_in_backward or self.transient or self._state.accumulating:
             return
@@ -122,15 +122,16 @@ class InBackward:
                 self._guess(chunk, guessed)
         if not ready:
             return
-        # The sums that are looked at next come with the landing.
-        self.gradients.drain()
         handles = [handle for handle, _ in ready]
         stop = self.updates.stop_for_landed(chunk, handles)
+        # Nobody waits here for sums that are still made: the update that comes behind their landing looks at them.
+        knows = stop is not None or self.gradients.knows_sums(handles)
         # Before any of the chunk is updated: a refusal leaves all of it as it was.
-        if stop is None:
+        if stop is None and knows:
             self.gradients.norms.check_finite(handles)
         for handle, optimizer in ready:
-            self.updates.collect(self._update(handle, optimizer))
+            param = self._update(handle, optimizer)
+            self.updates.collect(param if knows else param._replace(sums=handle.norm_sums))
             # From here on the gradient is used: the step must not use it again.
             handle.norm_sums, handle.leftover = None, Leftover.USED
             handle.in_backward = self._state.backward_number
@@ -145,7 +146,6 @@ class InBackward:
             return  # it takes the steps of both
         if any(is_in_stages(handle.param) for handle, _ in ready):
             return  # other stages' gradients are added yet
-        self.gradients.drain()
         self.updates.guess(chunk, [self._update(*of) for of in ready])
 
     def _update(self, handle: ParamHandle, optimizer: Stepper) -> ParamUpdate:

@@ -69,10 +69,7 @@ class GradientSink:
             self.in_backward.use_landed(chunk)
 
     def end_backward(self) -> None:
-        """End a backward: no more gradients will come of it."""
-        # Errors of landings are told here, inside the backward that they belong to.
-        if self.gradients.landing:
-            self.gradients.drain()
+        """End a backward: no more gradients will come of it. Those that still land go on beside what comes next."""
         if not stepping_in_backward:
             return
         self.updates.complete_all()
@@ -83,12 +80,14 @@ class GradientSink:
 
     def settle(self) -> None:
         """Make gradients and their norms those of all ranks, all of which must come here."""
+        self.gradients.await_sums()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
         """``clip_grad_norm_`` was called with a limit, for these params or for all."""
 
     def agree_on_step(self, optimizer: Stepper) -> None:
-        """``optimizer.step()`` is about to update: all ranks are about to make the same step."""
+        """``optimizer.step()`` is about to update: all ranks are about to make the same step, and norms are known."""
+        self.gradients.await_sums()
 
     def discard(self, handles: Sequence[ParamHandle]) -> None:
         """``zero_grad``: forget what is not in planes yet."""

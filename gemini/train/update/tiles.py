@@ -50,6 +50,8 @@ class ParamUpdate(NamedTuple):
     handle: ParamHandle
     scalars: Any
     grad: torch.Tensor | None = None
+    sums: kernels.Sums | None = None
+    """Of a gradient in the plane that nobody has looked at yet; there when it has landed."""
 
 
 class Path(Enum):
@@ -139,16 +141,19 @@ class Tile:
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
+        elsewhere = {}
         for kind, plane in self.chunk.updated:
             on_device = self.path is Path.ON_DEVICE
             view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
             if view is None:
-                view = self._area(kind, plane)
-                self._events.append(self._begin_bringing(kind, plane, view))
-            elif self.undo is not None and (place := self.undo.place(kind, view)) is not view:
+                elsewhere[kind] = plane
+                continue
+            if self.undo is not None and (place := self.undo.place(kind, view)) is not view:
                 self._beside.append((view, place))
                 view = place
             self._views[kind] = view
+        if elsewhere:
+            self._bring(elsewhere)
         if not self._landed and self.path is Path.STAGED and self._mover.device.tier is Tier.GPU:
             dtype = self._grad_of(self._spans[0]).dtype
             inbound = self._set().staged(GRAD, dtype, self._last - self._first)
@@ -159,11 +164,16 @@ class Tile:
                 behind = not self._mover.in_worker
                 self._events.append(self._begin_copy(into, self._grad_of(span), behind_computing=behind))
 
-    def _begin_bringing(self, kind: PlaneKind, plane: Plane, into: torch.Tensor) -> Event:
-        if kind == WEIGHTS and self._window is not None:
+    def _bring(self, planes: dict[PlaneKind, Plane]) -> None:
+        """Start to bring planes into staging, which are taken back when they are updated."""
+        self._views.update(self._areas(planes))
+        if WEIGHTS in planes and self._window is not None:
             # A copy, though the window is in host memory: a call that computes still may read the old weights there.
-            return self._begin_copy(into, self._window[self._first : self._last], behind_computing=False)
-        return self._mover.begin_load(plane, self._first, self._last, into, *self._label)
+            del planes[WEIGHTS]
+            window = self._window[self._first : self._last]
+            self._events.append(self._begin_copy(self._views[WEIGHTS], window, behind_computing=False))
+        parts = [(plane, self._views[kind]) for kind, plane in planes.items()]
+        self._mover.begin_load(self._events, parts, self._first, self._last, *self._label)
 
     def _begin_copy(self, into: torch.Tensor, source: torch.Tensor, *, behind_computing: bool) -> Event:
         """Start to copy what the computing device has."""
@@ -180,12 +190,10 @@ class Tile:
             for kind, view in self._views.items():
                 self.undo.save(kind, self._first, self._last, view)
         self._update()
-        for kind in self._staged:
-            # The update reads gradients and changes none.
-            if kind != GRAD:
-                plane = self.chunk.planes[kind]
-                view = self._views[kind]
-                self._events.append(self._mover.begin_store(plane, self._first, self._last, view, *self._label))
+        # The update reads gradients and changes none.
+        parts = [(self.chunk.planes[kind], self._views[kind]) for kind in self._staged if kind != GRAD]
+        if parts:
+            self._mover.begin_store(self._events, parts, self._first, self._last, *self._label)
 
     def _update(self) -> None:
         """Update. On a device in one call where all gradients are in the grad plane; else in one for each span."""
@@ -274,10 +282,12 @@ class Tile:
         # The set of the thread that runs this, whichever that is.
         return self._mover.own_staging() if self.staging is None else self.staging
 
-    def _area(self, kind: PlaneKind, plane: Plane) -> torch.Tensor:
-        """Staging for a plane, which is brought and taken back."""
-        self._staged.append(kind)
-        return self._set().staged(kind, plane.dtype, plane.items(self._last - self._first))
+    def _areas(self, planes: Mapping[PlaneKind, Plane]) -> dict[PlaneKind, torch.Tensor]:
+        """Staging for planes, which are brought and taken back."""
+        self._staged += planes
+        num_items = {kind: plane.items(self._last - self._first) for kind, plane in planes.items()}
+        staging = self._set()
+        return {kind: staging.staged(kind, plane.dtype, num_items[kind]) for kind, plane in planes.items()}
 
     def _grad_of(self, span: UpdateSpan) -> torch.Tensor:
         """The part of a gradient that autograd left which a span covers. Both count from the param's own part of the
@@ -353,15 +363,19 @@ def _part(view: torch.Tensor, planes: Mapping[PlaneKind, Plane], kind: str, star
 
 
 def check_finite(update: ChunkUpdate) -> None:
-    """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there.
+    """Refuse gradients with inf or NaN that nobody has looked at yet: a wait for the device if they are there. Those
+    that land have landed.
 
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    unseen = update.grads()
+    unseen = [param for param in update.params if param.grad is not None or param.sums is not None]
+    for part in (part for param in unseen for part in param.sums or []):
+        if isinstance(part, kernels.DeviceSums):
+            part.note_over()  # before the copy that has landed
+    sums = [kernels.sum_squares(param.grad) if param.grad is not None else param.sums or [] for param in unseen]
     # All at once: one wait for the device and not one for each gradient.
-    found = kernels.totals([kernels.sum_squares(grad) for _, grad in unseen])
-    for (param, _), total in zip(unseen, found, strict=True):
+    for param, total in zip(unseen, kernels.totals(sums), strict=True):
         if not math.isfinite(total):
             raise NonFiniteGradient(
                 f"the gradient of {param.handle.name!r} holds inf or NaN. It was not updated, but other params were "
@@ -486,7 +500,7 @@ class StreamedTile(Tile):
                 home = plane.host_view(self._first, self._last)
                 assert home is not None, (self.chunk.name, kind, plane.tier)
                 # In memory of the device. The slot is this tile's until it is home again.
-                view = self._area(kind, plane)
+                view = self._areas({kind: plane})[kind]
                 copy = partial(self._mover.device.copy, view, home, "update in", behind_computing=False)
                 self._events.append(self._mover.under_way(Tier.CPU, Tier.GPU, view.nbytes, copy, *self._label))
             self._views[kind] = view

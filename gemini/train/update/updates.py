@@ -19,6 +19,7 @@ import torch
 
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
+from gemini.memory.devices.device import AllOf
 from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
@@ -141,7 +142,7 @@ class Updates:
         """Whether the update is under way already, because it was guessed."""
         job = self.pending.get(update.chunk.spec.index)
         # `keep` drops it if the step asks for another update: then it is undone and made anew below.
-        if job is None or job.guess is None or not (job.is_undecided and job.guess.keep(update.params)):
+        if job is None or not (job.is_undecided and job.guess.keep(update.params)):
             return False
         update.chunk.is_guessed = False
         self.guesses.num_kept += 1
@@ -162,7 +163,7 @@ class Updates:
                 if self.pending.get(job.chunk.spec.index) is not job:
                     self._forget(job)
                     job.finish(e)
-                    if self._drop(job):
+                    if job.guess.drop():
                         self._undo(job)
                     self._manager.end_update(job.chunk)
             raise
@@ -171,6 +172,7 @@ class Updates:
         """``stop``: a flag on the device that stops the update there (:mod:`gemini.train.update.finite`). ``factor``: a
         number there that gradients are multiplied by (clipping).
         """
+        AllOf(self._transfers.events_of(Lane.LANDING, update.chunk)).wait()
         if update.path is Path.STREAMED:
             self._run_now(update.chunk, streamed_in_turn(self._mover, update))
         else:
@@ -233,7 +235,7 @@ class Updates:
 
     def _job(self, update: ChunkUpdate, guess: Guess | None = None) -> UpdateJob:
         """A job for the worker, to be handed over now."""
-        return UpdateJob(
+        job = UpdateJob(
             update,
             self._urgency(update.chunk),
             moved=self._mover.watch.moved,
@@ -241,8 +243,10 @@ class Updates:
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
             ready=self._device.mark(),
             observers=self._observers,
-            guess=guess,
+            guess=Guess.certain(update.chunk, self._ledger) if guess is None else guess,
         )
+        job.landed = AllOf(self._transfers.events_of(Lane.LANDING, update.chunk))
+        return job
 
     def _urgency(self, chunk: Chunk) -> float:
         """The urgency of a chunk's update: the moment of its next use, the smallest first. 2**62 where no forward reads
@@ -286,6 +290,7 @@ class Updates:
         behind = worker is not None and not now and self._can_overlap(worker, update) and self._hold(num_bytes)
         if worker is None or not (behind or update.path is Path.STREAMED):
             if stop is None:
+                AllOf(self._transfers.events_of(Lane.LANDING, chunk)).wait()  # sums come with it
                 stop = self.unseen.stop_for(update)
             self._update_now(update, stop)
             return
@@ -336,7 +341,7 @@ class Updates:
         guesses = [(index, job) for index, job in self.pending.items() if job.is_undecided]
         jobs = [job for index, job in guesses if indices is None or index in indices]
         for job in jobs:
-            self._drop(job)  # so that none is worked on while another one is waited for
+            job.guess.drop()  # so that none is worked on while another one is waited for
         for job in jobs:
             self._await(job)
 
@@ -403,7 +408,7 @@ class Updates:
         """Undo a guess that holds host memory; False if there is none. What is thought to pay must not stand in the way
         of what is needed.
         """
-        return self._await_first(lambda job: job.is_undecided and job.guess is not None and job.guess.holds_memory)
+        return self._await_first(lambda job: job.is_undecided and job.guess.holds_memory)
 
     def _await_first(self, which: Callable[[UpdateJob], bool]) -> bool:
         """Wait for the first update of which ``which`` is true; False if there is none."""
@@ -415,7 +420,7 @@ class Updates:
     def forget(self) -> None:
         """Wait for all, whatever became of them: everything is going to be overwritten."""
         for job in self.pending.values():
-            self._drop(job)
+            job.guess.drop()
             with contextlib.suppress(Exception):
                 job.wait()
             with contextlib.suppress(Exception):
@@ -441,7 +446,7 @@ class Updates:
 
     def _await(self, job: UpdateJob) -> None:
         """Wait for an update, undo it if it is a guess, and take it off the list; its error is raised behind that."""
-        index, is_guess = job.chunk.spec.index, self._drop(job)
+        index, is_guess = job.chunk.spec.index, job.guess.drop()
         if not job.is_complete():
             assert self._worker is not None
             if self.order != "fifo":
@@ -467,17 +472,13 @@ class Updates:
         self._transfers.end(job)
         job.chunk.update = None
 
-    def _drop(self, job: UpdateJob) -> bool:
-        """Tell a guess that it is not wanted; False for an update that is."""
-        return job.guess is not None and job.guess.drop()
-
     def _undo(self, job: UpdateJob) -> None:
         """Undo a guess that was dropped, and is over; nothing is done for any other update.
 
         Raises:
             StorageError: if the spill file cannot take back what it had.
         """
-        if job.guess is not None and job.guess.is_dropped:
+        if job.guess.is_dropped:
             try:
                 with WHOLE:
                     job.guess.undo()

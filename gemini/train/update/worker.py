@@ -19,7 +19,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import Chunk, PendingUpdate
-from gemini.memory.devices.device import Event
+from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Lane, Transfer
@@ -54,7 +54,7 @@ class UpdateJob(Transfer, PendingUpdate):
         threads: that share one call of the kernel.
         ready: what the computing device was given when this was handed over is done; its gradients are there then.
         observers: told before anything of the chunk changes, and when all of it has.
-        guess: of one that begins before anybody knows whether it is wanted.
+        guess: whether it is wanted, which one that begins inside backward may not know yet.
     """
 
     def __init__(
@@ -66,13 +66,15 @@ class UpdateJob(Transfer, PendingUpdate):
         threads: int,
         ready: Event,
         observers: WriteObservers,
-        guess: Guess | None = None,
+        guess: Guess,
     ):
         super().__init__(Lane.UPDATE, urgency, key=update.chunk.spec.index)
         self.chunk, self.update = update.chunk, update
         # The step under way now: the update may end in the next one.
         self.working, self.threads = Working(moved), threads
         self.ready, self.observers, self.guess = ready, observers, guess
+        self.landed: Event = DONE
+        """Its gradients are in their plane, where they were on the way there when this was handed over."""
         self.num_open = 0  # tiles that were cut and have not finished
         self.all_begun = False
 
@@ -85,14 +87,13 @@ class UpdateJob(Transfer, PendingUpdate):
     @property
     def is_undecided(self) -> bool:
         """Whether it is a guess still, which may have to be undone."""
-        return self.guess is not None and not self.guess.is_kept
+        return not self.guess.is_kept
 
     def finish(self, error: BaseException | None = None) -> None:
         # Gradients that autograd left, and views of planes, must not live as long as somebody keeps the job.
         self.update = self.update._replace(params=[], in_place=None)
-        if self.guess is not None:
-            # Before anybody who waits wakes up: they look at the room that this gives back.
-            self.guess.in_memory.end()
+        # Before anybody who waits wakes up: they look at the room that this gives back.
+        self.guess.in_memory.end()
         super().finish(error)
 
 
@@ -198,7 +199,8 @@ class UpdateWorker(JobThread):
                 job = self._ahead or self._take_job()
                 if job is None:
                     return None
-                if (self._reading or self._writing) and not job.ready.is_complete():
+                is_there = job.ready.is_complete() and job.landed.is_complete()
+                if (self._reading or self._writing) and not is_there:
                     self._ahead = job  # what has begun is ended first: the device may take its time with this one
                     return None
                 self._ahead = None
@@ -207,7 +209,7 @@ class UpdateWorker(JobThread):
                 # chunk.
                 job.observers.before_write(job.chunk)
                 # Without params there are no tiles: it ends at once, and there is nothing to undo.
-                if job.guess is not None and not job.guess.begin():
+                if not job.guess.begin():
                     job.update = job.update._replace(params=[])
                 # The waiting above may have been long.
                 if self._is_closed:
@@ -231,8 +233,9 @@ class UpdateWorker(JobThread):
         return job
 
     def _check(self, job: UpdateJob) -> None:
-        """Look at gradients that stand where autograd left them, once they are there."""
-        if not job.update.grads():
+        """Wait for gradients on their way home, and look at those that nobody has looked at, once they are there."""
+        job.landed.wait()
+        if all(param.grad is None and param.sums is None for param in job.update.params):
             return
         # The host reads gradients; a device that streams looks at them behind `ready` on a stream of its own.
         if job.update.path is not Path.STREAMED:
@@ -247,11 +250,11 @@ class UpdateWorker(JobThread):
         if job.update.path is Path.STREAMED:
             parts = streamed_tiles(self._mover, job.update, self._device_tile, job.ready)
         else:
-            undo = None if job.guess is None else job.guess.in_memory
+            undo = job.guess.in_memory if job.is_undecided else None
             parts = tiles_of(self._mover, job.update, max(self.slot_tile, 1), undo=undo)
         for tile in parts:
             # Between two tiles, so that none is left half updated.
-            if job.guess is not None and job.guess.is_dropped:
+            if job.guess.is_dropped:
                 break
             yield job, tile
         job.all_begun = True
@@ -301,7 +304,7 @@ class UpdateWorker(JobThread):
             ended = [*self._open, *(job for _, _, job in self._waiting if isinstance(job, UpdateJob))]
             self._waiting = []
         # Guesses that nobody had asked for are undone, and lose nothing.
-        lost = [job for job in ended if job.guess is None or not job.guess.drop()]
+        lost = [job for job in ended if not job.guess.drop()]
         books = self.books()
         if lost and books is not None:
             # Before the jobs end: whoever waits for one looks at once whether the model is corrupted.

@@ -9,43 +9,30 @@ the weights first. Elements that such a write changed have no residual any more,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
-from gemini.interrupts import WHOLE, call_without_grad
+from gemini.interrupts import WHOLE, call_without_grad, yield_without_grad
 from gemini.memory.chunks.chunk import Chunk
-from gemini.memory.store import ChunkStore
 from gemini.ranks.agree import value_facts
 from gemini.ranks.agreement import Point
 from gemini.train.observers import WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import take_in, undo_writes
-from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.step import StepState
+from gemini.train.params.handle import ParamHandle, handles_of
+from gemini.train.passes.forward import ForwardPass
+from gemini.train.passes.parts import Parts
 
 
 class Gathering:
-    """Keeps params of one model readable for a program, and takes over what it writes. For the training thread alone.
+    """Keeps params of one model readable for a program, and takes over what it writes. The training thread's alone."""
 
-    Args:
-        opened: keeps the weights of chunks gathered and their params ordinary ones, inside a block.
-    """
-
-    def __init__(
-        self,
-        by_names: ByName,
-        store: ChunkStore,
-        state: StepState,
-        observers: WriteObservers,
-        *,
-        opened: Callable[[Iterable[Chunk]], AbstractContextManager[None]],
-    ):
-        self._by_names, self._manager, self._observers = by_names, store.manager, observers
-        self._opened, self._occupancy = opened, state.occupancy
+    def __init__(self, parts: Parts, forward: ForwardPass):
+        self._by_names, self._manager, self._observers = parts.by_names, parts.store.manager, parts.writes
+        self._forward, self._occupancy = forward, parts.state.occupancy
 
     @contextmanager
     def gathered(self, handles: list[ParamHandle], *, write: bool) -> Iterator[None]:
@@ -67,7 +54,7 @@ class Gathering:
                     chunk.settle()
                 before = _copies_of(handles)
             # A checkpoint that is being written has these chunks first: `before_write` waits for it.
-            with self._opened(chunks):
+            with self._forward.opened(chunks):
                 if write:
                     for chunk in chunks:
                         self._observers.before_write(chunk)  # one that never moves is written in place
@@ -75,7 +62,7 @@ class Gathering:
                 # Once masters change there is no way back: what was shown must not be undone under them.
                 takes_over = False
                 try:
-                    yield from _no_grad() if write else (None,)  # torch allows writes to weights only there
+                    yield from yield_without_grad() if write else (None,)  # torch allows writes to weights only there
                     if write:
                         # Before any master changes, on every rank.
                         self._check_same_on_all(handles)
@@ -123,13 +110,13 @@ class Rewriting:
     def __init__(self, by_names: ByName, observers: WriteObservers, lock: AbstractContextManager[Any]):
         self._by_names, self._observers, self._lock = by_names, observers, lock
 
-    def begin(self, handles: tuple[ParamHandle, ...]) -> dict[str, torch.Tensor]:
+    def begin(self, handles: list[ParamHandle]) -> dict[str, torch.Tensor]:
         """Begin the call of a module that may rewrite these; gives what those are now that are rewritten in place."""
         for chunk in resident_chunks(handles):
             self._observers.before_write(chunk)
         return call_without_grad(_copies_of, handles)
 
-    def end(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
+    def end(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
         """End the call, and take over what it wrote; ``before``: what :meth:`begin` gave."""
         call_without_grad(self._take_over, handles, before)
 
@@ -142,7 +129,7 @@ class Rewriting:
         finally:
             self.end(handles, before)
 
-    def _take_over(self, handles: tuple[ParamHandle, ...], before: dict[str, torch.Tensor]) -> None:
+    def _take_over(self, handles: list[ParamHandle], before: dict[str, torch.Tensor]) -> None:
         with self._lock, WHOLE:
             for handle in handles:
                 # PEFT sets `weight.data`: the values come into the window before torch's count is compared.
@@ -153,21 +140,6 @@ class Rewriting:
                     self._by_names.take_over(handle, before.get(handle.name))
             for chunk in resident_chunks(handles):
                 self._observers.after_write(chunk)
-
-
-def _no_grad() -> Iterator[None]:
-    """Yield once, with autograd off meanwhile: as ``torch.no_grad()``, which an interrupt in itself may leave on."""
-    before = torch.is_grad_enabled()
-    try:
-        torch._C._set_grad_enabled(False)
-        yield
-    finally:
-        torch._C._set_grad_enabled(before)
-
-
-def handles_of(params: Iterable[nn.Parameter]) -> tuple[ParamHandle, ...]:
-    """Find the handles of those params that are managed."""
-    return tuple(handle for handle in map(handle_of, params) if handle is not None)
 
 
 def resident_chunks(handles: Iterable[ParamHandle]) -> tuple[Chunk, ...]:

@@ -1,0 +1,192 @@
+"""A block keeps gathered what the modules inside it read: what that changes is time, and nothing else."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from gemini.errors import BudgetExceeded, ParamAccessError
+from tests.train.helpers import Plain, adam, assert_trains_alike, manage, noise, same_bits, wrap
+from tests.world import world_of
+
+WIDTH = 64
+MOVING = ["disk", "standin", "serial", "half"]
+
+
+class Block(nn.Module):
+    """Three layers that are laid out together; ``how`` computes with them in another way than in turn."""
+
+    def __init__(self, how: Callable[[Block, torch.Tensor], torch.Tensor]):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.how = how
+        self.left: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.how(self, x)
+
+    def inside(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, how: Callable[[Block, torch.Tensor], torch.Tensor], num_blocks: int = 3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(how) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def in_turn(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return block.inside(x)
+
+
+def checkpointed(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """The modules are called again outside of their block's forward."""
+    return checkpoint(block.inside, x, use_reentrant=False)
+
+
+def checkpointed_in_part(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return block.down(torch.tanh(checkpoint(block.norm, block.up(x), use_reentrant=False)))
+
+
+def read_by_the_block(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """Between two modules, where the guard stands."""
+    return block.inside(x) @ block.up.weight
+
+
+def view_left_behind(block: Block, x: torch.Tensor) -> torch.Tensor:
+    x = block.inside(x)
+    block.left = [block.down.weight.t()]
+    return x @ block.left.pop()
+
+
+def other_hooks(block: Block, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return block.inside(x)
+
+
+def error_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """The end of the first call is an exception that the block catches."""
+    try:
+        block.norm(x[..., :3])
+    except RuntimeError:
+        return block.inside(x)
+    raise AssertionError("a layer norm of another width")
+
+
+def thread_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(block.inside(x)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def gradient_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        at = x.detach().requires_grad_()
+        force = torch.autograd.grad(block.inside(at).sum(), at, create_graph=create_graph)[0]
+    return force + block.inside(x)
+
+
+def transformed(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(block.inside)(x)
+
+
+WAYS = [
+    in_turn,
+    checkpointed,
+    checkpointed_in_part,
+    read_by_the_block,
+    view_left_behind,
+    other_hooks,
+    error_inside,
+    thread_inside,
+    gradient_inside,
+    transformed,
+]
+
+
+def loss_of(model: Any, seed: int) -> torch.Tensor:
+    return model(noise(2, 3, WIDTH, seed=seed, dtype=torch.float32)).square().mean()
+
+
+@pytest.mark.parametrize("where", MOVING)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
+def test_the_bits_are_those_of_the_plain_loop(how: Any, where: str, tmp_path: Path) -> None:
+    plain = Plain(Net(how), "fp32")
+    model = wrap(Net(how), where, tmp_path, precision="fp32", slack=2**18)
+    optimizer = adam(model)
+    for seed in range(3):
+        assert_trains_alike(model, optimizer, plain, [seed], loss_of)
+        with torch.no_grad():
+            assert same_bits(loss_of(model, 9), loss_of(plain.model, 9))
+
+
+def write(module: nn.Module, *_: Any) -> None:
+    module.weight.data.mul_(2)
+
+
+@pytest.mark.parametrize("where", ["disk", "standin", "serial"])
+def test_a_write_inside_is_refused_and_undone(where: str, tmp_path: Path) -> None:
+    model = wrap(Net(in_turn), where, tmp_path, precision="fp32", slack=2**18)
+    wanted = loss_of(model, 0).item()
+    hook = model.blocks[1].down.register_forward_hook(write)
+    with pytest.raises(ParamAccessError, match=r"blocks\.1\.down\.weight"):
+        loss_of(model, 0)
+    hook.remove()
+    assert loss_of(model, 0).item() == wanted
+    world_of(model).check()
+
+
+class Reads(nn.Module):
+    """A block whose forward multiplies by the weight of another one, which is no smaller than all of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.other = nn.Linear(WIDTH, 6 * WIDTH, bias=False)
+        self.block = Block(lambda block, x: block.down(F.linear(block.up(x), self.other.weight)[..., :WIDTH]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def test_what_is_kept_goes_where_something_else_needs_the_room(tmp_path: Path) -> None:
+    """As between two modules without a block around them: there is room for one chunk at a time."""
+    how: dict[str, Any] = {"homes": {}, "precision": "fp32", "overlap": False, "max_chunk": 6 * WIDTH**2}
+    with pytest.raises(BudgetExceeded) as refusal:
+        manage(Reads(), tmp_path, "standin", gpu="1KiB", **how)
+    found = re.search(r"at least ([\d.]+) KiB", str(refusal.value))
+    assert found is not None
+    model = manage(Reads(), tmp_path, "standin", gpu=f"{found.group(1)}KiB", **how)
+    assert len(world_of(model).chunks) == 2
+    assert all(not chunk.resident for chunk in world_of(model).chunks)
+    assert_trains_alike(model, adam(model), Plain(Reads(), "fp32"), range(2), loss_of)
+
+
+@pytest.mark.parametrize("where", ["disk", "standin"])
+def test_modules_inside_gather_nothing(where: str, tmp_path: Path) -> None:
+    model = wrap(Net(in_turn), where, tmp_path, precision="fp32", slack=2**18)
+    manager = world_of(model).manager
+    acquired: list[int] = []
+    acquire = manager.acquire
+    world_of(model).calls._acquire = lambda chunk: (acquired.append(chunk.spec.index), acquire(chunk))[1]
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert len(acquired) == len(set(acquired)) == 3

@@ -1,0 +1,469 @@
+"""A clock for machines without a GPU: what a step would take on one, in seconds that nobody waits for.
+
+Copies take a latency and their bytes over the rate of their engine, kernels a given time, calls of the host a given
+time. Every thread has a time of its own, which a wait moves on to the end of what it waits for; all threads that are no
+worker's are one, the *launcher*. Threads meet in the order of their times and not in that in which the system runs them
+(:meth:`VirtualClock.arrive`), so the same step takes the same time on any machine, however slow or loaded.
+
+    clock = VirtualClock(Rates(h2d=25e9, d2h=25e9))
+    with clock.running():
+        model = GeminiDDP(..., device=TimedStandin(clock))
+        ...
+        clock.kernel(0.004)           # by whoever computes: the device computes for so long
+    clock.rate("d2h"), clock.starved, clock.blocked(since, until)
+
+The stand-in computes on the thread that calls: its kernels' results are there at once, and in time later.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from gemini import kernels
+from gemini.interrupts import call_without_grad
+from gemini.memory.devices import device
+from gemini.memory.devices.device import Event
+from gemini.memory.devices.windows import FramePool, PageWindow, Window
+from gemini.memory.movement.worker import Job, JobThread
+from gemini.testing import StandinDevice
+from gemini.waiting import Latch
+
+PATIENCE = 20.0
+"""Real seconds that a thread waits for another one which is behind it in time and does nothing: then something holds it
+that this clock does not see, and the times are worth nothing (:attr:`VirtualClock.num_lost`)."""
+
+
+class Rates(NamedTuple):
+    """Speeds, in bytes/s, and seconds.
+
+    Attributes:
+        h2d, d2h: of the two copy engines of the link.
+        latency: that each copy takes besides.
+        call: of the host for each copy and each kernel that it gives to the device.
+        host: bytes/s that the host's kernels touch; of those of workers, the launcher's are part of its calls.
+    """
+
+    h2d: float
+    d2h: float
+    latency: float = 10e-6
+    call: float = 10e-6
+    host: float = float("inf")
+
+
+class Span(NamedTuple):
+    """An engine at work: when, on how many bytes, and when all that this had to wait for was over."""
+
+    start: float
+    stop: float
+    num_bytes: float = 0
+    ready: float = 0.0
+
+
+class Engine:
+    """One thing that does one piece of work after another: the first that is ready and fits in."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        """In the order of time."""
+
+    def place(self, ready: float, seconds: float, num_bytes: int = 0) -> Span:
+        """Do some work as soon as it is ready, in the first gap that is long enough."""
+        start = ready
+        for span in self.spans:
+            if span.stop > start:
+                if start + seconds <= span.start:
+                    break
+                start = span.stop
+        made = Span(start, start + seconds, num_bytes, ready)
+        insort(self.spans, made)
+        return made
+
+
+class TimedThread:
+    """A thread in time. Changed under the lock of its clock."""
+
+    def __init__(self, name: str, number: int, now: float):
+        self.name, self.number, self.now = name, number, now
+        self.asleep: object = None
+        """What it waits for: it stands still until another thread wakes it up, whose time it then has."""
+        self.blocked: list[tuple[float, float, str]] = []
+        """When it waited, and for what."""
+
+
+class VirtualClock:
+    """Times of one device and of the threads that use it. Any thread may call it while it is running."""
+
+    thread_kind = TimedThread
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+        self.engines = {name: Engine() for name in ("h2d", "d2h", "compute")}
+        self.starved = 0.0
+        """Seconds in which the device was done with all that it had been given to compute."""
+        self.num_lost = 0
+        """How often a thread was not waited for any more: 0, or the times are worth nothing."""
+        self._change = threading.Condition(threading.RLock())
+        self._of_thread = threading.local()
+        self._launcher = self.thread_kind("launcher", 0, 0.0)
+        self._threads: dict[JobThread | None, TimedThread] = {None: self._launcher}
+        self._number = 0
+        self._ended: list[TimedThread] = []
+        self._streams: dict[str, float] = {}
+        self._left: deque[tuple[int, float]] = deque()  # bytes of windows that went, and when they are free
+        self._in_use = self._most_in_use = 0
+        self._computed = 0.0  # when all kernels that were given are over, and what they were told to wait for is
+
+    # ---- threads ------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The time of the calling thread."""
+        return self._me().now
+
+    def spend(self, seconds: float) -> None:
+        """Let the calling thread work for so long."""
+        me = self._me()
+        with self._change:
+            me.now += seconds
+            self._change.notify_all()
+        self.arrive()
+
+    def until(self, at: float, what: str) -> None:
+        """Block the calling thread until a time, if that is still to come."""
+        me = self._me()
+        with self._change:
+            if at > me.now:
+                me.blocked.append((me.now, at, what))
+                me.now = at
+                self._change.notify_all()
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Let every thread whose time is earlier go on first, until it has come as far as this one or sleeps. Before
+        anything is looked at that others may have changed by now.
+        """
+        me = self._me()
+        if getattr(self._of_thread, "goes_on", False):
+            return
+        with self._change:
+            # This thread may have come further since it was here last, in a runtime that keeps its time.
+            self._change.notify_all()
+            while any((t.now, t.number) < (me.now, me.number) and t.asleep is None for t in self._threads.values()):
+                if not self._change.wait(PATIENCE):
+                    self.num_lost += 1
+                    return
+
+    @contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Inside, the calling thread lets nobody go first: it holds what others may need."""
+        before = getattr(self._of_thread, "goes_on", False)
+        self._of_thread.goes_on = True
+        try:
+            yield
+        finally:
+            self._of_thread.goes_on = before
+
+    def sleeps(self, what: object) -> None:
+        """Note that the calling thread waits for another one. Under the lock, with the last look whether it has to."""
+        self._me().asleep = what
+        self._change.notify_all()
+
+    def wake(self, what: object, at: float) -> None:
+        """Wake up, in time, who waits for this: it is there since ``at``."""
+        with self._change:
+            for thread in self._threads.values():
+                if thread.asleep is what:
+                    thread.asleep = None
+                    self._move(thread, at, type(what).__name__)
+            self._change.notify_all()
+
+    def _move(self, thread: TimedThread, at: float, what: str) -> None:
+        if at > thread.now:
+            thread.blocked.append((thread.now, at, what))
+            thread.now = at
+
+    def begin_thread(self, thread: TimedThread) -> None:
+        """From now on the calling thread is this one."""
+        self._of_thread.thread = thread
+
+    def _me(self) -> TimedThread:
+        return getattr(self._of_thread, "thread", self._launcher)
+
+    # ---- the device ---------------------------------------------------------------------------------------------
+
+    def kernel(self, seconds: float) -> None:
+        """Give the device something to compute, behind what it was given before."""
+        self.spend(self.rates.call)
+        with self._change:
+            if self.engines["compute"].spans:
+                self.starved += max(0.0, self.now - self._computed)
+            self._computed = self.engines["compute"].place(max(self.now, self._computed), seconds).stop
+
+    def copy(self, way: str, stream: str, num_bytes: int, behind: Sequence[Event | None], free_at: float) -> Event:
+        """Give an engine a copy, behind these events and what its stream was given, and not before a time. Its end."""
+        self.spend(self.rates.call)
+        with self._change:
+            ready = max(self.now, self._streams.get(stream, 0.0), free_at)
+            ready = max([ready, *(event.at for event in behind if isinstance(event, TimedEvent))])
+            seconds = self.rates.latency + num_bytes / getattr(self.rates, way)
+            self._streams[stream] = self.engines[way].place(ready, seconds, num_bytes).stop
+            return TimedEvent(self, self._streams[stream])
+
+    def mark(self) -> Event:
+        """The end of all that was given to compute."""
+        return TimedEvent(self, self._computed)
+
+    def compute_after(self, at: float) -> None:
+        """Let what is given to compute from now on begin no earlier."""
+        with self._change:
+            self._computed = max(self._computed, at)
+
+    def take_memory(self, num_bytes: int) -> float:
+        """Take memory that nobody had before, else what was left first: when it is free."""
+        with self._change:
+            self._in_use += num_bytes
+            free_at, missing = 0.0, num_bytes if self._in_use <= self._most_in_use else 0
+            while missing > 0 and self._left:
+                there, at = self._left.popleft()
+                free_at, missing = max(free_at, at), missing - there
+            self._most_in_use = max(self._most_in_use, self._in_use)
+            if missing < 0:
+                self._left.appendleft((-missing, free_at))
+            return free_at
+
+    def leave_memory(self, num_bytes: int) -> None:
+        """Leave memory to others, behind all that was given to compute."""
+        with self._change:
+            self._in_use -= num_bytes
+            self._left.append((num_bytes, self._computed))
+
+    # ---- what came of it ----------------------------------------------------------------------------------------
+
+    def spans(self, engine: str) -> list[Span]:
+        """What an engine has done, in the order of time."""
+        return self.engines[engine].spans
+
+    def rate(self, way: str, since: float = 0.0, least: int = 0) -> float:
+        """Bytes/s of an engine in the seconds in which there was something that it could have copied.
+
+        Args:
+            since: only copies that were ready later.
+            least: and have so many bytes.
+        """
+        spans = [span for span in self.spans(way) if span.ready >= since and span.num_bytes >= least]
+        waiting, over = 0.0, since
+        for span in spans:
+            waiting += span.stop - max(over, span.ready)
+            over = span.stop
+        return sum(span.num_bytes for span in spans) / waiting if waiting else 0.0
+
+    def blocked(self, since: float, until: float, name: str = "launcher") -> list[tuple[float, float, str]]:
+        """When a thread was blocked between two times, and by what."""
+        threads = [*self._threads.values(), *self._ended]
+        found = [span for thread in threads if thread.name == name for span in thread.blocked]
+        cut = [(max(start, since), min(stop, until), what) for start, stop, what in found]
+        return [(start, stop, what) for start, stop, what in cut if stop > start]
+
+    @contextmanager
+    def running(self) -> Iterator[VirtualClock]:
+        """Let threads, waits between them and the host's kernels have times inside, of models that are made here."""
+        clock = self
+
+        class TimedLatch(Latch):
+            __slots__ = ("at",)
+
+            def set(self) -> None:
+                with clock._change:
+                    if not self._is_set:
+                        self.at = clock.now
+                    super().set()
+                clock.wake(self, self.at)
+
+            def is_set(self) -> bool:
+                clock.arrive()
+                return self._is_set and self.at <= clock.now
+
+            def wait(self, timeout: float | None = None) -> bool:
+                with clock._change:
+                    if not self._is_set:
+                        clock.sleeps(self)
+                there = super().wait(timeout)
+                with clock._change:
+                    clock._me().asleep = None
+                    if there:
+                        clock._move(clock._me(), self.at, "a latch")
+                clock.arrive()
+                return there
+
+        put, take, sleep, run = JobThread.put, JobThread._take, JobThread._sleep, JobThread._run
+
+        def timed_put(thread: JobThread, *jobs: Job) -> None:
+            with clock._change:
+                for job in jobs:
+                    job.given = clock.now  # type: ignore[attr-defined]
+                if thread not in clock._threads:
+                    clock._number += 1
+                    clock._threads[thread] = clock.thread_kind(thread.name, clock._number, clock.now)
+                put(thread, *jobs)
+            clock.wake(thread, clock.now)
+
+        def timed_take(thread: JobThread) -> Job | None:
+            # Before: which job is the next one, those decide too who are earlier.
+            clock.arrive()
+            job = take(thread)
+            if job is not None:
+                clock.until(getattr(job, "given", 0.0), "a job")
+            return job
+
+        def timed_sleep(thread: JobThread) -> bool:
+            with clock._change:
+                if not thread._waiting and not thread._is_closed:
+                    clock.sleeps(thread)
+            goes_on = sleep(thread)
+            with clock._change:
+                clock._me().asleep = None
+            if goes_on:  # else the thread ends, and somebody may be waiting for that
+                clock.arrive()
+            return goes_on
+
+        def timed_run(thread: JobThread) -> None:
+            clock.begin_thread(clock._threads.get(thread, clock._launcher))
+            try:
+                run(thread)
+            finally:
+                with clock._change:
+                    if (ended := clock._threads.pop(thread, None)) is not None:
+                        clock._ended.append(ended)
+                    clock._change.notify_all()
+
+        def timed(kernel: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = kernel(*args, **kwargs)
+                if clock._me() is not clock._launcher and clock.rates.host < float("inf"):
+                    clock.spend(sum(map(_bytes_of, args)) / clock.rates.host)
+                return result
+
+            return call
+
+        patched: list[tuple[Any, str, Any]] = [
+            (device, "Latch", TimedLatch),
+            (JobThread, "put", timed_put), (JobThread, "_take", timed_take),
+            (JobThread, "_sleep", timed_sleep), (JobThread, "_run", timed_run),
+            *((kernels, name, timed(getattr(kernels, name))) for name in _OF_HOST),
+        ]  # fmt: skip
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
+        for owner, name, value in patched:
+            setattr(owner, name, value)
+        try:
+            yield self
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+
+_OF_HOST = ("update", "copy_grad", "accumulate_grad", "sum_grad24", "sum_squares")
+
+
+def _bytes_of(value: Any) -> int:
+    """The bytes of the CPU tensors in an argument of a kernel."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.is_cpu else 0
+    if isinstance(value, kernels.Arrays):
+        return sum(map(_bytes_of, (value.weights, value.residual, value.grad, *value.states.values())))
+    return 0
+
+
+class TimedEvent(Event):
+    """The end of something of which one knows when it comes."""
+
+    def __init__(self, clock: VirtualClock, at: float):
+        super().__init__()
+        self._clock, self.at = clock, at
+
+    def is_complete(self) -> bool:
+        self._clock.arrive()
+        return self.at <= self._clock.now
+
+    def wait(self) -> None:
+        self._clock.until(self.at, self.what)
+
+    def wait_on_device(self) -> None:
+        self._clock.compute_after(self.at)
+
+
+# ---- the stand-in ----------------------------------------------------------------------------------------------------
+
+_INBOUND = ("fetch", "store", "restore", "update in")
+"""The copy streams that fill memory of the device: this one has no memory of another kind by which to tell."""
+
+
+class TimedWindow(PageWindow):
+    """Host pages that the device may fill when what was computed with them before is over."""
+
+    def __init__(self, num_bytes: int, frames: FramePool, clock: VirtualClock):
+        super().__init__(num_bytes, frames)
+        self._clock, self._has_memory = clock, False
+        self.free_at = 0.0
+        """When its memory is free for the first copy into it."""
+
+    def populate(self) -> None:
+        super().populate()
+        self.free_at, self._has_memory = self._clock.take_memory(self.num_bytes), True
+
+    def depopulate(self) -> bool:
+        self._leave()
+        return super().depopulate()
+
+    def discard(self) -> None:
+        self._leave()
+        super().discard()
+
+    def _leave(self) -> None:
+        if self._has_memory:
+            self._clock.leave_memory(self.num_bytes)
+        self._has_memory = False
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.bytes.data_ptr() < self.num_bytes
+
+
+class TimedStandin(StandinDevice):
+    """The stand-in, whose copies are made at once, and over when a clock says so."""
+
+    def __init__(self, clock: VirtualClock):
+        super().__init__()
+        self.clock, self._timed = clock, weakref.WeakSet[TimedWindow]()
+
+    def copy(
+        self,
+        into: torch.Tensor,
+        source: torch.Tensor,
+        stream: str,
+        after: Event | None = None,
+        *,
+        behind_computing: bool = True,
+        kept: bool = False,
+    ) -> Event:
+        with torch.inference_mode(into.is_inference()):
+            call_without_grad(into.copy_, source)
+        free_at = max((window.free_at for window in self._timed if window.has(into)), default=0.0)
+        behind = [after, *([self.clock.mark()] if behind_computing else [])]
+        return self.clock.copy("h2d" if stream in _INBOUND else "d2h", stream, source.nbytes, behind, free_at)
+
+    def mark(self) -> Event:
+        return self.clock.mark()
+
+    def make_window(self, num_bytes: int) -> Window:
+        if self.frames is None:
+            return super().make_window(num_bytes)
+        window = TimedWindow(num_bytes, self.frames, self.clock)
+        self._timed.add(window)
+        return window
