@@ -113,6 +113,7 @@ class Run:
         self.kind, self.options, self.team, self._console = kind, options, team, console
         self.begun_at, args, self.out = 0, options.args, Path(options.args.output_dir)
         with team.all_or_none("the preparation of the job"):
+            self._rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
@@ -228,7 +229,6 @@ class Run:
         callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self.position]
         if ours.patience is not None:
             callbacks.append(transformers.EarlyStoppingCallback(ours.patience))
-        made: dict[str, Any] = {"reward_funcs": reward_functions(script)} if self.kind in ("grpo", "rloo") else {}
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):
             self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
@@ -241,7 +241,7 @@ class Run:
                 eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
                 processing_class=tokenizer,
                 callbacks=callbacks,
-                **made,
+                **self._rewards,
             )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it

@@ -52,6 +52,7 @@ REQUESTS = {
     f"{JOB} --use_peft": "--use_peft adapts trained weights, and preset gpt2-small has none",
     "dpo --model_name_or_path gpt2-small": "Say what to train on with --dataset_name",
     "grpo --dataset_name x": "Say what to train with --model_name_or_path",
+    "grpo --dataset_name x --model_name_or_path gpt2-small": "Say what is rewarded: --reward_funcs NAME",
     "plan": "Say what to plan for",
     "plan c.json --gpu '24 parsecs' --cpu 1GiB": "--gpu 24 parsecs: size: unknown unit",
     "plan c.json --cpu -1GiB": "--cpu -1GiB: size must not be negative",
