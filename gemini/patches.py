@@ -42,7 +42,7 @@ HOOKS = {
 """Where somebody tells us of what happens in the process."""
 
 FOR_THE_TIME_OF_A_CALL = {
-    "signal.signal": "Ctrl-C is held back while a state changes, and by gemini train until a checkpoint is written",
+    "signal.signal": "Ctrl-C is held back while a state changes, and by `gemini sft` until a checkpoint is written",
     "torch.nn.Module.register_parameter": "from_config: params go home as they are made; in this thread only",
     "transformers.PreTrainedModel.init_weights": "from_config, trace: shapes are found out without drawing values",
     "transformers.PreTrainedModel._load_pretrained_model": "from_pretrained: shapes first, values when there are homes",

@@ -55,6 +55,7 @@ from .huggingface_save import (
     staging_in,
     start_staging,
 )
+from .metrics import MetricsCallback
 from .rules import BY_NAME, class_of, owns_managed, rule_of_name, to_hybrid
 from .settings import check_config, config_of, warn_half
 
@@ -93,6 +94,9 @@ class GeminiTrainerMixin:
     accelerator: Any
     state: Any
     control: Any
+    callback_handler: Any
+    has_own_loss = False
+    """Whether the loss is right on a part of the layers or sequences, where the stock trainer's is not."""
 
     def __init__(
         self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any
@@ -107,6 +111,20 @@ class GeminiTrainerMixin:
         self._gemini_evaluates = False
         with _not_cast(kwargs.get("model", args[0] if args else None)):
             super().__init__(*args, **kwargs)
+        self._gemini_check_loss()
+        # First, since trackers are told of what is in the row when their turn comes; a sort keeps the order of others.
+        self.callback_handler.callbacks.sort(key=lambda callback: not isinstance(callback, MetricsCallback))
+
+    def _gemini_check_loss(self) -> None:
+        """TRL's trainers compute from the weight of the output head, of which a slice of a model has a part alone, and
+        count sequences whole.
+        """
+        cut = self.accelerator.tensor_size * self.accelerator.context_size > 1
+        if cut and not self.has_own_loss and any(base.__module__.startswith("trl.") for base in type(self).__mro__):
+            raise ValueError(
+                f"{type(self).__name__}: TRL's loss is of whole layers and sequences, so tp_size= and cp_size= of "
+                "parallelism_config= go with gemini.integrations.trl.GeminiSFTTrainer alone: leave them out"
+            )
 
     # ---- the accelerator ----------------------------------------------------------------------------------------
 

@@ -201,6 +201,21 @@ class CommandHelp(SphinxDirective):
         return found
 
 
+class GeminiOptions(SphinxDirective):
+    """The options that the training commands have beside TRL's."""
+
+    def run(self) -> list[nodes.Node]:
+        from dataclasses import fields
+
+        from gemini.jobs.train_options import GeminiArguments
+
+        rows = [
+            [nodes.literal("", f"--{field.name}"), nodes.Text(str(field.default)), nodes.Text(field.metadata["help"])]
+            for field in fields(GeminiArguments)
+        ]
+        return [_table({"option": 28, "default": 14, "": 58}, rows)]
+
+
 class UpdateRules(SphinxDirective):
     """The registry of update rules: as a "table" of optimizers with states, bytes and defaults, or as "reference"."""
 
@@ -297,5 +312,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("error-messages", ErrorMessages)
     app.add_directive("command-help", CommandHelp)
     app.add_directive("file-tables", FileTables)
+    app.add_directive("gemini-options", GeminiOptions)
     app.add_directive("update-rules", UpdateRules)
     return {"version": "1", "parallel_read_safe": True}

@@ -3,7 +3,7 @@
     python lora.py --base Qwen2.5-7B/ --data chats.txt --scratch /scratch --cpu 4GiB --nvme 40GiB
     python lora.py --toy                                           # seconds, on a small base made here
 
-`gemini train --lora 16 --data chats.jsonl` does the same without a program, with chat templates and masks.
+`gemini sft --use_peft --dataset_name chats.jsonl` does the same without a program, with chat templates and masks.
 """
 
 import argparse

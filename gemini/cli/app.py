@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import shlex
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +23,13 @@ from typer.core import TyperCommand
 
 from gemini.errors import GeminiError
 from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
-from gemini.jobs.options import ELSEWHERE, TILES, from_yaml, options, record_of, spelled
+from gemini.jobs.options import ELSEWHERE, TILES, options, record_of, spelled
 from gemini.jobs.settings import (
     DemoSettings,
     DoctorSettings,
     PlanSettings,
     SimulateSettings,
     TraceSettings,
-    TrainSettings,
 )
 from gemini.ranks import launch
 from gemini.version import __version__
@@ -45,7 +44,6 @@ app = typer.Typer(
 )
 
 P = ParamSpec("P")
-Given = dict[str, Any]
 
 
 def _version(asked: bool) -> None:
@@ -113,19 +111,14 @@ class OnceForAll(TyperCommand):
             raise typer.Exit(REFUSED) from e
 
 
-def command(
-    record: type, *, complete: Callable[[Given], Given] = lambda said: said
-) -> Callable[[Callable[[Any], int]], Any]:
-    """Make a command of a function of a ``record``: the options of the command line are the fields of it.
-
-    ``complete`` adds what other places say to what the command line says.
-    """
+def command(record: type) -> Callable[[Callable[[Any], int]], Any]:
+    """Make a command of a function of a ``record``: the options of the command line are the fields of it."""
 
     def decorate(job: Callable[[Any], int]) -> Any:
         def run(ctx: typer.Context, **given: Any) -> int:
             # By its name: newer versions of typer have a click of their own.
             said = {k: v for k, v in given.items() if getattr(ctx.get_parameter_source(k), "name", "") != "DEFAULT"}
-            settings = record_of(record, complete(said))
+            settings = record_of(record, said)
             settings.check()
             return job(settings)
 
@@ -222,30 +215,34 @@ def doctor(settings: DoctorSettings) -> int:
     return job(console(), **vars(settings))
 
 
-def _of_files(said: Given) -> Given:
-    """What ``gemini train`` is told: by its command line, else by its --config, else by its --plan."""
-    said = ({} if said.get("config") is None else from_yaml(said.pop("config"), TrainSettings)) | said
-    if said.get("plan") is None:
-        return said
-    from gemini.jobs.train_config import step_of
-    from gemini.planning import document
-    from gemini.planning.plan import Plan
+_TRAINERS = {
+    "train": "Finetune or pretrain on text, prompts or chats: what `gemini sft` is called for short.",
+    "sft": "Finetune or pretrain a language model on text, prompts or chats.",
+    "dpo": "Train on pairs of a better and a worse answer.",
+    "kto": "Train on answers that are good or bad.",
+    "reward": "Train a model that says which of two answers is better.",
+    "grpo": "Train on what a reward says of groups of the model's own answers.",
+    "rloo": "The same with a baseline of the other answers of a group.",
+}
 
-    return step_of(document.load(said["plan"], "--plan", Plan.from_json)) | said
+
+def _trainer(name: str, words: str) -> None:
+    """A command whose options are TRL's: its own parser reads them."""
+
+    def run(ctx: typer.Context) -> int:
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
+        from gemini.jobs.train import train as job
+
+        return job("sft" if name == "train" else name, ctx.args, console())
+
+    about = f"{words} TRL's trainer, options and YAML (--config) in the memory given. Ctrl-C saves a checkpoint."
+    how = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+    app.command(name, help=about, add_help_option=False, context_settings=how)(refusals(run))
 
 
-@command(TrainSettings, complete=_of_files)
-def train(settings: TrainSettings) -> int:
-    """Train a causal language model on text, prompts or chats, in the memory given. Ctrl-C saves a checkpoint.
-
-    Several processes share the model and the work: torchrun --nproc-per-node 2 -m gemini train ...
-    """
-    from gemini.jobs.train import train as job
-
-    words = sys.argv[1:]
-    last = ["--resume", "auto"]  # of an option that is given twice, the last one counts
-    again = launch.again(shlex.join(words if words[-2:] == last else [*words, *last]))
-    return job(settings, console(), command=again)
+for _name, _words in _TRAINERS.items():
+    _trainer(_name, _words)
 
 
 @command(DemoSettings)

@@ -7,6 +7,7 @@ and renames.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from gemini.errors import human_bytes
 from gemini.integrations.huggingface_durable import as_checkpoint, committed
-from gemini.integrations.huggingface_save import last_whole, newest
+from gemini.integrations.huggingface_save import check_resumable, last_whole, newest
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.memory.durable.folder import has_commit
 
@@ -24,48 +25,53 @@ _BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
 """In a checkpoint: weights as a model, and what training goes on from."""
 
 
-def choose(resume: str | None, out: Path, *, overwrite: bool, store: Path | None = None) -> Path | None:
+def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
     """The checkpoint to start from, or None to start anew. ``store``: the folder of the run's durable store.
 
     Raises:
-        JobError: if the one named is not there, or starting anew would mix with, or write over, what is in ``out`` or
-            ``store``.
+        JobError: if the one named is not there, or starting anew would mix with what is in ``out`` or ``store``.
         StorageError: for a store that another run uses.
     """
     kept = None if store is None or not has_commit(store) else committed(store)
     is_own = kept is not None and kept.run == os.path.realpath(out)
-    if kept is not None and not is_own and (resume is None or resume == "auto"):
+    if kept is not None and not is_own and resume in (None, "auto"):
         raise JobError(
-            f"--nvme-path {store} holds the durable store of {f'the run in {kept.run}' if kept.run else 'a program'}, "
-            "which this run would replace. Give another folder, or go on from it with --resume and this folder."
+            f"--nvme_path {store} holds the durable store of {f'the run in {kept.run}' if kept.run else 'a program'}, "
+            "which this run would replace. Give another folder, or go on from it with --resume_from_checkpoint and "
+            "this folder."
         )
     if resume == "auto":
         found = newest(str(out), store)
         return None if found is None else Path(found)
-    if resume is not None and (durable := committed(Path(resume)) if Path(resume).is_dir() else None) is not None:
-        with as_job_error(asked=f"--resume {resume}"):
-            return as_checkpoint(Path(resume), durable, out)
     last = last_whole(str(out))
-    if resume is not None:
-        path = Path(resume)
-        if not path.is_dir():
-            raise JobError(
-                f"--resume {resume}: there is no such checkpoint folder. Give one such as {out / 'checkpoint-500'}, "
-                "or 'auto' for the newest in --out."
-            )
-        inside = last_whole(str(path))
-        if inside is not None:  # the run's folder was given, not one of its checkpoints
-            raise JobError(f"--resume {resume}: this is the folder of a run. Its newest checkpoint is {inside}.")
-        return path
-    if last is not None or is_own:
+    if resume is None:
+        if last is None and not is_own:
+            return None
         where = Path(last).name if last is not None else f"in the durable store {store}"
         raise JobError(
-            f"--out {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with --resume auto, "
-            "or start anew in another --out."
+            f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
+            "--resume_from_checkpoint auto, or start anew in another --output_dir."
         )
-    if not overwrite and any(out.glob("*.safetensors")):
-        raise JobError(f"--out {out} holds a model already. Choose another --out, or remove it first.")
-    return None
+    path, asked = Path(resume), f"--resume_from_checkpoint {resume}"
+    if not path.is_dir():
+        raise JobError(
+            f"{asked}: there is no such checkpoint folder. Give one such as {out / 'checkpoint-500'}, or 'auto' for "
+            "the newest in --output_dir."
+        )
+    with as_job_error(asked=asked):
+        if (durable := committed(path)) is not None:
+            return as_checkpoint(path, durable, out)
+        if (inside := last_whole(resume)) is not None:
+            raise JobError(f"{asked}: this is the folder of a run. Its newest checkpoint is {inside}.")
+        check_resumable(resume)
+    return path
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The steps that are done in a checkpoint."""
+    if checkpoint is None:
+        return 0
+    return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
 
 
 def prepare_out(out: Path) -> None:
@@ -74,7 +80,9 @@ def prepare_out(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
     except OSError as e:
-        raise JobError(f"--out {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to.") from e
+        raise JobError(
+            f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to."
+        ) from e
 
 
 @contextmanager
@@ -91,7 +99,8 @@ def claimed(out: Path) -> Iterator[None]:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise JobError(
-                f"--out {out} is in use: another gemini train writes into it. Wait for its end, or give another --out."
+                f"--output_dir {out} is in use: another job writes into it. Wait for its end, or give another "
+                "--output_dir."
             ) from e
         except OSError:  # a file system without locks
             pass
@@ -114,7 +123,7 @@ def check_room(out: Path, checkpoint: int, keep: int) -> None:
     free, needed = shutil.disk_usage(out).free, checkpoint * (keep + 1)
     if needed > free:
         raise JobError(
-            f"--out {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} take "
-            f"{human_bytes(needed)} (--keep {keep}, and the one that is written). Choose another drive, a smaller "
-            "--keep, or --save-every 0 for none."
+            f"--output_dir {out} has {human_bytes(free)} free, and {keep + 1} checkpoints of {human_bytes(checkpoint)} "
+            f"take {human_bytes(needed)} (--save_total_limit {keep}, and the one that is written). Choose another "
+            "drive, a smaller --save_total_limit, or --save_strategy no for none."
         )

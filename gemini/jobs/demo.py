@@ -25,8 +25,10 @@ from gemini.jobs.checkpoints import prepare_out
 from gemini.jobs.errors import JobError
 from gemini.jobs.models import find_model, hush, name_the_loss
 from gemini.jobs.screen import budget_lines
-from gemini.jobs.settings import DemoSettings, TrainSettings
-from gemini.jobs.train import TrainRun
+from gemini.jobs.settings import DemoSettings
+from gemini.jobs.team import Team
+from gemini.jobs.train import Run
+from gemini.jobs.train_options import Parser, options_of
 from gemini.ranks import launch
 from gemini.waiting import Latch
 
@@ -37,8 +39,6 @@ _STATE_BYTES_PER_PARAM = 12
 _CPU_PART = 0.15
 _NVME_BYTES_PER_PARAM = 16
 _HELD_OUT = 8
-# Tests of the library and what was installed into it are left out: the rest is the same on most machines.
-_WITHOUT_FOLDERS = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
 
 
 class Size(NamedTuple):
@@ -58,9 +58,10 @@ def demo(asked: DemoSettings, console: Console) -> int:
     if launch.num_processes() > 1:
         raise JobError(
             f"`gemini demo` runs in one process, and {launch.num_processes()} were started. Start it without torchrun; "
-            "`gemini train` runs in several."
+            "`gemini sft` runs in several."
         )
     size = _FULL if asked.full else _SHORT
+    steps = asked.steps or size.steps
     hush()
     num_params = _count_params()
     state_bytes = _STATE_BYTES_PER_PARAM * num_params
@@ -71,48 +72,50 @@ def demo(asked: DemoSettings, console: Console) -> int:
         f"{human_bytes(state_bytes)}. The host may hold {human_bytes(cpu_bytes)} of that, the rest lives in a file."
     )
     prepare_out(asked.out)
+    library = Path(sysconfig.get_path("stdlib"))
+    text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * size.seq_len]
+    held_out = torch.tensor(list(text)).reshape(_HELD_OUT, size.seq_len)
     # Beside the model by default, and not where temporary files go: that may be memory.
     with tempfile.TemporaryDirectory(dir=asked.out, prefix="nvme-") as own_folder, ResidentPeak() as resident:
-        settings = TrainSettings(
-            preset=_PRESET,
-            data=(Path(sysconfig.get_path("stdlib")),),
-            glob=("*.py",),
-            without_folders=_WITHOUT_FOLDERS,
-            validation=_HELD_OUT,
-            seq_len=size.seq_len,
-            batch_size=size.batch_size,
-            steps=asked.steps or size.steps,
-            lr=6e-4,
-            warmup=10,
-            cpu_memory=str(cpu_bytes),
-            nvme_memory=str(_NVME_BYTES_PER_PARAM * num_params),
-            nvme_path=asked.nvme_path or Path(own_folder),
-            out=asked.out,
-            overwrite=True,
-            save_every=0,
-            log_every=10,
-            seed=asked.seed,
-        )
+        words = {
+            "model_name_or_path": _PRESET,
+            "dataset_name": library / "[a-s]*.py",
+            "max_length": size.seq_len,
+            "per_device_train_batch_size": size.batch_size,
+            "max_steps": steps,
+            "learning_rate": 6e-4,
+            "warmup_steps": 10,
+            "lr_scheduler_type": "cosine",
+            "gradient_checkpointing": "false",
+            "use_cpu": not torch.cuda.is_available(),
+            "cpu_memory": cpu_bytes,
+            "nvme_memory": _NVME_BYTES_PER_PARAM * num_params,
+            "nvme_path": asked.nvme_path or own_folder,
+            "output_dir": asked.out,
+            "save_strategy": "no",
+            "seed": asked.seed,
+        }
+        given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
         before_model = resident_bytes()
-        run = TrainRun(settings, console)
-        held_out = torch.stack([run.data.evaluation[index]["input_ids"] for index in range(_HELD_OUT)])
+        run = Run("sft", options_of(given), console, Team())
         first_loss = _mean_loss(run.model, held_out.to(run.device), size.batch_size)
         resident.restart()
         began = time.perf_counter()
-        losses = run.run()
+        finished = run.steps()
         seconds = time.perf_counter() - began
         peak = resident.peak
-        if not run.finished:
+        if not finished:
             console.print("Stopped before the end: nothing is checked.")
             return 130
+        losses = [row["loss"] for row in run.trainer.state.log_history if "loss" in row]
         last_loss = _mean_loss(run.model, held_out.to(run.device), size.batch_size)
         memory = run.model.memory_report()
-        run.save()
+        run.trainer.save_model(str(asked.out))
         del run
         gc.collect()
         reloaded_loss = _plain_loss(asked.out, held_out, size.batch_size)
 
-    console.print(f"\n{settings.steps} steps took {seconds:.0f} s ({seconds / settings.steps:.2f} s each).")
+    console.print(f"\n{steps} steps took {seconds:.0f} s ({seconds / steps:.2f} s each).")
     if peak is not None and before_model is not None:
         console.print(
             f"The whole process held at most {human_bytes(peak)} of memory while it trained; that is "
@@ -150,7 +153,7 @@ def _plain_loss(folder: Path, sequences: torch.Tensor, batch_size: int) -> float
 
 def _count_params() -> int:
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(find_model(None, _PRESET).config)
+        model = transformers.AutoModelForCausalLM.from_config(find_model(_PRESET).config)
     return sum(p.numel() for p in model.parameters())
 
 

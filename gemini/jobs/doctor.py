@@ -184,7 +184,7 @@ def _processes() -> Iterator[str]:
         return
     found = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
     wires = ", ".join(f"{name} {'is' if there else 'is not'} there" for name, there in found.items())
-    several = "`torchrun --nproc-per-node N -m gemini train ...` starts several"
+    several = "`torchrun --nproc-per-node N -m gemini sft ...` starts several"
     num_here, num = launch.local_size(), launch.num_processes()
     yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
 
@@ -343,7 +343,8 @@ def _resumed(stored: Stored) -> Iterator[str]:
     if is_of_trainer:
         yield f"of a Trainer: step {extra['global_step']} of the run in {extra['run']}"
     store = commit.folder.parent
-    yield f"by {f'gemini train --resume {store}' if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
+    resume = f"gemini sft --resume_from_checkpoint {store}"
+    yield f"by {resume if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
 
 
 def _slots(stored: Stored) -> Iterator[str]:

@@ -1,14 +1,13 @@
 """Options of a command as fields of a record: each says its help, its group and what it may be.
 
-The command line, a YAML file and ``check`` read the same fields, so that an option is written down once.
+The command line and ``check`` read the same fields, so that an option is written down once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, Field, field, fields
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import Field, field, fields
 from typing import Any, get_type_hints
 
 from gemini.errors import parse_bytes
@@ -17,20 +16,8 @@ from gemini.jobs.errors import JobError, as_job_error
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
 
-
-_ELSEWHERE = (
-    "--learning-rate=--lr --max-steps=--steps --num-train-epochs=--epochs --output-dir=--out "
-    "--per-device-train-batch-size=--batch-size --model-name-or-path=--model --max-length=--seq-len "
-    "--max-grad-norm=--clip --lora-r=--lora --save-steps=--save-every --eval-steps=--eval-every "
-    "--logging-steps=--log-every --save-total-limit=--keep --resume-from-checkpoint=--resume --dataset=--data "
-    "--optim=--optimizer --bf16=--precision --fp16=--precision --cpu=--cpu-memory --gpu=--gpu-memory "
-    "--nvme=--nvme-memory --cpu-memory=--cpu --gpu-memory=--gpu --nvme-memory=--nvme "
-    "--early-stopping=--patience --early-stopping-patience=--patience --num-epochs=--epochs "
-    "--max-seq-length=--seq-len --warmup-steps=--warmup --lr-scheduler-type=--schedule "
-    "--gradient-accumulation-steps=--accumulate"
-)
-ELSEWHERE = dict(pair.split("=") for pair in _ELSEWHERE.split())
-"""What options are called in the Trainer's scripts, or in another of our commands, to what they are called here."""
+ELSEWHERE = {f"--{tier}-memory": f"--{tier}" for tier in ("gpu", "cpu", "nvme")}
+"""What options of training are called in planning."""
 
 
 def opt(
@@ -120,82 +107,21 @@ def record_of(record: type, given: Mapping[str, Any]) -> Any:
     said = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return record(
         **{
-            name: _tiles(spelled(name), value) if kinds.get(name) == TILES else value
+            name: tiles_of(spelled(name), value) if kinds.get(name) == TILES else value
             for name, value in said.items()
             if value is not None and value != ()
         }
     )
 
 
-def _tiles(asked: str, given: Any) -> int | str:
+def tiles_of(asked: str, given: Any) -> int | str | None:
+    """A number of tokens, "auto" or None.
+
+    Raises:
+        JobError: for what is none of them.
+    """
+    if given is None:
+        return None
     if given != "auto" and not (str(given).isdecimal() and int(given) >= 2):
         raise JobError(f"{asked} must be auto or a number of tokens, 2 or more, got {str(given)!r}.")
     return given if given == "auto" else int(given)
-
-
-def from_yaml(path: Path, record: type) -> dict[str, Any]:
-    """The options that a YAML file gives, by name; ``-`` and ``_`` are the same.
-
-    Raises:
-        JobError: for a file that cannot be read, and what is no option or of another type.
-    """
-    import yaml
-
-    try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise JobError(f"--config {path} cannot be read: {e.strerror or e}.") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise JobError(f"--config {path}: this is not YAML: {' '.join(str(e).split())}") from e
-    if not isinstance(given, dict):
-        raise JobError(
-            f"--config {path}: options are lines such as `seq-len: 512`, and this is a {type(given).__name__}."
-        )
-    known, found = options(record), {}
-    del known["config"]
-    for key, value in given.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
-            ours = ELSEWHERE.get(spelled(name), "").removeprefix("--")
-            remedy = f"Here it is {ours}." if ours.replace("-", "_") in known else "`gemini train --help` lists them."
-            raise JobError(f"--config {path}: there is no option {key!r}. {remedy}")
-        with as_job_error(asked=f"--config {path}: {key}: {value!r}"):
-            found[name] = _as(known[name][1], value)
-    return found
-
-
-def _as(kind: Any, value: Any) -> Any:
-    """A value of YAML as a field has it."""
-    text = str(kind)
-    if value is None or kind == TILES:
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError("this is true or false")
-        return value
-    if "tuple" in text:
-        inner: Any = Path if "Path" in text else str
-        return tuple(inner(one) for one in (value if isinstance(value, list) else [value]))
-    if "Path" in text:
-        return Path(str(value))
-    if "float" in text:
-        return float(value)
-    if "int" in text:
-        if isinstance(value, bool) or int(value) != float(value):
-            raise ValueError("this is a whole number")
-        return int(value)
-    return str(value)
-
-
-def to_yaml(record: Any, always: Collection[str] = ()) -> str:
-    """The options of a record that are not its defaults, and those named, as ``--config`` reads them."""
-    import yaml
-
-    lines = {}
-    for name, (declared, _) in options(type(record)).items():
-        value = getattr(record, name)
-        if name not in always and (value == declared.default or declared.default is MISSING):
-            continue
-        plain = [str(one) for one in value] if isinstance(value, tuple) else value
-        lines[name.replace("_", "-")] = str(plain) if isinstance(plain, Path) else plain
-    return str(yaml.safe_dump(lines, sort_keys=False, allow_unicode=True)) if lines else "{}\n"

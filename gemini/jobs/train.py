@@ -1,454 +1,531 @@
-"""The main job: a causal language model and data, through transformers' Trainer or TRL's, in the memory it was given.
+"""The training jobs: a trainer of TRL's on a model that Gemini manages, in the memory that it was given.
 
-``TrainRun`` is one run from settings to a saved model. Everything that can be refused is refused while it is made, the
-cheap checks first; then ``run`` goes through the steps, ``save`` writes the model.
-
-Under torchrun every process makes the same run; each takes its part of every batch. Rank 0 prints, writes, and chooses
-where to go on.
+Everything that can be refused is refused before the first step, the cheap checks first; the model is read straight into
+its tiers. Under torchrun every process makes the same run; each takes its part of every batch. Rank 0 prints, writes,
+and chooses where to go on.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import math
-from contextlib import ExitStack, nullcontext
+import copy
+import importlib
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
+import trl
 from rich.console import Console
+from torch import nn
 
 import gemini
-from gemini.errors import counted
+import gemini.integrations.trl as ready
+from gemini.errors import counted, human_bytes
 from gemini.integrations.huggingface_durable import store_behind
+from gemini.integrations.metrics import MetricsCallback
+from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
-from gemini.jobs.data import JobData, open_data
+from gemini.jobs.data import CountsRows, open_data, refusing_rows, words_of
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.models import (
     ModelSource,
     byte_tokenizer,
-    checkpoint_activations,
     draw_from,
-    fill_model,
     find_model,
     hush,
     load_tokenizer,
-    lora_of,
-    outline_model,
-    quantize_model,
+    name_the_loss,
+    only_refusing,
 )
-from gemini.jobs.options import to_yaml
 from gemini.jobs.screen import budget_lines, refusing_in_options, shares
-from gemini.jobs.settings import TrainSettings
 from gemini.jobs.team import Team, join
-from gemini.jobs.text import BYTE_VOCABULARY
-from gemini.jobs.train_config import OF_A_STEP, make_config, mesh_of, parallelism_of, plan_command
-from gemini.jobs.trainer import POSITION, Samples, Shown, Stop, StopWish, make_trainer
-from gemini.memory.devices.device import torch_device_of
+from gemini.jobs.train_options import (
+    Options,
+    Parser,
+    check_step,
+    options_of,
+    plan_command,
+    precision_of,
+    to_yaml,
+)
+from gemini.jobs.watch import Position, Shown, Stop, StopWish, identity_of
+from gemini.planning import document
+from gemini.planning.rules import rule_named
 from gemini.ranks import launch
+from gemini.tiers import Tier
+from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.attention import Attention
+from gemini.train.loading.from_config import skeleton_from_config
+from gemini.train.loading.from_pretrained import skeleton_from_pretrained
+from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import compile_blocks
 from gemini.train.params.codes import num_weights
 
+PAIRS = ("dpo", "reward")
+"""Trainers whose forward pass has two sequences for each row."""
+MARKS = (
+    " Templates that mark what the assistant says are in docs/examples/chat_templates, for --chat_template_path FILE; "
+    "without --assistant_only_loss all of a chat is learned."
+)
+_STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
 
-class TrainRun:
-    """A model under Gemini in a Trainer, with its data, ready for the next step.
+
+def train(kind: str, words: Sequence[str], console: Console) -> int:
+    """Run a job as the command line does; returns the exit code. ``kind``: "sft", "dpo", ..."""
+    hush()
+    parser = Parser(kind)
+    if {"-h", "--help"} & {*words}:
+        parser.print_help()
+        return 0
+    asked = parser.read(words)
+    cuda = torch.cuda.is_available() and not asked.values.use_cpu
+    with join(asked.values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
+        with team.all_or_none("the options"):
+            options = options_of(asked, team.size)
+            if team.is_first:
+                until_end.enter_context(checkpoints.claimed(Path(options.args.output_dir)))
+        if not team.is_first:
+            console = Console(quiet=True, force_terminal=False)
+        return Run(kind, options, console, team).go(launch.again(command_again(kind, words)))
+
+
+def command_again(kind: str, words: Sequence[str]) -> str:
+    """The words that go on with a run."""
+    last = ["--resume_from_checkpoint", "auto"]  # of an option that is given twice, the last one counts
+    return shlex.join([kind, *words] if [*words[-2:]] == last else [kind, *words, *last])
+
+
+class Run:
+    """A model under Gemini in a trainer, with its data, ready for the next step.
 
     Raises:
-        JobError: if the settings, the model or the data cannot be trained on.
+        JobError: if the options, the model or the data cannot be trained on.
         gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
     """
 
-    def __init__(self, settings: TrainSettings, console: Console, team: Team | None = None) -> None:
-        settings.check()
-        self.settings = settings
-        self.team = Team() if team is None else team
-        self._console = console
-        with self.team.all_or_none("the preparation of the job"):
-            source = find_model(settings.model, settings.preset, settings.layers, as_bytes=settings.bytes)
-            _check_tracker(settings.report_to)
-            checkpoints.prepare_out(settings.out)
-            found = None
-            if self.team.is_first:
-                store = settings.nvme_path if settings.durable_every else None
-                found = checkpoints.choose(settings.resume, settings.out, overwrite=settings.overwrite, store=store)
-            self.data = self._open_data(source)
-            self.device = _device(settings.device)
-            draw_from(settings.seed)  # adapters
-            adapt = None if settings.lora is None else lora_of(settings.lora, source)
-            attention = _attention(settings, source, self.device)
-            outline: Any
-            lacking: list[str] = []
-            if settings.load_in_4bit:
-                outline = quantize_model(source, settings.precision, attention, adapt)
-            else:
-                outline, lacking = outline_model(source, attention, adapt)
-                if settings.compile:
-                    _compile_blocks(outline.model)
-        checkpoint = self._compare(found)
+    def __init__(self, kind: str, options: Options, console: Console, team: Team) -> None:
+        self.kind, self.options, self.team, self._console = kind, options, team, console
+        self.begun_at, args, self.out = 0, options.args, Path(options.args.output_dir)
+        with team.all_or_none("the preparation of the job"):
+            self._rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
+            checkpoints.prepare_out(self.out)
+            source = find_model(
+                options.model.model_name_or_path,
+                as_bytes=options.ours.bytes,
+                trust=args.trust_remote_code,
+                revision=options.model.model_revision,
+            )
+            _check_model(source, options)
+            found = self._find_checkpoint() if team.is_first else None
+            data = open_data(options.script, options.mixture, args.seed)
+            tokenizer = self._tokenizer(source, data)
+            length = getattr(args, "max_length", None)
+            identity = identity_of(data[options.script.dataset_train_split], args.seed, length)
+        everyone = team.tell([None if found is None else str(found), identity], "the comparison of the data")
+        for rank, (_, other) in enumerate(everyone):
+            if other != everyone[0][1]:
+                raise JobError(
+                    f"rank {rank} found other rows than rank 0. Every process reads all of them: give a --dataset_name "
+                    "that is the same on all machines."
+                )
+        self._resume = None if everyone[0][0] is None else Path(everyone[0][0])
+        self.position = Position(identity)
+        self.model = self._managed(source)
+        self._wish = StopWish(_STOPPING if team.is_first else "")
+        self._stop = Stop(self._wish, team, console)
+        self._shown = Shown(console, self.out / "metrics.jsonl" if team.is_first else None)
+        self.trainer = self._trainer(data, tokenizer)
+        if self._resume is not None:
+            self.position.check(self._resume)
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches go."""
+        return torch.device(self.options.args.device)
+
+    # ---- before the first step ---------------------------------------------------------------------------------------
+
+    def _find_checkpoint(self) -> Path | None:
+        ours, asked = self.options.ours, self.options.args.resume_from_checkpoint
+        store = Path(ours.nvme_path) if ours.durable_every and ours.nvme_path else None
+        return checkpoints.choose("auto" if asked in ("True", "true") else asked, self.out, store=store)
+
+    def _tokenizer(self, source: ModelSource, data: dict[str, Any]) -> Any:
+        """The tokenizer, once it is known that the model has a number for each of its tokens."""
+        model, args = self.options.model, self.options.args
+        if source.tokenizer is None:
+            tokenizer, words = byte_tokenizer(), "byte-level tokens (ids 0..255, 256 ends a document)"
+        else:
+            tokenizer = load_tokenizer(source.tokenizer, trust=args.trust_remote_code, revision=model.model_revision)
+            words = f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids"
+        vocabulary = source.config.get_text_config().vocab_size
+        if len(tokenizer) > vocabulary:
+            raise JobError(
+                f"{source.label} has a vocabulary of {vocabulary}; {words} need {len(tokenizer)}. Give a config with a "
+                f"vocab_size of at least {len(tokenizer)}."
+            )
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        train, test = self.options.script.dataset_train_split, self.options.script.dataset_test_split
+        self._console.print(f"data: {words_of(data, train)}; {words}")
+        if args.eval_strategy != "no":
+            if test not in data:
+                raise JobError(
+                    f"--eval_strategy {args.eval_strategy.value}: the data has no split {test!r} (it has "
+                    f"{', '.join(data)}). --test_split_size 0.05 takes one, --dataset_test_split names another."
+                )
+            self._console.print(f"to evaluate on: {words_of(data, test)}")
+        return tokenizer
+
+    def _managed(self, source: ModelSource) -> Any:
+        """The model in its tiers, and the plan of it on the screen."""
+        args, ours = self.options.args, self.options.ours
+        with self.team.all_or_none("the outline of the model"):
+            outline, lacking = outline_of(self.kind, source, self.options)
+            if self.options.compiles:
+                _compile(outline)
         notes: list[str] = []
-        config = make_config(settings, source, self.device, notes)
+        config = make_config(self.kind, self.options, source, notes)
         self._console.print(*notes, sep="\n", end="\n" if notes else "")
-        mesh = mesh_of(settings, self.team.size)
-        with refusing_in_options("--nvme-path FOLDER --nvme-memory", f"Other ways: {plan_command(settings)}"):
+        mesh = mesh_of(self.options, self.team.size)
+        draw_from(args.seed)  # drawn weights must not depend on what ran before
+        with refusing_in_options("--nvme_path FOLDER --nvme_memory", f"Other ways: {plan_command(self.options)}"):
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
-                model = fill_model(outline, config, seed=settings.seed, mesh=mesh)
-        self.model = model
-        if settings.compile:
-            _compile_blocks(model)  # drawing builds the model anew
-        model.train()
-        if settings.gradient_checkpointing:
-            with as_job_error(asked="--gradient-checkpointing"):
-                checkpoint_activations(model)
+                is_built = isinstance(outline, nn.Module)
+                model: Any = GeminiDDP(outline, config, mesh=mesh) if is_built else outline.manage(config, mesh=mesh)
+        if self.options.compiles:
+            _compile(model)  # drawing builds the model anew
+        name_the_loss(model).train()
         params = list(model.parameters())
-        self.num_params = sum(map(num_weights, params))
-        trained = sum(p.numel() for p in params if p.requires_grad)
-        if settings.save_every and self.team.is_first:
-            checkpoints.check_room(settings.out, checkpoints.num_bytes(self.num_params, trained), settings.keep)
+        count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
+        if args.save_strategy != "no" and self.team.is_first:
+            checkpoints.check_room(self.out, checkpoints.num_bytes(count, trained), args.save_total_limit or 1)
         self._console.print(
-            f"model: {source.label}, {self.num_params:,} params"
-            f"{'' if trained == self.num_params else f', {trained:,} of them trained'}, {settings.precision}, "
-            f"{model.config._attn_implementation} attention{', compiled blocks' if settings.compile else ''}"
+            f"model: {source.label}, {count:,} params{'' if trained == count else f', {trained:,} of them trained'}, "
+            f"{config.precision}, {model.config._attn_implementation} attention"
         )
         if lacking:
             more = f" and {len(lacking) - 3:,} more" if len(lacking) > 3 else ""
             self._console.print(f"not in its files, and therefore drawn at random: {', '.join(lacking[:3])}{more}")
         if self.team.size > 1:
-            batch = counted(self._batches * settings.batch_size, "sequence")
-            who = "each" if settings.sharing == 1 else f"{settings.sharing} of them together"
+            sharing, each = ours.tp * ours.cp, args.per_device_train_batch_size
+            batch = counted(self.team.size // sharing * each, "sequence")
+            who = "each takes" if sharing == 1 else f"{sharing} of them together take"
             self._console.print(
-                f"{self.team.size} processes: each keeps a share of the model and of the memory; {who} "
-                f"{'takes' if settings.sharing == 1 else 'take'} {settings.batch_size} of the {batch} of a batch"
+                f"{self.team.size} processes: each keeps a share of the model and of the memory; {who} {each} of the "
+                f"{batch} of a batch"
             )
         self._console.print(f"plan{' of rank 0' if self.team.size > 1 else ''}: {model._gemini_engine.decision.plan}")
-        self._wish = StopWish(_STOPPING if self.team.is_first else "")
-        self._stop = Stop(self._wish, self.team, console)
-        self._shown = Shown(
-            console,
-            model._gemini_engine,
-            num_tokens=self._sequences * settings.seq_len,
-            sharing=settings.sharing,
-            metrics=settings.out / "metrics.jsonl" if self.team.is_first else None,
-        )
-        self.trainer = self._make_trainer()
+        return model
+
+    def _trainer(self, data: dict[str, Any], tokenizer: Any) -> Any:
+        args, script, ours = self.options.args, self.options.script, self.options.ours
+        callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self.position]
+        if ours.patience is not None:
+            callbacks.append(transformers.EarlyStoppingCallback(ours.patience))
+        use_cache = getattr(self.model.config, "use_cache", None)
+        if getattr(args, "precompute_ref_log_probs", False):
+            self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
+        marks = getattr(args, "assistant_only_loss", False)
+        with refusing_rows(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
+            trainer = trainer_class(self.kind)(
+                model=self.model,
+                args=args,
+                train_dataset=data[script.dataset_train_split],
+                eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
+                processing_class=tokenizer,
+                callbacks=callbacks,
+                **self._rewards,
+            )
+        if use_cache is not None:
+            self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.durable_every = ours.durable_every or 1
+        for line in (*trainer.told, *outside(trainer)):
+            self._console.print(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
-            draw_from(settings.seed + self.team.rank // settings.tp)
-        self._resumed = self._look_into(checkpoint)
-
-    # ---- before the first step ---------------------------------------------------------------------------------------
-
-    def _open_data(self, source: ModelSource) -> JobData:
-        """Open the data and the tokenizer, and refuse what does not go with each other or with the model.
-
-        Raises:
-            JobError: saying which.
-        """
-        settings = self.settings
-        _check_length(settings, source)
-        self._tokenizer = byte_tokenizer() if source.tokenizer is None else load_tokenizer(source.tokenizer)
-        if settings.chat_template is not None:
-            with as_job_error(asked=f"--chat-template {settings.chat_template}"):
-                self._tokenizer.chat_template = settings.chat_template.read_text(encoding="utf-8")
-        # Bytes are read without a tokenizer: theirs is for samples and for what is saved.
-        data = open_data(settings, None if source.tokenizer is None else self._tokenizer)
-        if data.rows == ("messages",) and self._tokenizer.chat_template is None:
-            raise JobError(
-                f"--data has messages, and the tokenizer of {source.tokenizer} has no chat template: give a Jinja file "
-                "with --chat-template, or rows of prompt and completion."
-            )
-        tokens = _tokens_of(source, self._tokenizer)
-        if tokens.num_ids > source.config.vocab_size:
-            raise JobError(
-                f"{source.label} has a vocabulary of {source.config.vocab_size}; the text as {tokens.words} needs "
-                f"{tokens.num_ids}. Give a config with a vocab_size of at least {tokens.num_ids}."
-            )
-        self._console.print(f"{data.words[0]}; {tokens.words}", *data.words[1:], sep="\n")
-        return data
-
-    def _num_steps(self, sequences: int) -> int:
-        settings = self.settings
-        if settings.epochs is None:
-            return settings.steps
-        batches = math.ceil(sequences / (settings.batch_size * self._batches))
-        return math.ceil(settings.epochs * math.ceil(batches / settings.accumulate))
-
-    @property
-    def _batches(self) -> int:
-        """That the processes take at once: those that share one count once."""
-        return self.team.size // self.settings.sharing
-
-    @property
-    def _sequences(self) -> int:
-        return self.settings.accumulate * self.settings.batch_size * self._batches
-
-    @property
-    def asked(self) -> str:
-        """How many steps, as the options say it."""
-        epochs = self.settings.epochs
-        return f"--steps {self.steps}" if epochs is None else f"--epochs {epochs:g}, {counted(self.steps, 'step')}"
-
-    @property
-    def _position(self) -> dict[str, Any]:
-        return {"data": self.data.identity, "sequences_per_step": self._sequences}
-
-    def _compare(self, found: Path | None) -> Path | None:
-        """The checkpoint that rank 0 chose, once it is known that all ranks have the same data."""
-        own = {"checkpoint": None if found is None else str(found), "data": self.data.identity}
-        everyone = self.team.tell(own, "the comparison of the data")
-        for rank, other in enumerate(everyone):
-            if other["data"] != everyone[0]["data"]:
-                raise JobError(
-                    f"rank {rank} found other text than rank 0. Every process reads all of it: give --data files that "
-                    "are the same on all machines."
-                )
-        chosen = everyone[0]["checkpoint"]
-        return None if chosen is None else Path(chosen)
-
-    def _make_trainer(self) -> Any:
-        settings, chat = self.settings, self.data.rows == ("messages",)
-        callbacks: list[Any] = [self._shown, self._stop]
-        if settings.sample_every:
-            callbacks.append(Samples(self._console, self._tokenizer, settings.prompt, settings.sample_every, chat=chat))
-        if settings.patience is not None:
-            callbacks.append(transformers.EarlyStoppingCallback(settings.patience))
-        with as_job_error(asked="The settings cannot be used together"):
-            trainer = make_trainer(
-                settings,
-                self.model,
-                self.data,
-                self._tokenizer,
-                use_cpu=self.device.type == "cpu",
-                parallelism=parallelism_of(settings, self.team.size),
-                callbacks=callbacks,
-            )
-        self._console.print(*trainer.told, sep="\n", end="\n" if trainer.told else "")
-        self.steps = trainer.args.max_steps = self._num_steps(len(trainer.train_dataset))
-        trainer.position, trainer.measure = self._position, self._shown.measure
+            draw_from(args.seed + self.team.rank // ours.tp)
         return trainer
-
-    def _look_into(self, checkpoint: Path | None) -> Path | None:
-        """The checkpoint to go on from, once it is known to fit this job."""
-        self.step = 0
-        if checkpoint is None:
-            if self.settings.resume == "auto":
-                self._console.print(f"no checkpoint in {self.settings.out}: starting anew")
-            return None
-        saved = _position_in(checkpoint)
-        for name, what in _IDENTITY.items():
-            before, now = saved["data"].get(name), self.data.identity[name]
-            if before != now:
-                raise JobError(
-                    f"{checkpoint} stands in the middle of other data: its {what} is {before}, here it is {now}. Give "
-                    "what that run was given, or start anew in another --out."
-                )
-        self.step = int(json.loads((checkpoint / "trainer_state.json").read_text())["global_step"])
-        store = store_behind(checkpoint)
-        self._console.print(
-            f"resuming from {checkpoint if store is None else f'the store in {store}'} after step {self.step}"
-        )
-        if saved["sequences_per_step"] != self._sequences:
-            self._console.print(
-                f"a step was {saved['sequences_per_step']} sequences before, it is {self._sequences} from now on: the "
-                "data goes on where so many steps of the new size would stand"
-            )
-        if self.step < self.steps:
-            return checkpoint
-        if self.settings.resume == "auto" and self.step > self.steps:
-            self._console.print(f"that is past {self.asked}: nothing is left to do ({_MORE})")
-            return checkpoint
-        if self.settings.resume != "auto":
-            raise JobError(
-                f"--resume {checkpoint}: its {self.step} steps are all of {self.asked}. Ask for more to go on."
-            )
-        # A run that died while it wrote the model, and is started again with the same command, has only that to do.
-        self._console.print(f"these are all of {self.asked}: only the model is written ({_MORE})")
-        return checkpoint
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> list[float]:
-        """Train to the last step, or to the whole step after Ctrl-C. Returns the losses that were logged.
-
-        Afterwards ``self.finished`` says whether that was the end; if not, a checkpoint is there.
-        """
-        if self.step > self.steps:
-            return []
-        if self.team.is_first:
-            always = () if self.settings.plan is None else OF_A_STEP  # defaults are the plan's
-            (self.settings.out / "gemini.yaml").write_text(to_yaml(self.settings, always), encoding="utf-8")
-            self._shown.rewind(self.step)
-        before = self.step
-        resume = None if self._resumed is None else str(self._resumed)
+    def steps(self) -> bool:
+        """Train to the last step, or to the whole step after Ctrl-C, where a checkpoint is; say if that was the end."""
+        trainer = self.trainer
+        self.begun_at = self._start()
         try:
             with self._wish:
-                self.trainer.train(resume)
+                trainer.train(None if self._resume is None else str(self._resume))
         except gemini.NonFiniteGradient as e:
-            self.trainer.optimizer.zero_grad()
-            self.trainer._save_checkpoint(self.model, None)
-            at = self.trainer.state.global_step
+            trainer.optimizer.zero_grad()
+            trainer._save_checkpoint(self.model, None)
+            at = trainer.state.global_step
             raise JobError(
                 f"The gradients of step {at + 1} hold inf or NaN, so no weight was changed. The state before it is "
-                f"saved as checkpoint-{at}; --resume auto goes on from there. A lower --lr may help."
+                f"saved as checkpoint-{at}; --resume_from_checkpoint auto goes on from there. A lower --learning_rate "
+                "may help."
             ) from e
-        finally:
-            self._shown.end()
-        self.step = self.trainer.state.global_step
-        history = self.trainer.state.log_history
-        return [row["loss"] for row in history if "loss" in row and row["step"] > before]
+        return trainer.state.global_step >= trainer.state.max_steps or not self._stop.heeded
 
-    @property
-    def finished(self) -> bool:
-        """Whether there is nothing left to do: all steps were made, or the loss no longer fell."""
-        return self.step >= self.steps or not self._stop.heeded
+    def go(self, again: str) -> int:
+        """Make the steps and write the model; returns the exit code. ``again``: how to call it to go on."""
+        finished, state = self.steps(), self.trainer.state
+        past = self.begun_at > state.max_steps
+        if finished and not past:
+            self.trainer.save_model(str(self.out))
+        memory = self.model.memory_report()
+        lines, all_within = budget_lines(*self.team.tell(shares(memory), "the end of the job"))
+        self._console.print(str(memory), *lines, sep="\n")
+        if not finished:
+            self._console.print(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
+            return 130
+        what, whose = ("adapter", "peft's AutoPeftModel") if self.options.model.use_peft else (
+            "model", "transformers' AutoModel")  # fmt: skip
+        said = f"The {what} is in {self.out}; it opens with {whose}ForCausalLM.from_pretrained."
+        if self.kind == "reward":
+            said = said.replace("ForCausalLM", "ForSequenceClassification")
+        if past:
+            said = f"Nothing was trained and nothing written: step {self.begun_at} is past {state.max_steps}."
+        elif state.global_step < state.max_steps:
+            said = f"Stopped after step {state.global_step} of {state.max_steps}: no lower loss. {said}"
+        self._console.print(said)
+        if self.options.args.push_to_hub and not past:
+            self.trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
+        return 0 if all_within else 1
 
-    def why_early(self) -> str:
-        """Why a run that is finished made fewer steps than were asked for."""
-        state, patience = self.trainer.state, counted(self.settings.patience or 0, "evaluation")
-        return (
-            f"Stopped after step {self.step} of {self.steps}: no lower loss in {patience}. The weights are those of "
-            f"step {state.best_global_step}, loss {state.best_metric:.4f}."
-        )
-
-    def save(self) -> None:
-        """Write the model to ``--out`` as Hugging Face safetensors, its tokenizer beside it."""
-        self.trainer.save_model(str(self.settings.out))
+    def _start(self) -> int:
+        """Say where the run begins, and write down what was asked; returns the steps that are done."""
+        step = checkpoints.step_of(self._resume)
+        if self._resume is not None:
+            store = store_behind(self._resume)
+            where = self._resume if store is None else f"the store in {store}"
+            self._console.print(f"resuming from {where} after step {step}")
+        elif self.options.args.resume_from_checkpoint == "auto":
+            self._console.print(f"no checkpoint in {self.out}: starting anew")
         if self.team.is_first:
-            (self.settings.out / "training_args.bin").unlink(missing_ok=True)  # a pickle that nobody needs
+            (self.out / "gemini.yaml").write_text(to_yaml(self.options.said), encoding="utf-8")
+            self._shown.rewind(step)
+        return step
 
 
-_MORE = "more --steps or --epochs go on"
-_STOPPING = "Stopping after this step, then saving. Once more stops at once, and saves nothing."
-_IDENTITY = {
-    "files": "list of files",
-    "rows": "kind of rows",
-    "seq_len": "sequence length",
-    "seed": "seed",
-    "count": "number of sequences",
-}
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
-class _Tokens(NamedTuple):
-    """The ids in which text is given to the model: how many, and what they are in words."""
+def _check_model(source: ModelSource, options: Options) -> None:
+    """Refuse what is no causal language model, and sequences that are longer than it has positions."""
+    config, args = source.config, options.args
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise JobError(
+            f"{source.label} is of type {config.model_type!r}, which transformers has no causal language model for."
+        )
+    if options.model.use_peft and source.weights is None:
+        raise JobError(f"--use_peft adapts trained weights, and {source.label} has none: give a model folder.")
+    longest, asked = getattr(config, "max_position_embeddings", None), getattr(args, "max_length", None)
+    if longest is not None and asked is not None and asked > longest:
+        if "max_length" in options.said:
+            raise JobError(f"--max_length {asked} is more than the model's {longest} positions. Use at most {longest}.")
+        args.max_length = longest
 
-    num_ids: int
-    words: str
 
-
-def _tokens_of(source: ModelSource, tokenizer: Any) -> _Tokens:
-    if source.tokenizer is None:
-        return _Tokens(BYTE_VOCABULARY, "byte-level tokens (ids 0..255, 256 ends a document; text need not be UTF-8)")
-    end = tokenizer.eos_token_id
-    boundary = "no id between documents" if end is None else f"{end} ends a document"
-    return _Tokens(len(tokenizer), f"tokenizer of {source.tokenizer} with {len(tokenizer)} ids, {boundary}")
-
-
-def _check_length(settings: TrainSettings, source: ModelSource) -> None:
-    """Refuse sequences that are longer than the model has positions.
+def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, list[str]]:
+    """The model without values, from its config or what its files say they hold (with its linear layers in 4 bits: with
+    values), and the params that these files lack.
 
     Raises:
-        JobError: saying how many it has.
+        JobError: if transformers or PEFT cannot make it of these files.
     """
-    longest = getattr(source.config, "max_position_embeddings", None)
-    if longest is not None and settings.seq_len > longest:
-        default = " (the default)" if settings.seq_len == TrainSettings.seq_len else ""
-        raise JobError(
-            f"--seq-len {settings.seq_len}{default} is more than the model's {longest} positions. "
-            f"Use at most {longest}."
-        )
-
-
-def _check_tracker(name: str) -> None:
-    packages = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",)}.get(name)
-    if packages is not None and not any(map(importlib.util.find_spec, packages)):
-        raise JobError(
-            f"--report-to {name}: {name} is not installed: pip install {name}. Losses are in metrics.jsonl too."
-        )
-
-
-def _position_in(checkpoint: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((checkpoint / POSITION).read_text()))
-    except (OSError, ValueError) as e:
-        raise JobError(
-            f"--resume {checkpoint}: this checkpoint was not written by `gemini train`, it has no position."
-        ) from e
-
-
-def train(settings: TrainSettings, console: Console, *, command: str) -> int:
-    """Run the job as the command line does; returns the exit code. ``command`` is how to call it again."""
-    hush()
-    cuda = torch.cuda.is_available() and (settings.device or "cuda").startswith("cuda")
-    with join(settings.rank_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
-        with team.all_or_none("the folder of the run"):
-            if team.is_first:
-                until_end.enter_context(checkpoints.claimed(settings.out))
-        if not team.is_first:
-            console = Console(quiet=True, force_terminal=False)
-        run = TrainRun(settings, console, team)
-        run.run()
-        past = run.step > run.steps
-        if run.finished and not past:
-            run.save()
-        memory = run.model.memory_report()
-        lines, all_within = budget_lines(*team.tell(shares(memory), "the end of the job"))
-        console.print(str(memory), *lines, sep="\n")
-        if past:
-            said = f"Nothing was trained and nothing written: step {run.step} is past {run.asked}."
-        elif run.finished:
-            if run.step < run.steps and settings.patience is not None:
-                console.print(run.why_early())
-            said = f"The model is in {settings.out}; it opens with transformers' AutoModelForCausalLM.from_pretrained."
-            if settings.lora is not None:
-                said = (
-                    f"The adapter is in {settings.out}; it opens with peft's AutoPeftModelForCausalLM.from_pretrained."
-                )
-        else:
-            said = f"Stopped after step {run.step} of {run.steps}. To go on: {command}"
-        console.print(said)
-        return 130 if not run.finished else 0 if all_within else 1
-
-
-def _device(asked: str | None) -> torch.device:
-    """Where the batches go: the device Gemini computes on.
-
-    Of several processes on a machine each takes a GPU of its own.
-    """
-    if asked is None:
-        asked = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch_device_of(asked)
-    except RuntimeError as e:
-        raise JobError(f"--device {asked}: there is no such device. Use cpu or cuda, or leave it out.") from e
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise JobError(
-            f"--device {asked}: torch finds no usable GPU (`gemini doctor` says more). Leave it out to use the CPU."
-        )
-    if device.type == "cuda" and device.index is None:
-        if launch.local_size() > torch.cuda.device_count():
-            raise JobError(
-                f"{launch.local_size()} processes were started on this machine, and it has {torch.cuda.device_count()} "
-                "GPUs. Start one for each GPU (torchrun --nproc-per-node), or use --device cpu; where each process "
-                "sees a GPU of its own only, --device cuda:0."
+    args, asked = options.args, options.model
+    auto: Any = transformers.AutoModelForCausalLM
+    if kind == "reward":
+        auto, source.config.num_labels = transformers.AutoModelForSequenceClassification, 1
+        if "lora_task_type" not in options.said:
+            asked.lora_task_type = "SEQ_CLS"
+    attention = Attention(asked.attn_implementation, precision_of(args), args.device)
+    draw_from(args.seed)  # adapters
+    with only_refusing(source, "built"):
+        adapters, codes = trl.get_peft_config(asked), trl.get_quantization_config(asked)
+        adapt = None if adapters is None else partial(_get_peft_model(), peft_config=adapters)
+        if source.weights is None:
+            attention.keyword(source.config, auto)
+            return skeleton_from_config(source.config, model_class=auto, attention=attention, dtype=torch.float32), []
+        how = {"config": source.config, "trust_remote_code": args.trust_remote_code}
+        if not Path(source.weights).exists():
+            how["revision"] = asked.model_revision
+        if codes is not None:
+            keyword = attention.keyword(source.config, auto)
+            dtype = codes.bnb_4bit_compute_dtype
+            model = auto.from_pretrained(
+                source.weights, quantization_config=codes, device_map="cpu", dtype=dtype, **how, **keyword
             )
-        device = torch.device("cuda", launch.local_rank())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
+            return (model if adapt is None else adapt(model)), []
+        how["dtype"] = asked.dtype if "dtype" in options.said else "auto"
+        skeleton, info = skeleton_from_pretrained(
+            source.weights, model_class=auto, attention=attention, adapt=adapt, **how
+        )
+        return skeleton, sorted(info["missing_keys"])
 
 
-def _attention(settings: TrainSettings, source: ModelSource, device: torch.device) -> Attention:
-    """What ``--attn-implementation`` asks for, as far as it can be told before the model is built."""
-    attention = Attention(settings.attn_implementation, settings.precision, device)
-    with as_job_error(asked=f"--attn-implementation {settings.attn_implementation}"):
-        attention.keyword(source.config, transformers.AutoModelForCausalLM)
-    return attention
+def _get_peft_model() -> Callable[..., Any]:
+    import peft
+
+    return peft.get_peft_model
 
 
-def _compile_blocks(model: torch.nn.Module) -> None:
+def _compile(model: Any) -> None:
     try:
-        compile_blocks(model)
+        compile_blocks(model if isinstance(model, nn.Module) else model.model)
     except gemini.GeminiError as e:
-        raise JobError(f"--compile: {e}") from e
+        raise JobError(f"--torch_compile: {e}") from e
+
+
+def make_config(kind: str, options: Options, source: ModelSource, notes: list[str]) -> gemini.GeminiConfig:
+    """How the model of a job is managed: its options, or a plan that ``gemini plan`` wrote. ``notes`` takes what a job
+    that runs a plan makes otherwise.
+
+    Raises:
+        JobError: for options that cannot be used together.
+        PlanMismatch: for a plan that cannot be read.
+    """
+    args, ours = options.args, options.ours
+    plan: gemini.Plan | None = None
+    budgets: Mapping[Tier, int] = {}
+    gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
+    if ours.plan is not None:
+        plan = document.load(Path(ours.plan), "--plan", gemini.Plan.from_json)
+        budgets, gradients = plan.problem.budgets, plan.problem.gradients
+        ranks = launch.num_processes() // ours.replicas
+        notes += check_step(plan, options, ranks=ranks, computes=Tier(args.device.type.replace("cuda", "gpu")))
+    trace = None
+    if plan is None and ours.activations is None and args.device.type == "cuda":
+        if ours.ep > 1 or kind in ("grpo", "rloo"):
+            raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
+        trace = trace_of(kind, options, source)
+    with as_job_error(asked="The options cannot be used together"):
+        return gemini.GeminiConfig(
+            precision=precision_of(args),
+            states=ours.states,
+            memory=gemini.MemoryBudget(
+                gpu=ours.gpu_memory or budgets.get(Tier.GPU),
+                cpu=ours.cpu_memory or budgets.get(Tier.CPU),
+                nvme=ours.nvme_memory or budgets.get(Tier.NVME),
+                nvme_path=ours.nvme_path,
+                durable=ours.durable_every > 0,
+            ),
+            placement="auto" if plan is None else plan,
+            gradients=gradients,
+            device=str(args.device),
+            activations=ours.activations,
+            offload_activations=ours.offload_activations,
+            trace=trace,
+            tile_tokens=ours.tile_tokens,
+            optimizer=rule_named(ours.optimizer or "adamw"),
+        )
+
+
+def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace:
+    """One micro-batch of the job's step, traced on fake tensors."""
+    args, ours = options.args, options.ours
+    config = copy.deepcopy(source.config)
+    if options.model.attn_implementation is not None:
+        config._attn_implementation = options.model.attn_implementation
+    rows = args.per_device_train_batch_size * (2 if kind in PAIRS else 1)
+    ids = torch.empty(rows, args.max_length or config.max_position_embeddings, dtype=torch.int64, device="meta")
+    return gemini.trace(
+        config,
+        {"input_ids": ids, "labels": ids},
+        precision=precision_of(args),
+        checkpointing="non-reentrant" if args.gradient_checkpointing else None,
+        tile_tokens=ours.tile_tokens,
+        tensor_parallel=ours.tp,
+        context_parallel=ours.cp,
+    )
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def mesh_of(options: Options, num_processes: int) -> Any:
+    """The mesh of the job's processes; None where all of them share one model."""
+    ours, kind = options.ours, options.args.device.type
+    if options.args.parallelism_config is not None:
+        found = parallel_of(options.args.parallelism_config, num_processes, kind)
+        return None if found is None else found.mesh
+    if ours.replicas == ours.ep == 1:
+        return None
+    from torch.distributed.device_mesh import init_device_mesh
+
+    sizes = (ours.replicas, num_processes // (ours.replicas * ours.ep), ours.ep)
+    return init_device_mesh(kind, sizes, mesh_dim_names=("dp_replicate", "dp", "ep"))
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def trainer_class(kind: str) -> type[Any]:
+    """TRL's trainer through our bridge; where it makes tokens of rows beforehand, it counts what it cuts."""
+    name = f"Gemini{'Reward' if kind == 'reward' else kind.upper()}Trainer"
+    return type(name, (CountsRows, getattr(ready, name)), {})
+
+
+def reward_functions(script: Any) -> list[Any]:
+    """What ``--reward_funcs`` and ``--reward_model_name_or_path`` name, as TRL's scripts understand it.
+
+    Raises:
+        JobError: for a name that is none.
+    """
+    found: list[Any] = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for name in script.reward_funcs or ():
+        module, _, function = name.rpartition(".")
+        try:
+            if module:
+                sys.path.insert(0, os.getcwd())
+            made = getattr(importlib.import_module(module or "trl.rewards"), function)
+        except (ImportError, AttributeError) as e:
+            raise JobError(
+                f"--reward_funcs {name}: {e}. It is a function of trl.rewards, or one of a file here as module.name."
+            ) from e
+        if name == "get_soft_overlong_punishment":
+            made = made(max_completion_len=1280, soft_punish_cache=256)  # as in TRL's scripts
+        found.append(made)
+    if not found:
+        raise JobError("Say what is rewarded: --reward_funcs NAME, or --reward_model_name_or_path FOLDER.")
+    return found
+
+
+@contextmanager
+def _base_as_reference(model: Any) -> Iterator[None]:
+    """Of a model with new adapters the reference is its base: TRL does so where it makes the adapters itself, and gives
+    a model that comes with some a second one, to which it copies them. New ones change nothing yet.
+    """
+    if not hasattr(model, "peft_config"):
+        yield
+        return
+    with replaced(model, "add_adapter", lambda *_: None), replaced(model, "get_parameter", lambda _: _Nowhere()):
+        yield
+
+
+class _Nowhere:
+    """Where a copy goes that is not needed."""
+
+    @property
+    def data(self) -> _Nowhere:
+        return self
+
+    def copy_(self, other: Any) -> None:
+        pass
+
+
+def outside(trainer: Any) -> Iterator[str]:
+    """What a trainer has in memory that no budget knows of."""
+    reference, rewards = getattr(trainer, "ref_model", None), getattr(trainer, "reward_funcs", ())
+    for what, model in [("the reference model", reference), *(("a reward model", one) for one in rewards)]:
+        if isinstance(model, nn.Module) and not isinstance(model, GeminiDDP):
+            size = sum(p.numel() * p.element_size() for p in model.parameters())
+            yield f"outside of the budgets: {what}, {human_bytes(size)} in memory"

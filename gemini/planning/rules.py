@@ -1,6 +1,6 @@
 """The registry of update rules: which there are, by the names that command lines take, with their planes.
 
-Whatever offers rules by name reads it: ``gemini.optim``, ``gemini plan`` and ``gemini train``, the bridges, compact
+Whatever offers rules by name reads it: ``gemini.optim``, ``gemini plan`` and ``gemini sft``, the bridges, compact
 states and the documentation. What a rule computes, its hyperparameters with their defaults and what they mean, stand in
 its class; its optimizer is made from that class, unless :mod:`gemini.optim.optimizers` has one of that name.
 """

@@ -18,12 +18,12 @@ class Command:
     """
 
     def __init__(self, *words: object):
-        self._words = words
+        self.words = words
 
     def __call__(self, *words: object) -> Any:
         from gemini.cli import app
 
-        return CliRunner().invoke(app, [str(word) for word in (*self._words, *words)])
+        return CliRunner().invoke(app, [str(word) for word in (*self.words, *words)])
 
     def ok(self, *words: object) -> Any:
         """A run that ends well."""

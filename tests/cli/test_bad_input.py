@@ -18,7 +18,7 @@ def test_importing_the_command_line_is_quick() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("options", [["--preset", "gpt2-small", "--steps", "0"], ["--stepz", "3"], ["--steps", "few"]])
+@pytest.mark.parametrize("options", [["--cpu_memory", "5 parsecs"], ["--stepz", "3"], ["--max_steps", "few"]])
 def test_of_several_processes_one_says_what_is_wrong(
     gemini_command: Command, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
@@ -27,18 +27,9 @@ def test_of_several_processes_one_says_what_is_wrong(
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", rank)
-        result = gemini_command("train", "--data", "x", *options)
+        result = gemini_command("sft", "--dataset_name", "x", "--model_name_or_path", "y", *options)
         assert result.exit_code == 2
         assert bool(result.stderr) == (rank == "0"), result.stderr
-
-
-def test_unknown_preset_and_device(gemini_command: Command, tmp_path: Path, text: Path, tiny_config: Path) -> None:
-    out = ["--out", tmp_path / "out", "--data", text]
-    refused(gemini_command("train", "--preset", "gpt5", *out), "--preset gpt5: there is no such preset", "gpt2-small")
-    refused(
-        gemini_command("train", "--model", tiny_config, "--seq-len", 8, "--device", "tpu9", *out),
-        "--device tpu9: there is no such device", begun=True,
-    )  # fmt: skip
 
 
 # ---- configs --------------------------------------------------------------------------------------------------------
@@ -61,16 +52,18 @@ def test_a_config_file_that_is_not_one(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("latin-1"))
-    refused(gemini_command("train", "--model", path, "--data", text, "--out", tmp_path / "out"), str(path), says)
+    given = ("--model_name_or_path", path, "--dataset_name", text, "--output_dir", tmp_path / "out")
+    refused(gemini_command("sft", *given), str(path), says)
 
 
 def test_model_paths_without_a_model(
     gemini_command: Command, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
 ) -> None:
     def train(model: Path, *more: object):
-        return gemini_command("train", "--model", model, "--data", text, "--out", tmp_path / "out", *more)
+        given = ("--model_name_or_path", model, "--dataset_name", text, "--output_dir", tmp_path / "out", *more)
+        return gemini_command("sft", *given)
 
-    refused(train(tmp_path / "absent"), "there is no such file or folder", "has to be downloaded first")
+    refused(train(tmp_path / "absent"), "there is no such file or folder", "a name on a hub as OWNER/MODEL")
     refused(train(tmp_path), "has no config.json, so it is not a Hugging Face model folder")
     folder = tmp_path / "model"
     folder.mkdir()
@@ -78,11 +71,10 @@ def test_model_paths_without_a_model(
     (folder / "consolidated.00.pt").touch()
     refused(train(folder), "pickled files, and neither safetensors nor a pytorch_model.bin", "save_pretrained")
     (folder / "pytorch_model.bin").touch()
-    refused(train(folder, "--seq-len", 8), f"{folder / 'pytorch_model.bin'} cannot be read", begun=True)
+    refused(train(folder, "--max_length", 8), f"{folder / 'pytorch_model.bin'} cannot be read", begun=True)
     (folder / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00{}      junk")
-    refused(train(folder, "--layers", 1), "--layers 1 builds another model")
     damaged = f"model folder {folder} cannot be built: {folder / 'model.safetensors'} cannot be read"
-    refused(train(folder, "--seq-len", 8), damaged, begun=True)
+    refused(train(folder, "--max_length", 8), damaged, begun=True)
 
 
 def test_a_vocabulary_or_window_that_does_not_fit(
@@ -90,45 +82,9 @@ def test_a_vocabulary_or_window_that_does_not_fit(
 ) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_values | {"vocab_size": 100}))
-    command = ["train", "--model", path, "--data", text, "--out", tmp_path / "out"]
-    refused(gemini_command(*command, "--seq-len", 8), "has a vocabulary of 100", "vocab_size of at least 257")
-    refused(gemini_command(*command, "--seq-len", 64), "--seq-len 64 is more than the model's 32 positions")
-    refused(
-        gemini_command(*command), "--seq-len 512 (the default) is more than the model's 32 positions. Use at most 32"
-    )
-
-
-def test_rows_that_are_none(gemini_command: Command, tmp_path: Path, tiny_values: dict[str, Any]) -> None:
-    (tmp_path / "rows.jsonl").touch()
-    (tmp_path / "config.json").write_text(json.dumps(tiny_values))
-    command = (
-        "train",
-        "--model",
-        tmp_path / "config.json",
-        "--data",
-        tmp_path / "rows.jsonl",
-        "--out",
-        tmp_path / "out",
-    )
-    refused(gemini_command(*command, "--seq-len", 8), f"--data {tmp_path / 'rows.jsonl'}: the file is empty")
-
-
-# ---- text -----------------------------------------------------------------------------------------------------------
-
-
-def test_text_that_is_missing_empty_or_short(gemini_command: Command, tmp_path: Path, tiny_config: Path) -> None:
-    def train(*data: object):
-        return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--out", tmp_path / "out", *data)
-
-    refused(train(), "No text was given to train on", "--data")
-    refused(train("--data", tmp_path / "absent"), f"--data {tmp_path / 'absent'}: there is no such file or folder")
-    (tmp_path / "empty.txt").touch()
-    refused(train("--data", tmp_path / "empty.txt"), "only empty files (1)")
-    (tmp_path / "folder").mkdir()
-    refused(train("--data", tmp_path / "folder"), "no file that matches *.txt *.md *.py", "--glob")
-    (tmp_path / "short.txt").write_text("too short")
-    short = train("--data", tmp_path / "short.txt")
-    refused(short, "The text has 10 tokens; sequences of --seq-len 16 need at least 16")
+    command = ["sft", "--model_name_or_path", path, "--dataset_name", text, "--output_dir", tmp_path / "out"]
+    refused(gemini_command(*command), "has a vocabulary of 100", "vocab_size of at least 257")
+    refused(gemini_command(*command, "--max_length", 64), "--max_length 64 is more than the model's 32 positions")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -138,7 +94,8 @@ def test_an_out_folder_that_cannot_be_or_is_taken(
     gemini_command: Command, tmp_path: Path, tiny_config: Path, text: Path
 ) -> None:
     def train(out: Path, *more: object):
-        return gemini_command("train", "--model", tiny_config, "--seq-len", 16, "--data", text, "--out", out, *more)
+        given = ("--model_name_or_path", tiny_config, "--dataset_name", text, "--output_dir", out, *more)
+        return gemini_command("sft", *given)
 
     refused(train(text / "below"), "cannot be written to: Not a directory")
     taken = tmp_path / "taken"
@@ -146,10 +103,10 @@ def test_an_out_folder_that_cannot_be_or_is_taken(
     (checkpoint / "gemini").mkdir(parents=True)
     for name in ("gemini/manifest.json", "scheduler.pt", "trainer_state.json"):
         (checkpoint / name).touch()
-    refused(train(taken), "holds checkpoints of an earlier run, the newest is checkpoint-20", "--resume auto")
-    refused(train(taken, "--resume", tmp_path / "absent"), "there is no such checkpoint folder")
-    refused(train(taken, "--resume", taken), "this is the folder of a run", "checkpoint-20")
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").touch()
-    refused(train(model), "holds a model already")
+    refused(
+        train(taken),
+        "holds checkpoints of an earlier run, the newest is checkpoint-20",
+        "--resume_from_checkpoint auto",
+    )
+    refused(train(taken, "--resume_from_checkpoint", tmp_path / "absent"), "there is no such checkpoint folder")
+    refused(train(taken, "--resume_from_checkpoint", taken), "this is the folder of a run", "checkpoint-20")

@@ -137,7 +137,7 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Command, store: Pat
         "To be resumed\n  commit 2, step 3, saved by 1 rank; by any number of ranks\n",
         "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 4",
         "step 3 of the run in /runs/a",
-        f"by gemini train --resume {store}",
+        f"by gemini sft --resume_from_checkpoint {store}",
         "twice on the drive",
         "records: 2 of 2 whole",
         "data: reading 840 KiB",

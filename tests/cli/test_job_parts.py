@@ -7,20 +7,20 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from gemini.integrations.metrics import MetricsCallback
 from rich.console import Console
 
 from gemini import cli
 from gemini.jobs.checkpoints import check_room, choose, num_bytes
 from gemini.jobs.demo import ResidentPeak, resident_bytes
 from gemini.jobs.errors import JobError
-from gemini.jobs.options import from_yaml, to_yaml
 from gemini.jobs.screen import budget_lines
-from gemini.jobs.settings import TrainSettings
-from gemini.jobs.trainer import Shown, StopWish
+from gemini.jobs.watch import Shown, StopWish
 from gemini.ranks import launch
 from gemini.tiers import Tier
 
@@ -61,16 +61,16 @@ def checkpoint(out: Path, step: int) -> Path:
 
 
 def test_checkpoints_are_chosen_by_step(tmp_path: Path) -> None:
-    assert choose("auto", tmp_path, overwrite=False) is None
+    assert choose("auto", tmp_path) is None
     paths = {step: checkpoint(tmp_path, step) for step in (20, 100, 9)}
     (paths[100] / "scheduler.pt").unlink()  # torn
-    assert choose("auto", tmp_path, overwrite=False) == paths[20]
-    assert choose(str(paths[9]), tmp_path, overwrite=False) == paths[9]
+    assert choose("auto", tmp_path) == paths[20]
+    assert choose(str(paths[9]), tmp_path) == paths[9]
 
 
 def test_a_drive_without_room_for_the_checkpoints_is_refused(tmp_path: Path) -> None:
     check_room(tmp_path, num_bytes(1000, 1000), keep=2)
-    with pytest.raises(JobError, match=r"and 3 checkpoints of 13\.67 TiB take .*--save-every 0"):
+    with pytest.raises(JobError, match=r"and 3 checkpoints of 13\.67 TiB take .*--save_strategy no"):
         check_room(tmp_path, 15_032_385_535_000, keep=2)
 
 
@@ -88,7 +88,10 @@ def test_the_budgets_of_all_ranks_are_judged() -> None:
 
 
 def test_how_to_start_again_names_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch.again("train --resume auto") == "gemini train --resume auto" and launch.speaks()
+    assert (
+        launch.again("train --resume_from_checkpoint auto") == "gemini train --resume_from_checkpoint auto"
+        and launch.speaks()
+    )
     several = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     for name, value in several.items():
         monkeypatch.setenv(name, value)
@@ -118,44 +121,49 @@ def test_the_watch_sees_memory_that_is_gone_again() -> None:
 class Logged:
     """A Trainer's state as far as the lines look at it."""
 
-    max_steps, num_input_tokens_seen, epoch = 2000, 0, 0.5
+    max_steps = 2000
 
     def __init__(self, step: int) -> None:
-        self.global_step = step
+        self.global_step, self.log_history = step, [{}]
 
 
-def shown(console: Console, metrics: Path | None = None) -> Shown:
+def managed() -> SimpleNamespace:
+    """A managed model as far as the metrics look at it."""
     tiers = {Tier.CPU: 3 * MIB, Tier.NVME: int(1.234 * GIB)}
     ledger = SimpleNamespace(tiers=tiers, used=tiers.get, peak=tiers.get)
-    stalls = {"nvme read": 1e9}
-    store = SimpleNamespace(ledger=ledger, mover=SimpleNamespace(watch=SimpleNamespace(stalls=stalls)))
-    lines = Shown(console, SimpleNamespace(store=store), num_tokens=16, metrics=metrics)
-    args = SimpleNamespace(eval_strategy="no")
-    lines.on_train_begin(args, Logged(1998), SimpleNamespace())
+    mover = SimpleNamespace(watch=SimpleNamespace(stalls={"nvme read": 1e9}))
+    return SimpleNamespace(_gemini_engine=SimpleNamespace(store=SimpleNamespace(ledger=ledger, mover=mover)))
+
+
+def shown(console: Console, metrics: Path | None = None) -> Callable[..., None]:
+    """The lines and rows of a run; what it returns logs one more."""
+    lines, figures, model = Shown(console, metrics), MetricsCallback(), managed()
+    args, state = SimpleNamespace(eval_strategy="no"), Logged(1998)
+    for callback in (figures, lines):
+        callback.on_train_begin(args, state, None)
+
+    def log(step: int, **logs: float) -> None:
+        for callback in (figures, lines):  # the mixin has the metrics first
+            callback.on_log(args, Logged(step), None, logs=logs, model=model)
+
     for step in (1999, 2000):
-        lines.on_step_end(args, Logged(step), SimpleNamespace())
-        log(lines, Logged(step), loss=2.5, grad_norm=1.25, learning_rate=1e-3)
-    lines.end()
-    return lines
+        log(step, loss=2.5, grad_norm=1.25, learning_rate=1e-3, num_tokens=32.0 * (step - 1998))
+    return log
 
 
-def log(lines: Shown, state: Logged, **logs: float) -> None:
-    """As the job's Trainer does."""
-    lines.measure(state, logs)
-    lines.on_log(None, state, None, logs=logs)
-
-
-def test_without_a_terminal_there_are_lines_and_a_file(tmp_path: Path) -> None:
+def test_there_are_lines_and_a_file(tmp_path: Path) -> None:
     out = io.StringIO()
-    lines = shown(Console(file=out, soft_wrap=True), tmp_path / "metrics.jsonl")
+    log = shown(Console(file=out, soft_wrap=True), tmp_path / "metrics.jsonl")
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1999/2000", "step 2000/2000"]
     for words in ("loss 2.5000", "grad norm 1.25", "tok/s", "cpu 3 MiB", "% for nvme read", "0:00:00 left", "lr 0.001"):
         assert words in out.getvalue().splitlines()[-1]
-    log(lines, Logged(2000), eval_loss=1.0)
+    log(2000, eval_loss=1.0)
+    assert out.getvalue().splitlines()[-1] == "evaluation after step 2000: loss 1.0000, perplexity 2.718"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1999, 2000, 2000] and rows[0]["loss"] == 2.5
     assert rows[-1]["eval_perplexity"] == pytest.approx(2.71828, abs=1e-4)
-    assert rows[0]["tokens_per_second"] > 0 and rows[0]["step_seconds"] > 0 and rows[1]["seconds_left"] == 0
+    assert rows[1]["tokens_per_second"] > 0 and rows[0]["step_seconds"] > 0 and rows[1]["seconds_left"] == 0
+    assert "tokens_per_second" not in rows[0], "of a resumed run it is not known what was counted before"
     assert rows[0]["cpu_bytes"] == rows[0]["cpu_peak_bytes"] == 3 * MIB and rows[0]["waits_for_nvme_read"] == 1e9
 
 
@@ -164,59 +172,17 @@ def test_rows_of_steps_that_are_made_again_are_dropped(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     rows = [{"step": step, "loss": 1.0} for step in (1, 10, 20, 30)]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4')
-    lines = Shown(Console(quiet=True), None, num_tokens=16, metrics=metrics)
+    lines = Shown(Console(quiet=True), metrics)
     lines.rewind(20)
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 10, 20]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-@pytest.mark.parametrize("width", [100, 150])
-def test_on_a_terminal_there_is_a_live_line_under_the_others(width: int) -> None:
-    out = io.StringIO()
-    shown(Console(file=out, force_terminal=True, width=width, color_system=None))
-    for words in ("2000/2000", "loss 2.5000", "grad norm 1.25", "cpu 3 MiB", "nvme 1.234 GiB"):
-        assert words in out.getvalue()
-    assert "step 1999/2000  loss" in out.getvalue(), "and stays on the screen"
-
-
 def test_a_loss_that_stays_nan_ends_the_run() -> None:
-    lines = shown(Console(file=io.StringIO()))
-    log(lines, Logged(2009), loss=float("nan"))
+    log = shown(Console(file=io.StringIO()))
+    log(2009, loss=float("nan"))
     with pytest.raises(JobError, match="inf or NaN for 10 steps, the last is step 2010"):
-        log(lines, Logged(2010), loss=float("nan"))
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_can_be_repeated_from_its_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "gemini.yaml"
-    settings = TrainSettings(model=Path("m"), data=(Path("a"), Path("b")), lr=1e-5, bytes=True, tile_tokens=64)
-    path.write_text(to_yaml(settings))
-    assert "lr: 1.0e-05" in path.read_text() and "steps" not in path.read_text()
-    assert TrainSettings(**from_yaml(path, TrainSettings)) == settings
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("stepz: 3", "there is no option 'stepz'"),
-        ("overwrite: true", "there is no option 'overwrite'"),
-        ("learning_rate: 1e-3", "there is no option 'learning_rate'. Here it is lr."),
-        ("per-device-train-batch-size: 1", "Here it is batch-size."),
-        ("steps: few", "steps: 'few': invalid literal"),
-        ("steps: 1.5", "this is a whole number"),
-        ("bytes: 1", "this is true or false"),
-        ("- a", "options are lines such as `seq-len: 512`"),
-        ("a: [", "this is not YAML"),
-    ],
-)
-def test_a_yaml_that_is_wrong_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(JobError) as caught:
-        from_yaml(path, TrainSettings)
-    assert says in str(caught.value)
+        log(2010, loss=float("nan"))
 
 
 # ---- how threads wait ------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
-"""``gemini plan --out FILE`` and then ``gemini train --plan FILE``: what was printed is what runs."""
+"""``gemini plan --out FILE`` and then ``gemini sft --plan FILE``: what was printed is what runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
 
 import gemini
-from gemini.jobs.settings import TrainSettings
-from gemini.jobs.train import TrainRun
-from gemini.planning.trace import Source
+from gemini.jobs.team import Team
+from gemini.jobs.train import Run
+from gemini.jobs.train_options import Parser, options_of
 from gemini.planning.traffic import by_name
-from gemini.tiers import Tier
 from tests.cli.commands import Command
 from tests.world import world_of
 
@@ -22,49 +20,48 @@ from tests.world import world_of
 @pytest.fixture
 def planned(tmp_path: Path, tiny_config: Path, gemini_command: Command) -> Path:
     path = tmp_path / "plan.json"
-    made = gemini_command("plan", tiny_config, "--cpu", "1MiB", "--nvme", "1MiB", "--compute", "cpu", "--batch-size", 2,
-                          "--seq-len", 16, "--out", path)  # fmt: skip
-    assert made.exit_code == 0, made.stderr
+    gemini_command.ok("plan", tiny_config, "--cpu", "1MiB", "--nvme", "1MiB", "--compute", "cpu", "--batch-size", 2,
+                      "--seq-len", 16, "--out", path)  # fmt: skip
     return path
 
 
-def settings(config: Path, text: Path, folder: Path, **more: Any) -> TrainSettings:
-    return TrainSettings(model=config, data=(text,), batch_size=2, seq_len=16, steps=2, out=folder / "out",
-                         nvme_path=folder, **more)  # fmt: skip
-
-
 def test_a_plan_that_was_printed_is_run(planned: Path, tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    run = TrainRun(settings(tiny_config, text, tmp_path, plan=planned), Console(quiet=True))
+    words = ["--model_name_or_path", tiny_config, "--dataset_name", text, "--plan", planned, "--nvme_path", tmp_path]
+    words += ["--max_steps", 2, "--save_strategy", "no", "--output_dir", tmp_path / "out"]
+    run = Run("sft", options_of(Parser("sft").read([*map(str, words)])), Console(quiet=True), Team())
     plan = gemini.Plan.from_json(planned.read_text())
     world = world_of(run.model)
     assert world.plan == plan and plan.traffic, "and something moves"
     assert {tier: world.budget(tier) for tier in world.tiers} == plan.problem.budgets
-    run.run()
+    run.steps()
     assert world.moved_last_step() == by_name(plan.traffic)
 
 
 def test_a_plan_for_another_step_is_refused(
     planned: Path, tiny_config: Path, text: Path, tmp_path: Path, gemini_command: Command
 ) -> None:
-    def refuse(*words: object) -> str:
-        result = gemini_command("train", "--model", tiny_config, "--data", text, "--out", tmp_path / "out", "--plan",
-                                planned, *words)  # fmt: skip
+    def refuse(*words: object, model: Path = tiny_config) -> str:
+        given = ["--model_name_or_path", model, "--dataset_name", text, "--output_dir", tmp_path / "out"]
+        result = gemini_command("sft", *given, "--plan", planned, *words)
         assert result.exit_code == 2 and "Traceback" not in result.stderr
         return " ".join(result.stderr.split())
 
-    there = ("--nvme-path", tmp_path, "--batch-size", 2)
-    assert "give --nvme-path" in refuse("--batch-size", 2, "--seq-len", 16)
-    longer = refuse(*there, "--seq-len", 32)
-    assert "was made with --seq-len 16, and this job is with --seq-len 32. Leave it out here" in longer
-    assert "with --accumulate 1, and this job is with --accumulate 2" in refuse(*there, "--accumulate", 2)
-    assert "with --states exact, and this job is with --states compact" in refuse(*there, "--states", "compact")
-    assert "without a durable store: leave --durable-every out" in refuse(*there, "--durable-every", 1)
-    assert "with --batch-size 2, and this job is with --batch-size 3" in refuse(*there[:2], "--batch-size", 3)
-    assert "without --gradient-checkpointing" in refuse(*there, "--seq-len", 16, "--gradient-checkpointing")
-    assert "--activations is the plan's to say" in refuse(*there, "--seq-len", 16, "--activations", "1MiB")
-    assert "is of another model" in refuse(*there, "--seq-len", 16, "--layers", 1)
+    there = ("--nvme_path", tmp_path)
+    assert "give --nvme_path" in refuse()
+    longer = refuse(*there, "--max_length", 32)
+    assert "was made with --max_length 16, and this job has 32. Leave it out here" in longer
+    twice = refuse(*there, "--gradient_accumulation_steps", 2)
+    assert "with --gradient_accumulation_steps 1, and this job has 2" in twice
+    assert "with --states exact, and this job has compact" in refuse(*there, "--states", "compact")
+    assert "without a durable store: leave --durable_every out" in refuse(*there, "--durable_every", 1)
+    assert "batch_size 2, and this job has 3" in refuse(*there, "--per_device_train_batch_size", 3)
+    assert "--gradient_checkpointing False" in refuse(*there, "--gradient_checkpointing")
+    assert "--activations and --offload_activations are the plan's" in refuse(*there, "--activations", "1MiB")
+    other = tmp_path / "other.json"
+    other.write_text(tiny_config.read_text().replace('"n_layer": 2', '"n_layer": 1'))
+    assert "is of another model" in refuse(*there, model=other)
     planned.write_text("{}")
-    assert f"--plan {planned}: this is JSON, but not a plan that Gemini wrote" in refuse(*there, "--seq-len", 16)
+    assert f"--plan {planned}: this is JSON, but not a plan that Gemini wrote" in refuse(*there)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -75,21 +72,24 @@ def test_the_step_of_a_plan_is_the_default(
     path, out = tmp_path / "plan.json", tmp_path / "out"
     step = ["--batch-size", 4, "--seq-len", 32, "--accumulate", accumulate, "--gradient-checkpointing"]
     gemini_command.ok("plan", tiny_config, "--cpu", "2MiB", "--compute", "cpu", *step, "--out", path)
-    base = ["--model", tiny_config, "--data", text, "--plan", path, "--steps", 1, "--device", "cpu"]
-    result = gemini_command.ok("train", *base, "--out", out)
-    told = [line for line in result.stdout.splitlines() if line.startswith("--plan")]
-    assert not told and "sequences of 32" in result.stdout
-    written = yaml.safe_load((out / "gemini.yaml").read_text())
-    assert written["batch-size"] == 4 and written["accumulate"] == accumulate and written["gradient-checkpointing"]
-    less = gemini_command.ok("train", *base, "--out", tmp_path / "less", "--batch-size", 1)
-    assert f"--plan {path} was made with --batch-size 4, and this job is with --batch-size 1: its speed" in less.stdout
-    again = gemini_command.ok("train", "--config", tmp_path / "less" / "gemini.yaml", "--out", tmp_path / "again")
-    assert "this job is with --batch-size 1" in again.stdout, "1 is the usual default, too"
+    base = ["--model_name_or_path", tiny_config, "--dataset_name", text, "--plan", path, "--max_steps", 1]
+    result = gemini_command.ok("sft", *base, "--output_dir", out)
+    assert "\n--plan" not in result.stdout and "of --max_length 32" in result.stdout
+    less = gemini_command.ok("sft", *base, "--output_dir", tmp_path / "less", "--per_device_train_batch_size", 1)
+    told = f"--plan {path} was made with --per_device_train_batch_size 4, and this job has 1: its speed"
+    assert told in less.stdout
+    assert yaml.safe_load((tmp_path / "less" / "gemini.yaml").read_text())["per_device_train_batch_size"] == 1
+    again = gemini_command.ok("sft", "--config", tmp_path / "less" / "gemini.yaml", "--output_dir", tmp_path / "again")
+    assert told in again.stdout
 
 
-def test_the_jobs_own_step_is_traced_where_activations_need_room(tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    run = TrainRun(settings(tiny_config, text, tmp_path, device="standin", gpu_memory="4MiB"), Console(quiet=True))
-    world = world_of(run.model)
-    assert world.plan.trace.source is Source.AHEAD and world.plan.trace.tokens == 32
-    assert world.held(Tier.GPU, "activations") == world.problem.activations > 0
-    run.run()
+def test_a_lora_is_trained_by_its_plan(gemini_command: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model, planned = tmp_path / "model", tmp_path / "plan.json"
+    base = ["--dataset_name", text, "--max_steps", 1, "--save_strategy", "no"]
+    gemini_command.ok("sft", *base, "--model_name_or_path", tiny_config, "--output_dir", model)
+    asked = ("--seq-len", 16, "--batch-size", 2, "--lora", 4)
+    gemini_command.ok("plan", model, *asked, "--gpu", "0MiB", "--cpu", "64MiB", "--out", planned)
+    lora = ["--use_peft", "--lora_r", 4, "--lora_alpha", 8, "--lora_target_modules", "all-linear", "--plan", planned]
+    gemini_command.ok("sft", *base, "--model_name_or_path", model, *lora, "--output_dir", tmp_path / "adapted")
+    assert (tmp_path / "adapted" / "adapter_model.safetensors").is_file()

@@ -1,20 +1,19 @@
-"""``gemini train`` on chats: what is learned is the stock Trainer's own, and everything around it is there."""
+"""What the training commands make of rows and text: what is learned, cut and left out, and what is refused."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
-import torch
-import transformers
-from rich.console import Console
 
+from gemini.jobs.data import text_files
 from gemini.jobs.models import byte_tokenizer
-from tests.cli.commands import Command, refused, same_weights
+from tests.cli.commands import Command, flat, refused
 
 
 @pytest.fixture
@@ -29,70 +28,23 @@ def chats(tmp_path: Path) -> Path:
 @pytest.fixture
 def train(tmp_path: Path, tiny_values: dict[str, Any], chats: Path) -> Command:
     config = tmp_path / "wide.json"
-    config.write_text(json.dumps(tiny_values | {"n_positions": 64}))
-
-    words = ["--model", config, "--data", chats, "--seq-len", 48, "--batch-size", 4, "--device", "cpu"]
-    return Command("train", *words, "--lr", 1e-2, "--log-every", 1, "--schedule", "constant")
-
-
-def losses_of(out: Path, name: str = "loss") -> list[float]:
-    rows = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-    return [row[name] for row in rows if name in row]
+    config.write_text(json.dumps(tiny_values | {"n_positions": 160}))
+    words = ["--model_name_or_path", config, "--dataset_name", chats, "--max_length", 48, "--max_steps", 1]
+    words += ["--per_device_train_batch_size", 4, "--learning_rate", 1e-2, "--logging_steps", 1]
+    return Command("sft", *words, "--save_strategy", "no", "--output_dir", tmp_path / "out")
 
 
-def test_a_run_on_chats_and_its_repetition_from_yaml(train: Command, gemini_command: Command, tmp_path: Path) -> None:
-    """Dropout, held-out chats, samples and an exact resume; the file beside the run repeats it."""
-    out = tmp_path / "out"
-    more = ["--validation", 8, "--eval-every", 3, "--sample-every", 6, "--prompt", "3+1", "--save-every", 3]
-    result = train.ok("--out", out, "--steps", 6, *more)
-    assert "data: 40 rows of messages" in result.stdout and "8 of them are kept to evaluate on" in result.stdout
-    assert result.stdout.count("perplexity") == 2 and "sample after step 6: 3+1 ->" in result.stdout
-    assert losses_of(out)[-1] < losses_of(out)[0] and len(losses_of(out, "eval_perplexity")) == 2
-
-    again = tmp_path / "again"
-    shutil.rmtree(out / "checkpoint-6")
-    words = ["--config", out / "gemini.yaml", "--out", again, "--resume", out / "checkpoint-3"]
-    gemini_command.ok("train", *words)
-    assert losses_of(again) == losses_of(out)[3:]
-    assert same_weights(out, again)
-
-    adapter = tmp_path / "adapter"
-    lora = gemini_command.ok("train", "--config", out / "gemini.yaml", "--model", out, "--lora", 2, "--out", adapter)
-    assert "of them trained" in lora.stdout and (adapter / "adapter_model.safetensors").is_file()
-    drawn = tmp_path / "drawn"
-    torch.manual_seed(12345)  # whatever was drawn before, the same adapter comes from the same --seed
-    gemini_command("train", "--config", out / "gemini.yaml", "--model", out, "--lora", 2, "--out", drawn)
-    assert losses_of(drawn) == losses_of(adapter)
+def loss_of(out: Path) -> float:
+    return float(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
 
 
-def test_a_base_in_4_bits_goes_on_from_a_checkpoint(train: Command, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="pip install '.[quantized]'")
-    base, out, again = tmp_path / "base", tmp_path / "out", tmp_path / "again"
-    train.ok("--out", base, "--steps", 1)
-    how = ["--model", base, "--lora", 2, "--load-in-4bit", "--schedule", "constant"]
-    train.ok("--out", out, "--steps", 4, "--save-every", 2, *how)
-    assert (out / "adapter_model.safetensors").is_file()
-    train.ok("--out", again, "--steps", 4, "--resume", out / "checkpoint-2", *how)
-    assert losses_of(again) == losses_of(out)[2:] and len(losses_of(again)) == 2
-    assert same_weights(out, again, "adapter_model.safetensors")
-
-
-def test_4_bits_without_the_library_say_what_to_install(train: Command, tmp_path: Path, monkeypatch: Any) -> None:
-    base = tmp_path / "base"
-    train.ok("--out", base, "--steps", 1)
-    refused(train("--out", tmp_path / "out", "--steps", 1, "--model", base, "--load-in-4bit"), "give --lora as well")
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    result = train("--out", tmp_path / "out", "--steps", 1, "--model", base, "--lora", 2, "--load-in-4bit")
-    refused(result, "--load-in-4bit needs bitsandbytes", "pip install", begun=True)
-
-
-def test_only_the_answers_are_learned(train: Command, tmp_path: Path) -> None:
-    """Where all of a chat is, the loss is another; so is it where rows share sequences."""
-    first = {}
-    for name, more in {"answers": [], "all": ["--loss-on", "all"], "packed": ["--packing", "bfd"]}.items():
-        train.ok("--out", tmp_path / name, "--steps", 1, *more)
-        first[name] = losses_of(tmp_path / name)[0]
-    assert len({round(loss, 3) for loss in first.values()}) == 3
+def test_only_the_answers_are_learned_where_that_is_asked(train: Command, tmp_path: Path) -> None:
+    """The loss is another; so is it where rows share sequences."""
+    losses = []
+    for more in (["--assistant_only_loss"], [], ["--packing"]):
+        train.ok(*more, "--output_dir", tmp_path / f"out-{len(losses)}")
+        losses.append(round(loss_of(tmp_path / f"out-{len(losses)}"), 3))
+    assert len({*losses}) == 3
 
 
 def test_rows_that_are_cut_or_left_out_are_counted_before_the_first_step(
@@ -104,25 +56,28 @@ def test_rows_that_are_cut_or_left_out_are_counted_before_the_first_step(
         for n in range(40)
     ]
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in turns))
-    out, more = tmp_path / "out", ["--eval-data", chats, "--save-every", 1, "--eval-every", 4]
-    said = "40; 40 cut at --seq-len 48, 20 of them left out (nothing to learn remains); longest 105, median 80 tokens"
+    more = ["--assistant_only_loss", "--test_split_size", 10, "--eval_strategy", "steps", "--eval_steps", 4]
     for steps in (1, 2):
-        result = train.ok("--out", out, "--steps", steps, "--resume", "auto", "--schedule", "constant", *more)
+        how = ["--max_steps", steps, "--resume_from_checkpoint", "auto", "--save_strategy", "steps", "--save_steps", 1]
+        result = train.ok(*more, *how)
         before = result.stdout.partition(f"step {steps}/{steps}")[0]
-        assert f"\nrows: {said}" in before and f"\nrows to evaluate on: {said}" in before
-    all_ = train("--out", tmp_path / "all", "--steps", 1, "--loss-on", "all", "--packing", "wrapped")
-    assert "rows: 40; 0 cut at --seq-len 48; longest 105" in all_.stdout, all_.output
-    packed = train("--out", tmp_path / "bfd", "--steps", 1, "--packing", "bfd")
-    assert "rows: 40; 40 cut at --seq-len 48, in 20 of them nothing to learn remains" in packed.stdout, packed.output
-    short = train("--out", tmp_path / "short", "--steps", 1, "--seq-len", 12)
-    refused(short, "of no row is anything to be learned left", "longest 105", begun=True)
+        assert "\nrows: 30; 30 longer than --max_length 48;" in before and "left out; longest 105" in before, before
+        assert "\nrows to evaluate on: 10; 10 longer than --max_length 48;" in before
+        left = [int(line.split(" left out")[0].split("; ")[-1]) for line in before.splitlines() if "left out" in line]
+        assert sum(left) == 20, "the answers of half of the chats are behind the cut"
+    packed = train.ok("--packing", "--packing_strategy", "wrapped", "--output_dir", tmp_path / "all")
+    assert "rows: 40; packed into " in packed.stdout and "longer than" not in packed.stdout
+    filled = train.ok("--packing", "--output_dir", tmp_path / "bfd")
+    assert "40 longer than --max_length 48" in filled.stdout, "whose ends are lost"
+    short = train("--assistant_only_loss", "--max_length", 12, "--output_dir", tmp_path / "short")
+    refused(short, "leaves nothing of any row to learn", "longest 105", begun=True)
 
 
 TEMPLATES = sorted((Path(__file__).resolve().parents[2] / "docs" / "examples" / "chat_templates").glob("*.jinja"))
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=[path.stem for path in TEMPLATES])
-def test_templates_that_come_as_examples_mark_what_is_learned(train: Command, tmp_path: Path, template: Path) -> None:
+def test_templates_that_come_as_examples_mark_what_is_learned(train: Command, template: Path) -> None:
     """The assistant's words with the token that ends a turn; a chat that goes on begins as it did."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template.read_text()
@@ -137,60 +92,97 @@ def test_templates_that_come_as_examples_mark_what_is_learned(train: Command, tm
     assert text.startswith(tokenizer.apply_chat_template(chat, tokenize=False))
     asked = tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True)
     assert text.startswith(f"{asked}A{end}")
-
-    wide = tmp_path / "wide.json"
-    wide.write_text(json.dumps(json.loads(wide.read_text()) | {"n_positions": 160}))
-    result = train.ok("--out", tmp_path / "out", "--steps", 1, "--seq-len", 160, "--chat-template", template)
-    assert "0 cut at --seq-len 160" in result.stdout, (result.output, result.exception)
+    how = ["--max_length", 160, "--assistant_only_loss", "--chat_template_path", template]
+    assert "0 longer than --max_length 160" in train.ok(*how).stdout
 
 
-def test_a_template_without_marks_is_told_from_a_chat_without_an_assistant(
-    train: Command, tmp_path: Path, chats: Path
-) -> None:
+def test_a_template_without_marks(train: Command, tmp_path: Path) -> None:
     template = tmp_path / "bare.jinja"
     template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    result = train("--out", tmp_path / "out", "--steps", 1, "--chat-template", template)
-    refused(result, "with --chat-template FILE: docs/examples/chat_templates has some", begun=True)
-    train.ok("--out", tmp_path / "out", "--steps", 1, "--chat-template", template, "--loss-on", "all")
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "?"}]}) + "\n")
-    result = train("--out", tmp_path / "alone", "--steps", 1)
-    assert result.exit_code == 2 and "no assistant tokens" in result.stderr and "--chat-template" not in result.stderr
+    bare = ["--chat_template_path", template]
+    refused(train(*bare, "--assistant_only_loss"), "{% generation %}", "docs/examples/chat_templates", begun=True)
+    train.ok(*bare, "--output_dir", tmp_path / "all")
 
 
-def test_a_run_whose_evaluation_gets_worse_ends_early(train: Command, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    more = ["--validation", 8, "--eval-every", 2, "--patience", 1, "--lr", 0.3, "--seed", 1]
-    result = train.ok("--out", out, "--steps", 40, *more)
-    evaluations = losses_of(out, "eval_loss")
-    assert 2 <= len(evaluations) < 20 and evaluations[-1] > min(evaluations)
-    best = 2 * (1 + evaluations.index(min(evaluations)))
-    assert (
-        f"Stopped after step {2 * len(evaluations)} of 40: no lower loss in 1 evaluation. The weights are those of "
-        f"step {best}, loss {min(evaluations):.4f}.\nThe model is in" in result.stdout
-    )
+# ---- what kind of data a name stands for -----------------------------------------------------------------------------
 
 
-def test_the_run_is_that_of_the_stock_trainer(tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    """transformers' Trainer with torch's AdamW, from the same weights on the same sequences."""
-    from gemini.jobs.settings import TrainSettings
-    from gemini.jobs.train import TrainRun
-    from gemini.jobs.trainer import arguments_of
+def test_rows_and_text_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "texts"
+    (folder / "deep").mkdir(parents=True)
+    for name in ("b.txt", "a.md", "deep/c.py", "image.png"):
+        (folder / name).write_text("words\n")
+    found = [str(folder / name) for name in ("a.md", "b.txt", "deep/c.py")]
+    assert text_files(str(folder)) == found and text_files(f"{folder}/**/*.py") == [str(folder / "deep/c.py")]
+    assert text_files(str(folder / "image.png")) == [str(folder / "image.png")], "of what was named nothing is left out"
+    monkeypatch.chdir(tmp_path)
+    assert text_files("texts/*.txt") == ["texts/b.txt"]
+    (folder / "rows.jsonl").write_text("{}\n")
+    assert text_files(str(folder)) == text_files(str(folder / "rows.jsonl")) == text_files("owner/name") == []
 
-    settings = TrainSettings(
-        model=tiny_config, data=(text,), seq_len=16, batch_size=2, accumulate=2, device="cpu", steps=6, lr=4e-3,
-        precision="fp32", save_every=0, log_every=1, out=tmp_path / "out",
-    )  # fmt: skip
-    run = TrainRun(settings, Console(quiet=True))
-    weights = {name: value.clone() for name, value in run.model.state_dict().items()}
-    ours = run.run()
 
-    plain = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tiny_config))
-    plain.load_state_dict(weights)
-    plain.loss_type = "ForCausalLM"
-    arguments = transformers.TrainingArguments(**arguments_of(settings, use_cpu=True))
-    stock = transformers.Trainer(
-        model=plain, args=arguments, train_dataset=run.data.train, data_collator=transformers.default_data_collator
-    )
-    stock.train()
-    theirs = [row["loss"] for row in stock.state.log_history if "loss" in row]
-    assert ours == pytest.approx(theirs, rel=2e-5) and ours[-1] < 0.95 * ours[0]
+@pytest.mark.parametrize("kind", ["parquet", "saved", "csv", "folder", "mixture"])
+def test_rows_of_many_kinds(kind: str, train: Command, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": [f"{n} and {n}" for n in range(20)]})
+    path = tmp_path / f"rows.{kind}"
+    more: list[object] = ["--dataset_name", path]
+    if kind in ("parquet", "csv"):
+        getattr(rows, f"to_{kind}")(path)
+    elif kind == "saved":
+        datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(path)
+        more += ["--eval_strategy", "steps", "--eval_steps", 1]
+    elif kind == "folder":
+        path.mkdir()
+        for split in ("train", "test"):
+            rows.to_json(path / f"{split}.jsonl")
+        more += ["--eval_strategy", "steps", "--eval_steps", 1]
+    else:
+        rows.to_json(tmp_path / "mixed.jsonl")
+        path.write_text(f"datasets:\n  - path: json\n    data_files: {tmp_path / 'mixed.jsonl'}\n    columns: [text]\n")
+        words = [*map(str, train.words)]
+        at = words.index("--dataset_name")
+        result = Command(*words[:at], *words[at + 2 :]).ok("--config", path)
+        assert "data: 20 rows of text" in result.stdout
+        return
+    result = train.ok(*more)
+    assert "data: 20 rows of text" in result.stdout
+    assert ("evaluation after step 1" in result.stdout) == (len(more) > 2)
+
+
+BAD = {
+    "empty.jsonl": (b"", "--dataset_name"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text', "--dataset_name"),
+    "data.parquet": (b"PAR1" + b"x" * 900, "--dataset_name"),
+    "odd.jsonl": (b'{"a": 1}\n', "gemini sft: "),
+    "wide.txt": ("some text".encode("utf-16"), "--dataset_name"),
+    "program.py": (b"\x7fELF" + bytes(range(256)) * 20, "--dataset_name"),
+    "nothing.txt": (b"", "only empty files (1)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_data_of_no_use_is_refused(name: str, train: Command, tmp_path: Path) -> None:
+    content, says = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    refused(train("--dataset_name", tmp_path / name), says, begun=True)
+
+
+def test_data_that_is_not_there(train: Command, tmp_path: Path, text: Path) -> None:
+    for absent in (tmp_path / "absent.jsonl", tmp_path / "absent.txt", tmp_path / "a" / "b"):
+        refused(train("--dataset_name", absent), f"--dataset_name {absent}: there is no such file or folder")
+    refused(train("--dataset_name", tmp_path / "*.nothing"), "there is no such file")
+    evaluates = ["--eval_strategy", "steps"]
+    refused(train(*evaluates), "the data has no split 'test' (it has train). --test_split_size 0.05", begun=True)
+    one = train("--dataset_name", text, *evaluates, "--test_split_size", 0.1)
+    refused(one, "one row cannot be split (a file of text is one)", begun=True)
+    refused(train("--dataset_train_split", "better"), "there is no split 'better', but train")
+
+
+def test_text_for_training_and_evaluation_in_one_folder(train: Command, tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train.txt", "test.txt"):
+        shutil.copy(text, folder / name)
+    (folder / "more.txt").write_bytes(gzip.compress(text.read_bytes()))  # which datasets opens by itself
+    result = train.ok("--dataset_name", folder, "--eval_strategy", "steps")
+    assert "data: 2 rows of text" in result.stdout and "to evaluate on: 1 row of text" in flat(result)

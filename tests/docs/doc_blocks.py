@@ -195,17 +195,31 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         assert set(words) <= {"--help", "-h"}, words
         return
     command = group.commands[words[0]]  # type: ignore[attr-defined]
+    if words[0] in ("train", "sft", "dpo", "kto", "reward", "grpo", "rloo"):
+        from gemini.jobs.train_options import Parser, options_of
+
+        parser = Parser("sft" if words[0] == "train" else words[0])
+        rest = [word for word in words[1:] if word not in ("--help", "...")]
+        from_file = "--config" in rest
+        if from_file:
+            at = rest.index("--config")
+            rest = rest[:at] + rest[at + 2 :]
+        given = parser.read(rest)
+        if whole and not from_file:
+            num = max(1, given.values.tp * given.values.cp * given.values.ep * given.values.replicas)
+            options_of(given, num)
+        return
     try:
         context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
     except Exception as e:  # typer may bring a click of its own, so its classes are known by name
         if whole or type(e).__name__ != "MissingParameter":
             raise
         return
-    if whole and not (words[0] == "train" and context.params["config"] is not None):
+    if whole:
         from gemini.jobs.options import record_of
-        from gemini.jobs.settings import PlanSettings, SimulateSettings, TraceSettings, TrainSettings
+        from gemini.jobs.settings import PlanSettings, SimulateSettings, TraceSettings
 
-        records = {"trace": TraceSettings, "plan": PlanSettings, "simulate": SimulateSettings, "train": TrainSettings}
+        records = {"trace": TraceSettings, "plan": PlanSettings, "simulate": SimulateSettings}
         if record := records.get(words[0]):
             known = {field.name for field in fields(record)}
             record_of(record, {name: value for name, value in context.params.items() if name in known}).check()

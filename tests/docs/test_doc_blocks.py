@@ -161,10 +161,10 @@ def test_good_python_passes(folder: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        "gemini train --cpu-memori 8GiB",
-        "gemini train --model c.json --data t --steps many",
-        "gemini train --model c.json --preset gpt2-small --data t",
-        "gemini train --model c.json --data t --cpu-memory 8XiB",
+        "gemini sft --cpu-memori 8GiB",
+        "gemini sft --model_name_or_path c.json --dataset_name t --max_steps many",
+        "gemini train --model c.json --dataset_name t",
+        "gemini dpo --model_name_or_path c.json --dataset_name t --cpu-memory 8XiB",
         "gemini plan --model c.json",
         "gemini plan c.json --cpu 8XiB",
         "gemini trace --batch-size 2",

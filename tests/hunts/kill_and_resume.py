@@ -3,10 +3,11 @@
     python tests/hunts/kill_and_resume.py --out benchmarks/reports/kill_and_resume_<hardware>_<date>.md
     python tests/hunts/kill_and_resume.py --trainer --repetitions 20 --steps 24 --save-every 4
 
-The run is the command line's own: ``torchrun --max-restarts 3 -m gemini train ... --resume auto`` on a small GPT-2 with
-dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL at a random step,
-or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the newest checkpoint by
-themselves. Measured besides: how long the other ranks live after the kill, and when the first step is done again.
+The run is the command line's own: ``torchrun --max-restarts 3 -m gemini sft ... --resume_from_checkpoint auto`` on a
+small GPT-2 with dropout, with a checkpoint every few steps. In each repetition one rank (they take turns) gets SIGKILL
+at a random step, or a random moment after a save has begun; torchrun starts all ranks again, and they go on from the
+newest checkpoint by themselves. Measured besides: how long the other ranks live after the kill, and when the first step
+is done again.
 
 With ``--trainer`` it is a script as users write it, in one process: transformers' Trainer with one line changed, bf16,
 dropout, accumulation, clipping, a schedule, shuffled rows, evaluation and ``save_total_limit``. After the kill the same
@@ -140,11 +141,13 @@ class Job(Run):
         model |= {"n_embd": args.width, "bos_token_id": 256, "eos_token_id": 256}
         (folder / "config.json").write_text(json.dumps(model))
         (folder / "text.txt").write_text("".join(f"{n} times three is {3 * n}, they say.\n" for n in range(2000)))
-        train = f"--model {folder}/config.json --data {folder}/text.txt --out {self.out} --resume auto --device cpu"
-        train += f" --seq-len 64 --batch-size 2 --accumulate 2 --lr 1e-3 --warmup 4 --steps {args.steps} --log-every 1"
-        train += f" --save-every {args.save_every}"
+        train = f"--model_name_or_path {folder}/config.json --dataset_name {folder}/text.txt --output_dir {self.out}"
+        train += " --resume_from_checkpoint auto --use_cpu --gradient_checkpointing false --adam_beta2 0.95"
+        train += " --max_length 64 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3"
+        train += f" --warmup_steps 4 --max_steps {args.steps} --logging_steps 1 --lr_scheduler_type cosine"
+        train += f" --save_steps {args.save_every} --save_total_limit 2 --ddp_timeout 600"
         torchrun = f"--standalone --nproc-per-node {args.ranks} --max-restarts 3 --redirects 3 --log-dir {self.logs}"
-        words = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "gemini", "train"]
+        words = [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), "-m", "gemini", "sft"]
         return self.spawn([*words, *train.split()], folder / "torchrun.log")
 
     def said(self, attempt: int) -> str:

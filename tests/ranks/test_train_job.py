@@ -1,4 +1,4 @@
-"""``gemini train`` in several processes: the same run as in one, refused, stopped and resumed as one.
+"""``gemini sft`` in several processes: the same run as in one, refused, stopped and resumed as one.
 
 What can be asked of the job itself runs on a pool of ranks; signals, deaths and what each process prints need torchrun.
 """
@@ -39,14 +39,25 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "dropout.json").write_text(json.dumps(model))
     model |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     (tmp_path / "plain.json").write_text(json.dumps(model))
-    (tmp_path / "text.txt").write_text("".join(f"{n} times two is {2 * n}.\n" for n in range(250))[:4000])
+    lines = [f"{n} times two is {2 * n}.\n" for n in range(250)]
+    (tmp_path / "text.txt").write_text("".join(lines)[:4000])
+    text = "".join(lines)[:4000]  # rows that are full sequences of 32 with the token that ends them
+    rows = [{"text": text[begin : begin + 31]} for begin in range(0, len(text), 31)]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return tmp_path
 
 
 def options_of(folder: Path, **more: Any) -> dict[str, Any]:
-    values = {"model": folder / "plain.json", "data": (folder / "text.txt",), "seq_len": 16, "device": "cpu"}
-    values |= {"lr": 4e-3, "precision": "fp32", "steps": 10, "save_every": 0, "log_every": 1, "schedule": "constant"}
-    return values | more
+    values = {"model_name_or_path": folder / "plain.json", "dataset_name": folder / "text.txt", "max_length": 16}
+    values |= {"learning_rate": 4e-3, "bf16": False, "max_steps": 10, "save_strategy": "no", "logging_steps": 1}
+    values |= {"lr_scheduler_type": "constant", "gradient_checkpointing": False, "use_cpu": True, "weight_decay": 0.1}
+    values |= {"per_device_train_batch_size": 1, "packing": "chats" not in str(more.get("dataset_name", ""))}
+    return values | {"packing_strategy": "wrapped", "adam_beta2": 0.95} | more
+
+
+def every(steps: int, keep: int = 2) -> dict[str, Any]:
+    """A checkpoint every so many steps."""
+    return {"save_strategy": "steps", "save_steps": steps, "save_total_limit": keep}
 
 
 class Trained(NamedTuple):
@@ -60,22 +71,23 @@ def train_here(options: dict[str, Any], of_rank: dict[int, dict[str, Any]] | Non
     """A whole run in this process, or with the other ranks of its pool. ``of_rank``: what a rank has otherwise."""
     import torch.distributed as dist
 
-    from gemini.jobs.settings import TrainSettings
     from gemini.jobs.team import join
-    from gemini.jobs.train import TrainRun
+    from gemini.jobs.train import Run
+    from gemini.jobs.train_options import Parser, options_of
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     output = io.StringIO()
     with join(60, cuda=False) as team, team.speaking():
-        run = TrainRun(
-            TrainSettings(**options | (of_rank or {}).get(rank, {})),
-            Console(file=output, markup=False, highlight=False, soft_wrap=True),
-            team,
-        )
-        losses = run.run()
+        given = options | (of_rank or {}).get(rank, {})
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        with team.all_or_none("the options"):
+            asked = options_of(Parser("sft").read(words), team.size)
+        run = Run("sft", asked, Console(file=output, markup=False, soft_wrap=True), team)
+        run.steps()
+        losses = [row["loss"] for row in run.trainer.state.log_history if "loss" in row and row["step"] > run.begun_at]
         names = [name for name, _ in run.model.named_parameters()]
         weights = {name: run.model.full_param(name) for name in names}
-        return Trained(losses, weights, output.getvalue(), run.data.identity)
+        return Trained(losses, weights, output.getvalue(), run.position.identity)
 
 
 def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -90,14 +102,14 @@ def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_two_ranks_train_as_one_with_twice_the_batch(pool_of: Pools, folder: Path) -> None:
     """Losses agree within the rounding of sums in another order; the windows and the position are the same."""
-    options = options_of(folder, accumulate=2, out=folder / "out")
-    alone = train_here(options | {"batch_size": 4})
-    two = pool_of(2).run(train_here, options | {"batch_size": 2})
+    options = options_of(folder, gradient_accumulation_steps=2, output_dir=folder / "out")
+    alone = train_here(options | {"per_device_train_batch_size": 4})
+    two = pool_of(2).run(train_here, options | {"per_device_train_batch_size": 2})
     assert two[0].losses == two[1].losses and same_weights(two[0].weights, two[1].weights)
     assert two[0].losses == pytest.approx(alone.losses, rel=1e-5)
     assert alone.losses[-1] < 0.8 * alone.losses[0], "without learning any data would do"
     assert two[0].state == two[1].state == alone.state
-    assert "takes 2 of the 4 sequences of a batch" in two[0].output
+    assert "each takes 2 of the 4 sequences of a batch" in two[0].output
 
 
 def moe(folder: Path) -> Path:
@@ -118,11 +130,10 @@ def chats(folder: Path) -> Path:
 
 
 MESHES = [
-    ("moe", {"tp": 2}, "text.txt"), ("plain", {"cp": 2}, "chats.jsonl"), ("moe", {"ep": 2}, "text.txt"),
+    ("moe", {"tp": 2}, "text.jsonl"), ("plain", {"cp": 2}, "chats.jsonl"), ("moe", {"ep": 2}, "text.jsonl"),
     pytest.param("moe", {"tp": 2}, "chats.jsonl", marks=pytest.mark.slow),
-    pytest.param("plain", {"cp": 2}, "text.txt", marks=pytest.mark.slow),
-    pytest.param("moe", {"tp": 2, "cp": 2}, "text.txt", marks=pytest.mark.slow),
-    pytest.param("moe", {"ep": 2, "replicas": 2}, "text.txt", marks=pytest.mark.slow),
+    pytest.param("moe", {"tp": 2, "cp": 2}, "chats.jsonl", marks=pytest.mark.slow),
+    pytest.param("moe", {"ep": 2, "replicas": 2}, "text.jsonl", marks=pytest.mark.slow),
 ]  # fmt: skip
 
 
@@ -136,10 +147,17 @@ def test_a_mesh_trains_as_one_process(
     chats(folder)
     moe(folder)
     size, batch = math.prod(mesh.values()), mesh.get("ep", 1) * mesh.get("replicas", 1)
-    options = options_of(folder, model=folder / f"{model}.json", data=(folder / data,), validation=5, eval_every=3)
-    options |= {"seq_len": 32, "accumulate": 2, "steps": 6, "save_every": 3, "keep": 9}
-    one = train_here(options | {"batch_size": 4, "out": folder / "one"})
-    several = pool_of(size).run(train_here, options | mesh | {"batch_size": 4 // batch, "out": folder / "mesh"})
+    options = options_of(
+        folder, model_name_or_path=folder / f"{model}.json", dataset_name=folder / data, test_split_size=5
+    )
+    options |= {"max_length": 32, "gradient_accumulation_steps": 2, "max_steps": 6, **every(3, 9)}
+    options |= {"eval_strategy": "steps", "eval_steps": 3}
+    if "ep" in mesh:  # the loss for the balance of experts is of each rank's own rows: no mean of it is that of all
+        options["router_aux_loss_coef"] = 0.0
+    one = train_here(options | {"per_device_train_batch_size": 4, "output_dir": folder / "one"})
+    several = pool_of(size).run(
+        train_here, options | mesh | {"per_device_train_batch_size": 4 // batch, "output_dir": folder / "mesh"}
+    )
     for rank in several:
         assert rank.losses == pytest.approx(one.losses, rel=1e-5) and rank.state == one.state
         for name, weight in one.weights.items():
@@ -148,7 +166,8 @@ def test_a_mesh_trains_as_one_process(
     assert len(found[0]) == 2 and (batch > 1 or found[1] == pytest.approx(found[0], rel=1e-5))
     norms = [metrics(folder / out, "grad_norm") for out in ("one", "mesh")]  # Adam and clipping hide a factor
     assert len(norms[0]) == 6 and norms[1] == pytest.approx(norms[0], rel=1e-4)
-    resume = {"batch_size": 4, "out": folder / "rest", "resume": str(folder / "mesh" / "checkpoint-3")}
+    resume = {"per_device_train_batch_size": 4, "output_dir": folder / "rest"}
+    resume |= {"resume_from_checkpoint": folder / "mesh" / "checkpoint-3"}
     assert train_here(options | resume).losses == pytest.approx(one.losses[3:], rel=1e-5)
 
 
@@ -161,12 +180,12 @@ def test_meshes_that_cannot_be(pool_of: Pools, folder: Path) -> None:
     for more, says in (
         ({"tp": 3}, "--tp 3 takes 3 processes or a multiple of that, and there are 2"),
         (
-            {"tp": 2, "model": folder / "plain.json", "bytes": True},
+            {"tp": 2, "model_name_or_path": folder / "plain.json"},
             "257 elements along dim 0, which is not a multiple of 2",
         ),
         ({"ep": 2}, "has no plan of transformers for dividing experts"),
     ):
-        outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out") | more)
+        outcomes = pool_of(2).outcomes(train_here, options_of(folder, output_dir=folder / "out") | more)
         assert all(isinstance(outcome, Failure) and outcome.kind == "SaidByRanks" for outcome in outcomes), outcomes
         assert says in outcomes[0].text, outcomes[0].text
 
@@ -174,9 +193,10 @@ def test_meshes_that_cannot_be(pool_of: Pools, folder: Path) -> None:
 def test_dropout_differs_between_ranks(pool_of: Pools, folder: Path) -> None:
     """On one text of one window, all that ranks can differ in is dropout."""
     (folder / "one.txt").write_text("a text of 15 b.")
-    options = options_of(folder, data=(folder / "one.txt",), steps=1, lr=0.0, out=folder / "out")
-    with_dropout = pool_of(2).run(train_here, options | {"model": folder / "dropout.json"})
-    alone = train_here(options | {"model": folder / "dropout.json"})
+    options = options_of(folder, dataset_name=folder / "one.txt", max_steps=1, learning_rate=0.0)
+    options["output_dir"] = folder / "out"
+    with_dropout = pool_of(2).run(train_here, options | {"model_name_or_path": folder / "dropout.json"})
+    alone = train_here(options | {"model_name_or_path": folder / "dropout.json"})
     assert with_dropout[0].losses == with_dropout[1].losses
     assert abs(with_dropout[0].losses[0] - alone.losses[0]) > 1e-4, "two times the same dropout has the same mean"
     without = pool_of(2).run(train_here, options)
@@ -185,27 +205,32 @@ def test_dropout_differs_between_ranks(pool_of: Pools, folder: Path) -> None:
 
 def test_a_resumed_run_is_the_uninterrupted_run(pool_of: Pools, folder: Path) -> None:
     """Dropout of every rank, accumulation and the order of the text included."""
-    options = options_of(folder, model=folder / "dropout.json", precision="bf16", accumulate=2, save_every=4)
-    whole = pool_of(2).run(train_here, options | {"out": folder / "whole", "keep": 9})
+    options = options_of(folder, model_name_or_path=folder / "dropout.json", bf16=True, **every(4, 9))
+    options["gradient_accumulation_steps"] = 2
+    whole = pool_of(2).run(train_here, options | {"output_dir": folder / "whole"})
     resume = str(folder / "whole" / "checkpoint-4")
-    rest = pool_of(2).run(train_here, options | {"out": folder / "rest", "resume": resume})
+    rest = pool_of(2).run(train_here, options | {"output_dir": folder / "rest", "resume_from_checkpoint": resume})
     assert rest[0].losses == whole[0].losses[4:]
     assert same_weights(rest[0].weights, whole[0].weights)
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(pool_of: Pools, folder: Path) -> None:
     """With as many windows in a step the run is the same within rounding, from one to two ranks and back."""
-    options = options_of(folder, save_every=4, out=folder / "out")
-    whole = train_here(options | {"batch_size": 4, "out": folder / "whole", "steps": 12})
+    options = options_of(folder, **every(4), output_dir=folder / "out")
+    whole = train_here(options | {"per_device_train_batch_size": 4, "output_dir": folder / "whole", "max_steps": 12})
     losses = []
     for ranks, steps in ((1, 4), (2, 8), (1, 12)):
-        more = options | {"batch_size": 4 // ranks, "steps": steps, "resume": "auto"}
+        more = options | {
+            "per_device_train_batch_size": 4 // ranks,
+            "max_steps": steps,
+            "resume_from_checkpoint": "auto",
+        }
         losses += (pool_of(2).run(train_here, more)[0] if ranks == 2 else train_here(more)).losses
     assert losses == pytest.approx(whole.losses, rel=1e-5) and len(losses) == 12
 
 
 def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: Pools, folder: Path) -> None:
-    options = options_of(folder, precision="bf16", lr=1e30, steps=100, out=folder / "out")
+    options = options_of(folder, bf16=True, learning_rate=1e30, max_steps=100, output_dir=folder / "out")
     outcomes = pool_of(2).outcomes(train_here, options, seconds=60)
     assert all("The gradients of step 2 hold inf or NaN" in outcome.text for outcome in outcomes), outcomes
     assert [path.name for path in (folder / "out").glob("checkpoint-*")] == ["checkpoint-1"]
@@ -215,35 +240,37 @@ def test_a_run_that_explodes_stops_on_all_ranks_with_a_checkpoint(pool_of: Pools
 
 
 def test_what_one_rank_cannot_find_all_refuse_and_that_rank_says(pool_of: Pools, folder: Path) -> None:
-    absent = {"data": (folder / "absent.txt",)}
-    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: absent}, seconds=60)
+    absent = {"dataset_name": folder / "absent.txt"}
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, output_dir=folder / "out"), {1: absent}, seconds=60)
     assert [outcome.kind for outcome in outcomes] == ["SaidByRanks"] * 2
-    assert outcomes[0].text == "" and outcomes[1].text.startswith(f"rank 1: --data {folder / 'absent.txt'}: there is")
+    assert outcomes[0].text == "" and outcomes[1].text.startswith(
+        f"rank 1: --dataset_name {folder / 'absent.txt'}: there is"
+    )
     # Nobody is left waiting: the same ranks go on to the next job.
-    pool_of(2).run(train_here, options_of(folder, steps=1, out=folder / "out"))
+    pool_of(2).run(train_here, options_of(folder, max_steps=1, output_dir=folder / "out"))
 
 
 def test_what_no_rank_can_find_is_said_once(pool_of: Pools, folder: Path) -> None:
-    options = options_of(folder, data=(folder / "absent.txt",), out=folder / "out")
+    options = options_of(folder, dataset_name=folder / "absent.txt", output_dir=folder / "out")
     first, second = pool_of(2).outcomes(train_here, options, seconds=60)
     assert first.kind == second.kind == "SaidByRanks"
-    assert first.text.startswith("--data ") and second.text == ""
+    assert first.text.startswith("--dataset_name ") and second.text == ""
 
 
 def test_other_text_on_another_rank_is_refused(pool_of: Pools, folder: Path) -> None:
     (folder / "other.txt").write_text("other text " * 400)
-    other = {"data": (folder / "other.txt",)}
-    outcomes = pool_of(2).outcomes(train_here, options_of(folder, out=folder / "out"), {1: other}, seconds=60)
-    assert all("rank 1 found other text than rank 0" in outcome.text for outcome in outcomes), outcomes
+    other = {"dataset_name": folder / "other.txt"}
+    outcomes = pool_of(2).outcomes(train_here, options_of(folder, output_dir=folder / "out"), {1: other}, seconds=60)
+    assert all("rank 1 found other rows than rank 0" in outcome.text for outcome in outcomes), outcomes
 
 
 def test_rank_0_chooses_where_to_go_on(pool_of: Pools, folder: Path) -> None:
     """Also for a rank that was given another folder."""
-    options = options_of(folder, save_every=4, out=folder / "out")
+    options = options_of(folder, **every(4), output_dir=folder / "out")
     pool_of(2).run(train_here, options)
-    elsewhere = {1: {"out": folder / "elsewhere"}}
+    elsewhere = {1: {"output_dir": folder / "elsewhere"}}
     (folder / "elsewhere" / "checkpoint-99").mkdir(parents=True)
-    more = options | {"resume": "auto", "steps": 11, "save_every": 0}
+    more = options | {"resume_from_checkpoint": "auto", "max_steps": 11, "save_strategy": "no"}
     runs = pool_of(2).run(train_here, more, elsewhere)
     assert [len(run.losses) for run in runs] == [1, 1]
 
@@ -305,13 +332,13 @@ def test_each_attempt_meets_in_a_part_of_the_store_of_its_own() -> None:
 
 
 class Torchrun:
-    """``torchrun -m gemini train`` with two ranks, what each prints in a file of its own."""
+    """``torchrun -m gemini sft`` with two ranks, what each prints in a file of its own."""
 
     def __init__(self, folder: Path, *more: object, config: str = "plain.json", program: str = "-m gemini") -> None:
         self._logs = folder / f"logs-{len(list(folder.glob('logs-*')))}"
-        torchrun = f"--standalone --nproc-per-node 2 --redirects 3 --log-dir {self._logs} {program} train"
-        words = f"--model {folder / config} --data {folder / 'text.txt'} --seq-len 16 --device cpu --lr 4e-3"
-        words += " --precision fp32 --log-every 1 --schedule constant --rank-timeout 60"
+        torchrun = f"--standalone --nproc-per-node 2 --redirects 3 --log-dir {self._logs} {program} sft"
+        given = options_of(folder, model_name_or_path=folder / config, ddp_timeout=60)
+        words = " ".join(f"--{name} {value}" for name, value in given.items())
         self.process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *torchrun.split(), *words.split(), *map(str, more)],
             cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -373,7 +400,8 @@ def test_a_whole_run_from_the_console_script(folder: Path) -> None:
     (folder / "plain.json").rename(model / "config.json")
     script, out = folder / "gemini-script", folder / "out"
     script.write_text("from gemini.cli import main\nmain()\n")
-    more = ["--out", out, "--steps", 6, "--save-every", 2]
+    more = ["--output_dir", out, "--max_steps", 6, "--save_strategy", "steps", "--save_steps", 2]
+    more += ["--save_total_limit", 2]
     with torchrun(folder, *more, config="model", program=str(script)) as job:
         report = job.end()
         assert job.process.returncode == 0, report + job.everything()
@@ -388,7 +416,7 @@ def test_a_whole_run_from_the_console_script(folder: Path) -> None:
 @pytest.mark.slow
 def test_a_refusal_of_all_is_printed_once(folder: Path) -> None:
     """By the budget, which no rank knows before the model is there."""
-    with torchrun(folder, "--out", folder / "out", "--cpu-memory", "100KiB") as job:
+    with torchrun(folder, "--output_dir", folder / "out", "--cpu_memory", "100KiB") as job:
         report = job.end()
         assert job.process.returncode != 0 and "exitcode  : 2" in report, report
         first, second = job.said(0, "stderr"), job.said(1, "stderr")
@@ -402,7 +430,7 @@ def test_a_wish_to_stop_stops_all_after_the_same_step(
     pool_of: Pools, folder: Path, whom: str, number: signal.Signals
 ) -> None:
     out, steps = folder / "out", 400
-    with torchrun(folder, "--out", out, "--steps", steps, "--save-every", 0, config="dropout.json") as job:
+    with torchrun(folder, "--output_dir", out, "--max_steps", steps, config="dropout.json") as job:
         job.wait_for("\nstep 3/")
         os.kill(job.pid(1) if whom == "rank 1" else job.process.pid, number)
         report = job.end()
@@ -411,24 +439,25 @@ def test_a_wish_to_stop_stops_all_after_the_same_step(
     assert stopped is not None, said + errors + report
     step = int(stopped[1])
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{step}"]
-    assert stopped[2].startswith("torchrun --nproc-per-node 2 -m gemini train --model")
-    assert stopped[2].endswith("--resume auto")
+    assert stopped[2].startswith("torchrun --nproc-per-node 2 -m gemini sft --model_name_or_path")
+    assert stopped[2].endswith("--resume_from_checkpoint auto")
     assert "Traceback" not in errors and "rank 0 " not in errors, errors
     if whom == "rank 1":
         assert "Another rank was asked to stop" in said and "exitcode  : 130" in report
     else:
         assert errors.count("Stopping after this step") == 1
 
-    options = options_of(folder, model=folder / "dropout.json", steps=step + 2, out=folder / "whole")
+    options = options_of(folder, model_name_or_path=folder / "dropout.json", max_steps=step + 2)
+    options["output_dir"] = folder / "whole"
     whole = pool_of(2).run(train_here, options)
-    rest = pool_of(2).run(train_here, options | {"out": out, "resume": "auto"})
+    rest = pool_of(2).run(train_here, options | {"output_dir": out, "resume_from_checkpoint": "auto"})
     assert len(rest[0].losses) == 2 and rest[0].losses == whole[0].losses[step:]
     assert same_weights(rest[0].weights, whole[0].weights)
 
 
 @pytest.mark.slow
 def test_the_death_of_a_rank_ends_the_other_at_once(folder: Path) -> None:
-    with torchrun(folder, "--out", folder / "out", "--steps", 100000, "--save-every", 0) as job:
+    with torchrun(folder, "--output_dir", folder / "out", "--max_steps", 100000) as job:
         job.wait_for("\nstep 3/")
         began = time.monotonic()
         os.kill(job.pid(1), signal.SIGKILL)
