@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,18 @@ def cache_bytes(cpus: Path = _CACHES) -> int:
             # once.
             levels.setdefault(level, {})[shared_by] = int(size[:-1]) * 1024
     return sum(levels[max(levels)].values()) if levels else 0
+
+
+def num_cores(cpus: Path = _CACHES) -> int:
+    """Cores that this process may run on. Processors that share one count once, where the system says which do."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    cores = set()
+    for number in allowed:
+        try:
+            cores.add((cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text().strip())
+        except OSError:
+            cores.add(str(number))
+    return len(cores)
 
 
 def memory_nodes(process: Path = Path("/proc/self/status")) -> tuple[int, ...]:

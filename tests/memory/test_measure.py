@@ -172,6 +172,16 @@ def test_caches_that_are_shared_count_once(tmp_path: Path) -> None:
     assert system.cache_bytes(tmp_path / "nowhere") == 0
 
 
+def test_processors_of_one_core_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    for number in range(8):
+        (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
+        siblings = f"{number % 4},{number % 4 + 4}\n"
+        (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(siblings)
+    assert system.num_cores(tmp_path) == 4
+    assert system.num_cores(tmp_path / "nowhere") == 6
+
+
 def test_what_a_control_group_does_not_allow_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = system.available_bytes()
     assert 0 < free <= psutil.virtual_memory().total

@@ -441,3 +441,11 @@ def test_a_window_that_somebody_looks_into_stays_theirs(tmp_path: Path) -> None:
     assert torch.equal(views[0].detach(), now)
     assert steps(model, optimizer, range(1, 3)) == steps(other, its, range(1, 3))
     assert same(model, other)
+
+
+def test_a_gpu_leaves_two_cores_to_the_threads_that_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "get_num_threads", lambda: 32)  # processors, two for each core
+    for cores, threads in ((16, 14), (3, 1), (2, 1), (64, 32)):
+        monkeypatch.setattr(update_worker, "num_cores", lambda cores=cores: cores)
+        assert update_worker.update_threads(None, Tier.GPU) == threads
+        assert update_worker.update_threads(5, Tier.GPU) == 5
