@@ -187,10 +187,8 @@ class GradientStore:
 
     def _leave_straight(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor, *, behind: bool) -> None:
         """Sum up a gradient where it is, and begin to copy it home; wait for that unless it may land ``behind``."""
-        held, index = (
-            Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER),
-            handle.chunk.spec.index,
-        )
+        index = handle.chunk.spec.index
+        held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
         landing = _Straight(handle.chunk, flat, held)
         try:
             sums = kernels.sum_squares(flat)
