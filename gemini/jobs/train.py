@@ -153,7 +153,8 @@ class Run:
 
     def _find_checkpoint(self) -> Path | None:
         ours, asked = self.options.ours, self.options.args.resume_from_checkpoint
-        store = Path(ours.nvme_path) if ours.durable_every and ours.nvme_path else None
+        # Of several folders the first one has the records.
+        store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
         return checkpoints.choose("auto" if asked in ("True", "true") else asked, self.out, store=store)
 
     def _tokenizer(self, source: ModelSource, data: dict[str, Any]) -> Any:

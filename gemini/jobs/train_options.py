@@ -44,7 +44,11 @@ class GeminiArguments:
         None, "Budget in host memory, for all processes of a machine together. (Default: what is free.)"
     )
     nvme_memory: str | None = _opt(None, "Budget on the drive of --nvme_path, for all processes of a machine together.")
-    nvme_path: str | None = _opt(None, "A folder for what does not fit elsewhere. The file in it has no name.")
+    nvme_path: list[str] | None = _opt(
+        None,
+        "A folder for what does not fit elsewhere, or one on each of several drives, which are read and written "
+        "together. The files in them have no name.",
+    )
     activations: str | None = _opt(None, "The part of --gpu_memory to leave to activations, such as 4GiB.")
     offload_activations: str | None = _opt(
         None,
@@ -280,6 +284,8 @@ _APART = {
 
 def _check_alone(values: Namespace) -> None:
     """What can be refused before processes meet."""
+    if isinstance(values.nvme_path, str):  # in YAML
+        values.nvme_path = [values.nvme_path]
     for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
         if (size := getattr(values, name)) is not None:
             check_size(f"--{name}", str(size))

@@ -167,14 +167,14 @@ def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: C
 
 
 def test_a_killed_run_goes_on_from_its_store(train: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:
-    """No checkpoint was ever written. Another run does not replace its states, and goes on from them if told to."""
-    whole, store, out = (
-        train.ok("--output_dir", tmp_path / "whole", "--max_steps", 60),
-        tmp_path / "store",
-        tmp_path / "out",
-    )
-    store.mkdir()
-    durable = ["--durable_every", 1, "--nvme_path", store, "--nvme_memory", "64MiB", "--save_strategy", "no"]
+    """No checkpoint was ever written. Another run does not replace its states, and goes on from them if told to. The
+    store is on two drives.
+    """
+    whole = train.ok("--output_dir", tmp_path / "whole", "--max_steps", 60)
+    store, drive, out = tmp_path / "store", tmp_path / "drive", tmp_path / "out"
+    for folder in (store, drive):
+        folder.mkdir()
+    durable = ["--durable_every", 1, "--nvme_path", store, drive, "--nvme_memory", "64MiB", "--save_strategy", "no"]
     durable += ["--max_steps", 60]
     how = [*base(tiny_config, text), "--output_dir", out, *durable]
     command = [sys.executable, "-m", "gemini", "sft", *map(str, how)]
