@@ -109,9 +109,12 @@ class Exposure:
         index = chunk.spec.index
         self._num_readers[index] = self._num_readers.get(index, 0) + 1
         if index not in self._exposed:
-            # Noted before it is done, as in `_hide`.
-            self._partly.setdefault(index, []).extend(handles)
-            written = expose(handles)
+            some = self._partly.setdefault(index, [])
+            # Of a module inside one that reads them too: what is an ordinary param is not looked at again, for what
+            # torch counts meanwhile is compared when it is guarded (PEFT sets a param to itself in a forward).
+            fresh = [handle for handle in handles if handle not in some] if some else handles
+            some += fresh  # noted before it is done, as in `_hide`
+            written = expose(fresh)
             if written:
                 self.written += written
                 self._manager.drop([chunk])  # a copy that differs from its home
