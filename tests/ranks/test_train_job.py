@@ -152,7 +152,7 @@ def test_a_mesh_trains_as_one_process(
     )
     options |= {"max_length": 32, "gradient_accumulation_steps": 2, "max_steps": 6, **every(3, 9)}
     options |= {"eval_strategy": "steps", "eval_steps": 3}
-    if mesh.keys() & {"ep", "cp"}:  # the loss for the balance of experts is of each rank's own tokens: see docs/ranks.md
+    if mesh.keys() & {"ep", "cp"}:  # the loss for the balance of experts is of each rank's own tokens (docs/ranks.md)
         options["router_aux_loss_coef"] = 0.0
     one = train_here(options | {"per_device_train_batch_size": 4, "output_dir": folder / "one"})
     several = pool_of(size).run(
