@@ -103,10 +103,10 @@ PROMISED = [
     (How(gradients="transient", clips=False, in_backward=True), IN_STEP),
     (How(gradients="transient", clips=False, in_backward=True, precision="fp32"), IN_STEP),
     (How(clips=False, in_backward=True), IN_STEP),
-    (How(on_gpu=0.5), IN_CLIP),
+    (How(on_gpu=0.5), IN_STEP),  # the device clips, and what is updated on the host waits for its factor
     (How(gradients="transient", clips=False, in_backward=True, on_gpu=0.5), None),  # updates on the host look first
-    (How(on_gpu=0.0, streamed=1.0), NEVER),  # gradients landed on the host, which summed them
-    (How(on_gpu=0.5, streamed=0.5, precision="fp32"), IN_CLIP),
+    (How(on_gpu=0.0, streamed=1.0), IN_STEP),  # gradients left for the host, summed up before
+    (How(on_gpu=0.5, streamed=0.5, precision="fp32"), IN_STEP),
     (How(gradients="transient", clips=False, in_backward=True, on_gpu=0.0, streamed=1.0), None),
 ]
 

@@ -197,9 +197,7 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
 
 def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> None:
     model: Any = gemini.GeminiDDP(WithMlp(), replace(make_config(WithMlp(), "ram", tmp_path), tile_tokens=TOKENS))
-    assert (
-        "forward" in model.mlp.__dict__ and str(inspect.signature(model.mlp.forward)) == "(x: torch.Tensor) -> Any"
-    )
+    assert "forward" in model.mlp.__dict__ and str(inspect.signature(model.mlp.forward)) == "(x: torch.Tensor) -> Any"
     unmanage(model, "this test")
     assert "forward" not in model.mlp.__dict__
     failing = Blocks()
