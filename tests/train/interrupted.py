@@ -255,6 +255,7 @@ class Trials:
 
     def held_bytes(self) -> dict[Any, dict[str, int]]:
         """What the ledger says that holders have who do not come and go within a step."""
+        world_of(self.world.model).backward.gradients.drain()  # what has landed gives its bytes back with the next look
         ledger, passing = world_of(self.world.model).ledger, ("windows", "pool")
         return {
             tier: {holder: held for holder, held in ledger.holders(tier).items() if holder not in passing}

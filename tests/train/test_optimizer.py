@@ -170,6 +170,20 @@ def test_groups_inside_one_chunk(where: str, tmp_path: Path) -> None:
     assert_trains_alike(model, optimizer, plain, range(3))
 
 
+@pytest.mark.parametrize("changed", ["lr", "weight_decay"])
+def test_groups_that_begin_alike_and_part(changed: str, where: str, tmp_path: Path) -> None:
+    """Neighbours in one chunk have equal values at first; what one group is given later is not the other's."""
+    model, plain = wrap(Blocks(), where, tmp_path), Plain(Blocks())
+    names = [n for n, _ in model.named_parameters()]
+    groups = [{"params": [p for n, p in model.named_parameters() if n in part]} for part in (names[::2], names[1::2])]
+    optimizer = gemini.HybridAdam(groups, lr=1e-2, weight_decay=0.1)
+    assert any(len(handles) > 1 for handles in world_of(model).by_chunk.values())
+    assert_trains_alike(model, optimizer, plain, range(2), squares)
+    optimizer.param_groups[1][changed] = 0.0
+    plain.of = {name: {changed: 0.0} for name in names[1::2]}
+    assert_trains_alike(model, optimizer, plain, range(2, 4), squares)
+
+
 def test_params_left_out_of_the_optimizer_stay(where: str, tmp_path: Path) -> None:
     model = wrap(llama(), where, tmp_path)
     before = snapshot(model)

@@ -455,7 +455,8 @@ def _spans(update: ChunkUpdate, numbers: list[int], first: int, last: int) -> It
             and param.grad is None
             and before.grad is None
             and param.handle.part.start == page_up(before.handle.part.stop, align)
-            and param.scalars == before.scalars
+            and param.scalars
+            is before.scalars  # as `TilesInPlace.fits` compares: equal ones may differ in the next step
         ):
             runs[-1].append(number)
         else:
