@@ -301,7 +301,9 @@ class Trials:
             begun, following = self.before if which == "before" else self.after
             assert same(begun, now), "the state is neither that of before nor that of after"
             assert same(following, world.go_on()), "training goes on to other bits"
-            assert self.held_bytes() == self.held, "the ledger says that others hold something"
+            assert (held := self.held_bytes()) == self.held, (
+                f"the ledger says that others hold something: {held}, not {self.held}"
+            )
         self.outcomes[which if sent else "unsent"] += 1
         self.outcomes["lost"] += sent and not interrupted and self._is_lost
 

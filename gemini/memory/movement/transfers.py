@@ -250,8 +250,13 @@ class Transfers:
         """Take it off the list: it is over and its memory may go, or it never began. Called by the training thread
         alone.
         """
-        self.open[transfer.lane].pop(transfer.key, None)
-        transfer.give_back()
+        if transfer.held is None or not transfer.held.num_bytes:
+            self.open[transfer.lane].pop(transfer.key, None)
+            transfer.give_back()
+            return
+        with WHOLE:  # what is off the list, and has not given back, would keep its bytes for good
+            self.open[transfer.lane].pop(transfer.key, None)
+            transfer.give_back()
 
     def end_of(self, lane: Lane, of: Any) -> Event:
         """The end of what a lane has in flight for ``of``, if there is anything. Asked by the training thread;

@@ -167,10 +167,21 @@ class GradientStore:
         chunk = handle.chunk
         # Where no kernel leaves sums on the device, only the host makes them without being waited for.
         if home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat)):
-            self._leave_straight(handle, flat, home, behind=self._is_held(chunk, flat))
-        elif self._staging is not None and self._is_held(chunk, flat):
-            self._leave_to_worker(handle, flat, adding)
-        else:
+            with WHOLE:  # what is reserved, and held by nothing yet, would stay taken
+                behind = self._is_held(chunk, flat)
+                landing = self._leave_straight(handle, flat, home, behind=behind)
+            if not behind:
+                error = self._transfers.wait(landing, *_WAIT)
+                self._transfers.end(landing)
+                if error is not None:
+                    handle.norm_sums = None
+                    raise error
+            return
+        with WHOLE:
+            behind = self._staging is not None and self._is_held(chunk, flat)
+            if behind:
+                self._leave_to_worker(handle, flat, adding)
+        if not behind:
             if adding:
                 self.await_sums()  # it adds to what the worker may still be adding to
             handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
@@ -185,8 +196,10 @@ class GradientStore:
             and self._ledger.reserve_if_room(self._device.tier, flat.nbytes, HOLDER, _LANDING)
         )
 
-    def _leave_straight(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor, *, behind: bool) -> None:
-        """Sum up a gradient where it is, and begin to copy it home; wait for that unless it may land ``behind``."""
+    def _leave_straight(
+        self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor, *, behind: bool
+    ) -> _Straight:
+        """Sum up a gradient where it is, and begin to copy it home. ``behind``: its bytes are reserved."""
         index = handle.chunk.spec.index
         held = Held(self._ledger, self._device.tier, flat.nbytes if behind else 0, HOLDER)
         landing = _Straight(handle.chunk, flat, held)
@@ -204,12 +217,7 @@ class GradientStore:
             if landing.copies is DONE:  # never begun
                 landing.give_back()
             raise
-        if not behind:
-            error = self._transfers.wait(landing, *_WAIT)
-            self._transfers.end(landing)
-            if error is not None:
-                handle.norm_sums = None
-                raise error
+        return landing
 
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""
