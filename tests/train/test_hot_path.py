@@ -278,12 +278,15 @@ def test_what_a_block_of_moving_weights_costs(tmp_path: Path) -> None:
         def forward(model: Any = model, held: dict[str, torch.Tensor] = held) -> None:
             held["loss"] = model(noise(2, WIDTH, dtype=torch.float32)).sum()
 
-        for _ in range(3):
-            found = {"forward": calls_in(forward), "backward": calls_in(lambda held=held: held["loss"].backward())}
+        found: dict[str, list[int]] = {"forward": [], "backward": []}
+        for _ in range(6):
+            found["forward"].append(len(calls_in(forward)))
+            found["backward"].append(len(calls_in(lambda held=held: held["loss"].backward())))
             optimizer.step()
             optimizer.zero_grad()
         for name, calls in found.items():
-            counts[name].append(len(calls))
+            # The least: a wait for the drive looks again and again where others have the processor.
+            counts[name].append(min(calls))
     each = {name: (calls[1] - calls[0]) / 8 for name, calls in counts.items()}
     assert each["forward"] <= 330, each
     assert each["backward"] <= 600, each
