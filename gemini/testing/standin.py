@@ -142,7 +142,7 @@ class StandinDevice(HostMemoryDevice):
         behind_computing: bool = True,
         kept: bool = False,
     ) -> Event:
-        event, gate, poison = Event(), self._gate, self._poison
+        event, gate, poison, ends = Event(), self._gate, self._poison, [into, source]
         if poison and after is None:
             _fill_with_nan(into)
 
@@ -152,9 +152,10 @@ class StandinDevice(HostMemoryDevice):
                 if after is not None:
                     after.wait()
                     if poison:
-                        _fill_with_nan(into)
-                with torch.inference_mode(into.is_inference()):
-                    call_without_grad(into.copy_, source)
+                        _fill_with_nan(ends[0])
+                with torch.inference_mode(ends[0].is_inference()):
+                    call_without_grad(ends[0].copy_, ends[1])
+                ends.clear()  # before it is over: then their memory is their owners' alone
             except BaseException as e:  # surfaces in wait(): a stream never dies
                 event.finish(e)
             else:
