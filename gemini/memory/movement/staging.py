@@ -43,7 +43,10 @@ class _Memory:
         return self._buffer
 
     def forget(self) -> None:
-        """Let go of the buffer: the next use makes another one."""
+        """Give the memory back: the next use makes another buffer."""
+        if self._buffer is not None:
+            # Not by dropping it alone: a worker's last tile may live until its next one.
+            self._buffer.untyped_storage().resize_(0)
         self._buffer = None
 
 
