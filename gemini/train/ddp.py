@@ -113,7 +113,7 @@ class GeminiDDP(nn.Module):
         again, batch = _engine(self).again, (args, kwargs)
         beginning = again.begin(self, batch)
         try:
-            return self._call(*args, **kwargs)
+            return self._gemini_call(*args, **kwargs)
         except torch.OutOfMemoryError as e:
             beginning = again.if_unchanged(beginning, batch, e)
             if beginning is None:
@@ -121,9 +121,9 @@ class GeminiDDP(nn.Module):
             said = str(e)
         # Out of the block: with the error its frames go, and the activations that they hold.
         again.repeat(beginning, said)
-        return self._call(*args, **kwargs)
+        return self._gemini_call(*args, **kwargs)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def _gemini_call(self, *args: Any, **kwargs: Any) -> Any:
         """Whatever an interrupt has left open in a forward ends here: hooks do not run after one, and a
         ``torch.no_grad()`` of the model's may not have.
         """

@@ -148,9 +148,9 @@ class Again:
     def begin(self, model: nn.Module, batch: Any) -> Beginning | None:
         """Note what a forward begins with, if it is one that might be made again."""
         state = self._state
-        if not self._is_ours or self._in_micro_batch or state.computing or torch._C._current_graph_task_id() != -1:
+        if not self._is_ours or self._in_micro_batch or state.computing or state.is_parked:
             return None
-        if self._calls.running or innermost_transform() is not None:
+        if self._calls.running or torch._C._current_graph_task_id() != -1 or innermost_transform() is not None:
             return None
         if state.has_stepped and not self._has_learned:
             self._learn()
