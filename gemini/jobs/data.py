@@ -58,7 +58,6 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
     name = script.dataset_name
     with refusing_rows(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
         if mixture.datasets:
-            trl.scripts.utils.set_seed(seed) if hasattr(trl.scripts.utils, "set_seed") else None
             found = trl.get_dataset(mixture)
         else:
             found = _open(name, script)
@@ -181,5 +180,6 @@ def what_is_cut(whole: Any, most: int, words: list[str], left_out: int, name: st
 
 def words_of(found: dict[str, Any], split: str) -> str:
     """A line about a split before it becomes tokens."""
-    rows, columns = found[split], " and ".join(found[split].column_names or ["?"])
-    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {columns}"
+    rows, (*columns, last) = found[split], found[split].column_names or ["?"]
+    what = f"{', '.join(columns)} and {last}" if columns else last
+    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {what}"

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from rich.console import Console
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
+from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory.devices.pinned import seconds_to_register
 from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
@@ -42,21 +44,16 @@ from gemini.train.checkpoint.plain_data import Decoder
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
 
-def doctor(
-    console: Console,
-    *,
-    store: Path | None = None,
-    nvme_path: Path | None = None,
-    measure: bool = False,
-    json: Path | None = None,
-) -> int:
+def doctor(asked: DoctorSettings, console: Console) -> int:
     """Print the findings as they are made; returns the exit code, 1 if the NVMe folder or the store cannot be used.
 
-    With ``store`` they are of that alone. With ``measure`` the machine's figures follow, and go to the file ``json``.
+    With a store they are of that alone. Where it is asked to measure, the machine's figures follow.
     """
-    check_file("--json", json)
+    if not launch.speaks():
+        return 0
+    check_file("--json", asked.json)
     exit_code = 0
-    for section in _sections(console, store, nvme_path, measure, json):
+    for section in _sections(asked, min(console.width, WIDEST)):
         console.print(section.title, style="bold")
         for line in section.lines:
             console.print(f"  {line}")
@@ -65,11 +62,9 @@ def doctor(
     return exit_code
 
 
-def _sections(
-    console: Console, store: Path | None, nvme_path: Path | None, measures: bool, json: Path | None
-) -> Iterator[Section]:
-    if store is not None:
-        yield from store_report(store)
+def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
+    if asked.store is not None:
+        yield from store_report(asked.store)
         return
     yield Section("Versions", _versions())
     yield Section("CPU", _cpu())
@@ -77,15 +72,13 @@ def _sections(
     yield Section("Memory", _memory())
     yield Section("GPU", _gpus())
     yield Section("Processes", _processes())
-    drive = _nvme(nvme_path)
-    yield drive
-    usable = not drive.is_refusal
-    if nvme_path is not None and is_store(nvme_path):
-        for section in store_report(nvme_path):
-            yield section
+    usable = True
+    for path in asked.nvme_path or (None,):
+        for section in chain([_nvme(path)], store_report(path) if path is not None and is_store(path) else ()):
+            yield section  # whose lines are read before the next one is made
             usable = usable and not section.is_refusal
-    if measures and usable:
-        yield Section("Measured", _figures(nvme_path, json, min(console.width, WIDEST)))
+    if asked.measure and usable:
+        yield Section("Measured", _figures(asked, width))
 
 
 def _versions() -> Iterator[str]:
@@ -206,11 +199,11 @@ _BUSY = 0.5
 """Of the cores."""
 
 
-def _figures(nvme_path: Path | None, file: Path | None, width: int) -> Iterator[str]:
+def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
     written to ``file``.
     """
-    load = os.getloadavg()[0]
+    load, nvme_path, file = os.getloadavg()[0], next(iter(asked.nvme_path), None), asked.json
     today = datetime.date.today()
     sides = -max(map(len, FIGURES)), 14
     figures: dict[str, Figure] = {}

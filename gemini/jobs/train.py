@@ -88,11 +88,12 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
     with join(asked.values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
         with team.all_or_none("the options"):
             options = options_of(asked, team.size)
+            rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             if team.is_first:
                 until_end.enter_context(checkpoints.claimed(Path(options.args.output_dir)))
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
-        return Run(kind, options, console, team).go(launch.again(command_again(kind, words)))
+        return Run(kind, options, console, team, rewards).go(launch.again(command_again(kind, words)))
 
 
 def command_again(kind: str, words: Sequence[str]) -> str:
@@ -109,11 +110,12 @@ class Run:
         gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
     """
 
-    def __init__(self, kind: str, options: Options, console: Console, team: Team) -> None:
+    def __init__(
+        self, kind: str, options: Options, console: Console, team: Team, rewards: Mapping[str, Any] | None = None
+    ) -> None:
         self.kind, self.options, self.team, self._console = kind, options, team, console
-        self.begun_at, args, self.out = 0, options.args, Path(options.args.output_dir)
+        self.begun_at, args, self.out, self._more = 0, options.args, Path(options.args.output_dir), rewards or {}
         with team.all_or_none("the preparation of the job"):
-            self._rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
@@ -139,7 +141,6 @@ class Run:
         self.model = self._managed(source)
         self._wish = StopWish(_STOPPING if team.is_first else "")
         self._stop = Stop(self._wish, team, console)
-        self._shown = Shown(console, self.out / "metrics.jsonl" if team.is_first else None)
         self.trainer = self._trainer(data, tokenizer)
         if self._resume is not None:
             self.position.check(self._resume)
@@ -227,7 +228,7 @@ class Run:
 
     def _trainer(self, data: dict[str, Any], tokenizer: Any) -> Any:
         args, script, ours = self.options.args, self.options.script, self.options.ours
-        callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self.position]
+        callbacks: list[Any] = [MetricsCallback(), Shown(self._console), self._stop, self.position]
         if ours.patience is not None:
             callbacks.append(transformers.EarlyStoppingCallback(ours.patience))
         use_cache = getattr(self.model.config, "use_cache", None)
@@ -242,7 +243,7 @@ class Run:
                 eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
                 processing_class=tokenizer,
                 callbacks=callbacks,
-                **self._rewards,
+                **self._more,
             )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
@@ -281,6 +282,7 @@ class Run:
         past = self.begun_at > state.max_steps
         if finished and not past:
             self.trainer.save_model(str(self.out))
+            self.trainer.save_state()
         memory = self.model.memory_report()
         lines, all_within = budget_lines(*self.team.tell(shares(memory), "the end of the job"))
         self._console.print(str(memory), *lines, sep="\n")
@@ -312,7 +314,6 @@ class Run:
             self._console.print(f"no checkpoint in {self.out}: starting anew")
         if self.team.is_first:
             (self.out / "gemini.yaml").write_text(to_yaml(self.options.said), encoding="utf-8")
-            self._shown.rewind(step)
         return step
 
 
