@@ -242,14 +242,6 @@ class Section(NamedTuple):
     is_refusal: bool = False
 
 
-class _File(NamedTuple):
-    """A record file, with its record if it is whole, or why it cannot be read."""
-
-    path: Path
-    record: Record | None
-    refusal: str = ""
-
-
 def store_report(directory: Path) -> Iterator[Section]:
     """What is in a store, as it is found; the last section is a refusal if there are problems."""
     if not is_store(directory):
@@ -259,16 +251,25 @@ def store_report(directory: Path) -> Iterator[Section]:
         return
     problems: list[str] = []
     try:
-        user = holder(directory)
-        used = f"in use by {user}: this is what it has committed so far" if user else "in use by nobody"
-        yield Section("Durable store", [f"{directory.resolve()}", used, *_older(directory)])
-        files = [_read(path) for path in _record_files(directory)]
-        yield Section("Commits", [*_commits(files)])
-        problems += [file.refusal for file in files if file.refusal]
+        user, (*older, newest) = holder(directory), [store.name for store in stores(directory)]
+        lines = [
+            f"{directory.resolve()}",
+            f"in use by {user}: this is what it has committed so far" if user else "in use by nobody",
+            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
+            "newest",
+        ]
+        yield Section("Durable store", lines if older else lines[:2])
+        records: dict[Path, Record | None] = {}  # None: not whole
+        for path in _record_files(directory):
+            try:
+                records[path] = read_record(path)
+            except StorageError as e:
+                problems.append(str(e))
+        yield Section("Commits", [*_commits(records)])
         stored = open_store(directory)
         yield Section("To be resumed", [*_resumed(stored)])
         yield Section("Slots", [*_slots(stored)])
-        yield Section("Check", _check(directory, stored, files, problems))
+        yield Section("Check", _check(directory, stored, records, problems))
     except (StorageError, OSError) as e:
         problems += [str(e)] if str(e) not in problems else []
     if problems:
@@ -281,25 +282,9 @@ def _record_files(directory: Path) -> list[Path]:
     return next((paths for paths in reversed(found) if paths), [])
 
 
-def _read(path: Path) -> _File:
-    try:
-        return _File(path, read_record(path))
-    except StorageError as e:
-        return _File(path, None, str(e))
-
-
-def _older(directory: Path) -> Iterator[str]:
-    *older, newest = (store.name for store in stores(directory))
-    if older:
-        yield (
-            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
-            "newest"
-        )
-
-
-def _commits(files: list[_File]) -> Iterator[str]:
+def _commits(records: dict[Path, Record | None]) -> Iterator[str]:
     """The commits of the first rank, the last one first."""
-    own = [(file.record, file.path) for file in files if "record-00000-" in file.path.name and file.record is not None]
+    own = [(record, path) for path, record in records.items() if "record-00000-" in path.name and record is not None]
     own.sort(key=lambda found: -found[0].sequence)
     for what, (record, path) in zip(("last", "before"), own, strict=False):
         ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
@@ -353,10 +338,10 @@ def _slots(stored: Stored) -> Iterator[str]:
     yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
 
 
-def _check(directory: Path, stored: Stored, files: list[_File], problems: list[str]) -> Iterator[str]:
+def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], problems: list[str]) -> Iterator[str]:
     """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
-    torn = [file.path.name for file in files if file.record is None and not file.refusal]
-    yield f"records: {len(files) - len(torn)} of {len(files)} whole"
+    torn = [path.name for path, record in records.items() if record is None]
+    yield f"records: {len(records) - len(torn)} of {len(records)} whole"
     for name in torn:
         yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
     size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))

@@ -118,7 +118,8 @@ def _add(group: Any, name: str, about: Mapping[str, Any], kind: str) -> None:
     else:
         how["type"] = Path if "Path" in kind else int if "int" in kind and "str" not in kind else str
     if "argument" in about:
-        group.add_argument(name, metavar=name.upper(), nargs=None if about["required"] else "?", **how)
+        how |= {} if about["required"] else {"nargs": "?", "default": None}
+        group.add_argument(name, metavar=name.upper(), **how)
         return
     if "tuple" in kind:  # several behind one name would take the argument too that stands behind them
         how |= {"nargs": "+", "action": "extend"} if about["several"] else {"action": "append"}

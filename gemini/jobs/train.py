@@ -402,8 +402,7 @@ def make_config(kind: str, options: Options, source: ModelSource, notes: list[st
     if ours.plan is not None:
         plan = document.load(Path(ours.plan), "--plan", gemini.Plan.from_json)
         budgets, gradients = plan.problem.budgets, plan.problem.gradients
-        ranks = launch.num_processes() // ours.replicas
-        notes += check_step(plan, options, ranks=ranks, computes=Tier(args.device.type.replace("cuda", "gpu")))
+        notes += check_step(plan, options)
     trace = None
     if plan is None and ours.activations is None and args.device.type == "cuda":
         if ours.ep > 1 or kind in ("grpo", "rloo"):

@@ -332,13 +332,10 @@ def step_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_step(plan: Plan, options: Options, *, ranks: int, computes: Tier) -> Iterator[str]:
+def check_step(plan: Plan, options: Options) -> Iterator[str]:
     """What a job that runs a plan makes otherwise than it was planned, where it may: what is larger was not planned
-    for, and another kind of step has other planes.
-
-    Args:
-        ranks: that divide the model.
-        computes: where forward and backward run.
+    for, and another kind of step has other planes. Ranks, the tier that computes and the store are compared when the
+    model is made.
 
     Raises:
         JobError: naming the option, what it is here and what it was for the plan.
@@ -354,20 +351,6 @@ def check_step(plan: Plan, options: Options, *, ranks: int, computes: Tier) -> I
         if not sums and not shorter:
             raise JobError(f"{words}. Leave it out here, and it is as in the plan; or make a plan for this step.")
         yield f"{words}: its speed is not the planned one"
-    if plan.problem.gradients == "transient":
-        raise JobError(f"{made} with --gradients transient, and a trainer keeps them until it has clipped them.")
-    if plan.layout.ranks != ranks:
-        raise JobError(
-            f"{made} for {plan.layout.ranks} processes that divide the model (--gpus), and here there are {ranks}: "
-            "start as many (torchrun --nproc-per-node), or make a plan for these."
-        )
-    if plan.problem.compute is not computes:
-        raise JobError(
-            f"{made} for computing on {plan.problem.compute.value}, and this job computes on {computes.value}: "
-            "make a plan for this one (--compute)."
-        )
-    if options.ours.durable_every and not plan.problem.durable:
-        raise JobError(f"{made} without a durable store: leave --durable_every out, or --plan.")
     if Tier.NVME in plan.problem.budgets and options.ours.nvme_path is None:
         raise JobError(f"--plan {options.ours.plan} keeps some of the model on NVMe: give --nvme_path, a folder there.")
 

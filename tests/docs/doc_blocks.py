@@ -207,7 +207,8 @@ def _check_gemini(words: list[str], whole: bool) -> None:
     elif whole:
         RecordParser(words[0], "", command.record).read(rest)
     else:
-        assert not RecordParser(words[0], "", command.record).parse_known_args([*rest, "config.json"])[1], words
+        unknown = RecordParser(words[0], "", command.record).parse_known_args([*rest, "config.json"])[1]
+        assert not [word for word in unknown if word.startswith("-")], words
 
 
 def _check_torchrun(words: list[str], whole: bool, page: Path) -> None:
