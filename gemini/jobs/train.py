@@ -31,17 +31,15 @@ from gemini.integrations.huggingface_durable import store_behind
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
-from gemini.jobs.data import CountsRows, open_data, refusing_rows, words_of
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.data import CountsRows, open_data, words_of
+from gemini.jobs.errors import JobError, as_job_error, refusing
 from gemini.jobs.models import (
     ModelSource,
     byte_tokenizer,
-    draw_from,
     find_model,
     hush,
     load_tokenizer,
     name_the_loss,
-    only_refusing,
 )
 from gemini.jobs.screen import budget_lines, refusing_in_options, shares
 from gemini.jobs.team import Team, join
@@ -196,7 +194,7 @@ class Run:
         config = make_config(self.kind, self.options, source, notes)
         self._console.print(*notes, sep="\n", end="\n" if notes else "")
         mesh = mesh_of(self.options, self.team.size)
-        draw_from(args.seed)  # drawn weights must not depend on what ran before
+        transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         with refusing_in_options("--nvme_path FOLDER --nvme_memory", f"Other ways: {plan_command(self.options)}"):
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
                 is_built = isinstance(outline, nn.Module)
@@ -235,7 +233,7 @@ class Run:
         if getattr(args, "precompute_ref_log_probs", False):
             self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
         marks = getattr(args, "assistant_only_loss", False)
-        with refusing_rows(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
+        with refusing(f"gemini {self.kind}", MARKS if marks else "", innermost=True), _base_as_reference(self.model):
             trainer = trainer_class(self.kind)(
                 model=self.model,
                 args=args,
@@ -253,7 +251,7 @@ class Run:
             self._console.print(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
-            draw_from(args.seed + self.team.rank // ours.tp)
+            transformers.set_seed(args.seed + self.team.rank // ours.tp)
         return trainer
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
@@ -350,8 +348,8 @@ def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, l
         if "lora_task_type" not in options.said:
             asked.lora_task_type = "SEQ_CLS"
     attention = Attention(asked.attn_implementation, precision_of(args), args.device)
-    draw_from(args.seed)  # adapters
-    with only_refusing(source, "built"):
+    transformers.set_seed(args.seed)  # adapters
+    with refusing(f"{source.label} cannot be built"):
         adapters, codes = trl.get_peft_config(asked), trl.get_quantization_config(asked)
         adapt = None if adapters is None else partial(_get_peft_model(), peft_config=adapters)
         if source.weights is None:
