@@ -16,6 +16,8 @@ from __future__ import annotations
 import gc
 import time
 
+import torch
+
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
@@ -216,7 +218,10 @@ class Room:
         want = _ForWindow(self, window.num_bytes, "windows", WELCOME - OF_BUDGET, "", moment)
         if not self.ledger.obtain(want):
             return False
-        self._put_behind(window, want)
+        try:
+            self._put_behind(window, want)
+        except torch.OutOfMemoryError:  # less than the books say; `step()` looks ahead too, and is over by then
+            return False
         return True
 
     def _put_behind(self, window: Window, want: _ForWindow) -> None:
