@@ -587,7 +587,6 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     due: dict[int, int] = {}  # updates that the thread which launches has not waited for
     launches, together = any(work.launching), _awaited_together(work, needs)
     landed_here: list[int] = []  # by the host that computes, since the last moment
-    by_host: set[int] = set()  # landings in which the host makes the sums of a norm
     saves: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
     restores: list[int] = []  # moments that restored
@@ -659,7 +658,6 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             elif tasks:
                 landing.append((tasks[-1], arrived.hops[0].num_bytes))
                 room -= landing[-1][1]
-            by_host |= {task for task in tasks if graph.tasks[task].hop.track is Track.UPDATE}
             landed.setdefault(arrived.chunk, []).extend(tasks[-1:] or computed[-1:])
             if arrived.is_last and is_last and not clipping:
                 update(arrived.chunk, at, moment, landed.pop(arrived.chunk))
@@ -669,12 +667,12 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             waited = launched if launches else landed_here
             waited.append(end)
         if at % per_step == per_step - 1 and clipping:  # the norm needs every gradient
-            # The host may make a part of it. The thread that launches waits for it, and each update for its gradients.
-            norm = graph.add(nothing, step, -1, sorted(by_host | {computed[-1]}))
-            by_host.clear()
+            # Its sums leave behind all gradients, by the same engine. The thread that launches waits for it.
+            everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
+            norm = graph.add(nothing, step, -1, everything)
             launched += [norm] if launches else []
             for index in [index for index in landed if index in first_use] if order == "fifo" else next_order:
-                update(index, at, -1, [norm, *landed.get(index, ())])
+                update(index, at, -1, [norm])
             landed.clear()
     for last, index in released:
         if 0 <= last < len(computed):
