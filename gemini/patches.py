@@ -15,6 +15,10 @@ PATCHES = {
         "torch counts no writes to param.data. While modules compute, a managed param is an ordinary nn.Parameter, and "
         "such a write would leave its master as it was"
     ),
+    "torch.autograd.backward": (
+        "a backward that runs out of memory has left a part of its gradients, and nobody else tells of it: the models "
+        "whose backward it was see to it that no step uses that part. Errors stay torch's"
+    ),
     "torch.autograd.graph.disable_saved_tensors_hooks": (
         "inside a module whose weights move torch.func would raise torch's words about saved-tensor hooks, which no "
         "user has opened: ours say what to do"

@@ -165,8 +165,11 @@ class GeminiTrainerMixin:
         return int(super().get_total_train_batch_size(args)) // self.accelerator.tensor_size  # type: ignore[misc]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, on this rank's part of the sequences if ``args.parallelism_config`` divides them."""
-        return super().training_step(model, self.accelerator.sequence_batch(inputs), *args, **kwargs)  # type: ignore[misc]
+        """As the Trainer's, on this rank's part of the sequences if ``args.parallelism_config`` divides them. Out of
+        memory it is made once more (``GeminiDDP.micro_batch``).
+        """
+        own, step = self.accelerator.sequence_batch(inputs), super().training_step  # type: ignore[misc]
+        return model.micro_batch(lambda: step(model, own, *args, **kwargs))
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""

@@ -32,6 +32,7 @@ from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
+from gemini.memory.devices.cuda import prefer_expandable_segments
 from gemini.memory.devices.pinned import seconds_to_register
 from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
 from gemini.memory.system import memory_limit, memory_nodes
@@ -156,6 +157,8 @@ def _gpus() -> Iterator[str]:
         yield f"torch {torch.__version__} is built without CUDA: training runs on the CPU"
     elif not torch.cuda.is_available():
         yield f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no usable GPU"
+    else:
+        yield f"torch's allocator: {prefer_expandable_segments()}"
     query = "--query-gpu=index,name,memory.free,memory.total,driver_version"
     try:
         asked = ["nvidia-smi", query, "--format=csv,noheader"]

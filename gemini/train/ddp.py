@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache, partialmethod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from gemini.train.report import MemoryReport, make_report
 from gemini.train.setup.arguments import refuse_stock_loop, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
+
+T = TypeVar("T")
 
 
 class GeminiDDP(nn.Module):
@@ -107,7 +109,22 @@ class GeminiDDP(nn.Module):
     # ---- training -----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward. Whatever an interrupt has left open in it ends here: hooks do not run after one, and a
+        """The forward. Out of memory it is run once more, with the same bits, if nothing but its result has changed."""
+        again, batch = _engine(self).again, (args, kwargs)
+        beginning = again.begin(self, batch)
+        try:
+            return self._gemini_call(*args, **kwargs)
+        except torch.OutOfMemoryError as e:
+            beginning = again.if_unchanged(beginning, batch, e)
+            if beginning is None:
+                raise
+            said = str(e)
+        # Out of the block: with the error its frames go, and the activations that they hold.
+        again.repeat(beginning, said)
+        return self._gemini_call(*args, **kwargs)
+
+    def _gemini_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever an interrupt has left open in a forward ends here: hooks do not run after one, and a
         ``torch.no_grad()`` of the model's may not have.
         """
         # Noted outside of the call: hooks of torch do not run after a KeyboardInterrupt.
@@ -139,6 +156,23 @@ class GeminiDDP(nn.Module):
         # Ranks keep their gradients whole inside; the state is what updates inside backward ask.
         with engine.shards.without_reducing(), engine.state.accumulate():
             yield
+
+    def micro_batch(self, call: Callable[[], T]) -> T:
+        """Run ``call``, which is the forward and the backward of one micro-batch, and return what it returns. If it
+        runs out of GPU memory, gathered weights give up room, and it is run once more from the random numbers of
+        before::
+
+            loss = model.micro_batch(lambda: backward(model(**batch).loss / 4))
+
+        Gradients have the same bits as if it had gone well at once; what was added of them is not added again. So
+        ``call`` must do the same twice: change no input, no buffer, and nothing outside. Without it a forward is run
+        again by itself if that is safe, and a backward is not. A warning says so. With several ranks, and on the CPU,
+        it just runs.
+
+        Raises:
+            torch.OutOfMemoryError: from the second time. It says whether gradients of this step are whole.
+        """
+        return _engine(self).again.micro_batch(call)
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:

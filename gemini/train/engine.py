@@ -41,6 +41,7 @@ from gemini.train.params.exposure import Exposure
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import ParamSet, StageParam
 from gemini.train.params.tensor_slice import TensorSlice
+from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery, grad_hook
 from gemini.train.passes.forward import ForwardPass, StrayReads
 from gemini.train.passes.gathered import Gathering, Rewriting
@@ -133,6 +134,7 @@ class Engine:
         self.forward = ForwardPass(parts, TrainedParams(params, store, activations, config, rule.spec, grad_hook))
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
+        self.again = Again(parts, self.backward, self.recovery)
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
         self.reads = StrayReads(self.forward, own)
         self.rewriting = Rewriting(by_names, writes, lock)

@@ -354,6 +354,8 @@ class StepState:
         self.num_looked_at = -1
         """Number of params and modules that had been registered anywhere when the whole model was looked at last
         (:mod:`gemini.train.modules.injected`)."""
+        self.has_stepped = False
+        """Whether an optimizer step is over."""
         self.num_open = 0
         """Number of things that have begun to compute and not ended in order; after an interrupt they never will."""
         self.num_unreduced = 0

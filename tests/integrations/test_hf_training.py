@@ -155,6 +155,29 @@ def test_a_smaller_batch_is_found_after_running_out_of_memory(tmp_path: Path) ->
     assert trainer._train_batch_size <= 2 and len(record.of("loss")) == 2
 
 
+def test_a_micro_batch_that_runs_out_of_memory_in_its_backward_is_made_again(tmp_path: Path) -> None:
+    def trained(folder: Path, fails: int | None) -> Any:
+        config = gemini.GeminiConfig(device="standin", gradients="accumulate", memory=gemini.MemoryBudget(cpu="64MiB"))
+        model, backwards = gemini.GeminiDDP(llama(dropout=0.1), config), list[int]()
+
+        def arrive(grad: torch.Tensor) -> None:
+            backwards.append(1)
+            if len(backwards) == fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has")
+
+        # The gradients of the layers above are added to the sum by then.
+        hook = lambda module, args, output: output.requires_grad and output.register_hook(arrive) and None  # noqa: E731
+        model.model.layers[0].mlp.register_forward_hook(hook)
+        trainer, _ = make(folder, model=model, save_strategy="no", max_steps=3)
+        trainer.train()
+        assert len(backwards) == (6 if fails is None else 7)
+        return trainer
+
+    with pytest.warns(UserWarning, match="a micro-batch ran out of memory.* made once more"):
+        failed = trained(tmp_path / "a", 4)
+    assert_same_run(failed, trained(tmp_path / "b", None))
+
+
 def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
     """The AdamW itself becomes a HybridAdam, whose rates the scheduler sets that was made for it."""
     model = llama()

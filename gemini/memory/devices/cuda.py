@@ -72,6 +72,8 @@ class CudaDevice(Device):
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self.torch_device, self, self._lock)
         self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
+        self._before = 0
+        """Bytes of tensors that were there before the model."""
         self.keeps_windows = self._memory.is_private
 
     # ---- memory -------------------------------------------------------------------------------------------------
@@ -109,6 +111,7 @@ class CudaDevice(Device):
         if budget is not None:
             check_room(self.torch_device, budget, reserved, freed)
         limit(self, self.torch_device, budget if limited else None)
+        self._before = max(torch.cuda.memory_allocated(self.torch_device) - freed, 0)
 
     def reserve_host(self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()) -> None:
         rest = num_bytes - sum(size for _, size in planes)
@@ -167,6 +170,11 @@ class CudaDevice(Device):
             "reserved_peak": torch.cuda.max_memory_reserved(self.torch_device),
             "driver": total - free,
         }
+
+    def reserved_beyond(self, known: int) -> int:
+        if sum(index == self.torch_device.index for index, _ in _limits.values()) > 1:
+            return 0  # of another model there, whose bytes are not known here
+        return max(torch.cuda.memory_reserved(self.torch_device) - self._before - known, 0)
 
     def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
         asked: dict[int, int] = {}  # by address: what each block was asked for
@@ -314,6 +322,25 @@ class CudaDevice(Device):
                 stream = torch.cuda.Stream(self.torch_device)
             self._own.add(stream.cuda_stream)
             return stream
+
+
+_CONFS = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+
+
+def prefer_expandable_segments() -> str:
+    """Let torch's allocator grow segments in place of taking new ones, unless the program has set it up or begun to use
+    it: what differs in size from step to step then leaves no fragments. Returns what became of it, in words.
+    """
+    said = next((name for name in _CONFS if name in os.environ), None)
+    if said is not None:
+        return f"{said}={os.environ[said]}"
+    # Before 2.11 windows, which have a pool of their own, could not be in such segments (pytorch PR 185818).
+    if sys.platform != "linux" or torch.torch_version.TorchVersion(torch.__version__) < "2.11":
+        return "expandable segments are not there: they need Linux and torch 2.11"
+    if torch.cuda.is_initialized():
+        return "torch was in use before Gemini: set PYTORCH_ALLOC_CONF=expandable_segments:True against fragments"
+    os.environ[_CONFS[1]] = "expandable_segments:True"
+    return f"{_CONFS[1]}=expandable_segments:True, which Gemini sets"
 
 
 def check_card(device: torch.device) -> None:

@@ -255,6 +255,12 @@ class Device(ABC):
         """
         return {}
 
+    def reserved_beyond(self, known: int) -> int:
+        """Bytes that torch's allocator has taken for this process since the budget began, beyond the ``known`` ones; 0
+        where nobody can say.
+        """
+        return 0
+
     def bytes_behind(self, tensors: Iterable[torch.Tensor]) -> int | None:
         """Bytes that torch's allocator was asked for by these tensors' memory; None where it has no books to ask."""
         return None
@@ -360,13 +366,15 @@ def make_device(name: str | torch.device | Device | None) -> Device:
     if wanted.type == "cpu":
         return CpuDevice()
     if wanted.type == "cuda":
+        from gemini.memory.devices.cuda import CudaDevice, check_card, prefer_expandable_segments
+
+        # Before anything asks the driver: the allocator reads it once.
+        prefer_expandable_segments()
         if not torch.cuda.is_available():
             raise ValueError(
                 f"device={name!r} was asked for, but torch sees no CUDA device{_why_no_cuda()}; "
                 "use device=None or 'cpu'"
             )
-        from gemini.memory.devices.cuda import CudaDevice, check_card
-
         made = CudaDevice(wanted)
         check_card(made.torch_device)
         return made

@@ -321,13 +321,16 @@ class Room:
         return self.is_apart
 
     def _shrink(self, want: Want) -> bool:
-        """Windows have that much less from now on; False if some are read. All of them go: their memory is one piece,
-        and a shorter one is got in its place.
+        """Windows have what is missing less from now on."""
+        # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
+        return self.shrink(want.missing())
+
+    def shrink(self, num_bytes: int) -> bool:
+        """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory
+        is one piece, and a shorter one is got in its place.
         """
         if not self.is_apart:
             return False
-        # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
-        num_bytes = want.missing()
         if self.pool + self.ledger.held(self.tier, "windows") < num_bytes or not self.evict_all():
             return False
         # Behind the eviction of all: this gives the old piece back to the driver.
@@ -399,6 +402,10 @@ class Room:
         """Bytes that something else can have for good, where windows need ``working_set``."""
         tier = self.tier
         return self.ledger.free(tier) + self.ledger.held(tier, "windows") + self.pool - working_set
+
+    def spare(self, working_set: int) -> int:
+        """Bytes of the windows' own memory beyond what they need; none where it is not their own."""
+        return max(self.ledger.held(self.tier, "windows") + self.pool - working_set, 0) if self.is_apart else 0
 
     # ---- the books ----------------------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class Leftover(IntEnum):
     """One that a step has used, or skipped."""
     ZEROS = 2
     """Zeros, by ``zero_grad(set_to_none=False)``: the next step updates with them what gets no other."""
+    TORN = 3
+    """A sum in which there is a part of a micro-batch whose backward broke off."""
 
 
 @dataclass(slots=True)
@@ -154,8 +156,13 @@ class ParamHandle:
 
         Raises:
             GeminiError: if nobody called ``zero_grad()`` in between; never where the optimizer steps inside backward
-                for good, where every gradient is used and gone.
+                for good, where every gradient is used and gone. Or if a backward broke off that was added to it.
         """
+        if self.leftover is Leftover.TORN and self.norm_sums is not None:
+            raise GeminiError(
+                f"the gradient of {self.name!r} is not whole: the backward of one of its micro-batches ran out of "
+                "memory after a part of it had been added. Call optimizer.zero_grad() and begin the step anew"
+            )
         if self.leftover is not Leftover.USED or self.norm_sums is None:
             return
         stepper = None if self.optimizer is None else self.optimizer()

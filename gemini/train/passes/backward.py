@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -55,6 +56,13 @@ class BackwardPass:
         """The backward, by autograd's number, that has begun last."""
         self._plain_task = _NONE
         """The backward, by autograd's number, whose gradients are only kept, and used by nobody before the step."""
+        self.arrived: list[ParamHandle] = []
+        """Params whose gradients this backward has begun to land, each as often as one came."""
+        self.num_landed = 0
+        self.adds = False
+        """Whether there were gradients of an earlier backward when those of this one began to land."""
+        self.landed_before: Counter[ParamHandle] = Counter()
+        """Gradients that are not added again: a backward that broke off, and is made once more, has landed them."""
         self._works: Callable[[], Any] = _nobody
         """Whether the backward that has begun last, alone, is running still: autograd keeps that for as long."""
 
@@ -86,6 +94,7 @@ class BackwardPass:
             return
         self._state.check_there()
         self._state.begin_backward()
+        self.arrived, self.num_landed = [], 0
         if self.observers.recording is not None:
             self.observers.recording.begin_backward()
         # After the phase has changed: the guards ask it whether anybody computes.
@@ -170,7 +179,7 @@ class BackwardPass:
         if grad.dtype is not handle.view.dtype or grad.requires_grad or grad.layout is not torch.strided:
             refuse_grad(handle, grad)
         # An update in flight may still read the grad plane, so the short way is for backwards without any.
-        if self._plain_task != _graph_task() or self._updates.pending:
+        if self._plain_task != _graph_task() or self._updates.pending or self.landed_before:
             self._take(handle, grad)
             return
         # Nothing but this is to be done, and it is done for every param: what is touched here is cold by now.
@@ -178,7 +187,9 @@ class BackwardPass:
             chunk = handle.chunk
             if handle.norm_sums is not None:
                 self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+            self.arrived.append(handle)
             self.gradients.land(handle, grad)
+            self.num_landed += 1
             chunk.num_missing_grads -= 1
             if not chunk.num_missing_grads:
                 PROGRESS.count += 1
@@ -200,7 +211,12 @@ class BackwardPass:
             if self._updates.pending:
                 # An update of the step before may still read the plane that this gradient overwrites.
                 chunk.settle()
-            self.sink.take(handle, grad)
+            if self.landed_before[handle] > 0:
+                self.landed_before[handle] -= 1
+            else:
+                self.arrived.append(handle)
+                self.sink.take(handle, grad)
+                self.num_landed += 1
             if self.sink.only_keeps and not stepping_in_backward and self.observers.around_own_work is None:
                 # From the next gradient on the short way will do. autograd's number of the backward tells it from all
                 # others, so one that broke off leaves nothing to reset.
@@ -248,7 +264,11 @@ class BackwardPass:
             )
         if self._updates.pending or self._updates.unseen.num_chunks:
             self._updates.drain()  # of params that this forward has not read
-        if self.has_gradients:
+        self.adds = self.has_gradients
+        if self.adds:
+            for handle in self._params.handles:
+                if handle.leftover is Leftover.TORN:
+                    handle.refuse_incomplete_gradient()
             self.sink.begin_adding()
         # Last: a backward that is refused above has changed nothing, and `abandon` goes by this.
         self._state.takes_gradients = True
@@ -368,6 +388,37 @@ class Recovery:
         state = self._state
         if (state.num_open or state.occupancy.is_part) and torch._C._current_graph_task_id() == -1:
             state.occupancy.if_alone(self._forget)
+
+    def why_not_again(self) -> str | None:
+        """Say why a backward that broke off cannot be made again with its forward; None if it can."""
+        backward = self._backward
+        if not (self._state.in_backward and self._state.takes_gradients):
+            return None
+        if self._state.updated_in_backward:
+            return "params were updated in it"
+        # The sum may have been changed already, and not counted.
+        is_cut = backward.adds and backward.num_landed < len(backward.arrived)
+        return "a gradient was being added to the sum of those before" if is_cut else None
+
+    def break_off(self, *, again: bool) -> str:
+        """End what broke off, such that no gradient of its backward counts, or each once if it is made ``again``: what
+        became of them, in words.
+        """
+        backward, state = self._backward, self._state
+        has_any = state.in_backward and state.takes_gradients
+        adds, landed = backward.adds, Counter(backward.arrived)
+        self.forget_interrupted()
+        if state.corrupted_by is not None:
+            return "Params were updated in it: load the last checkpoint"
+        if has_any and not adds:
+            backward.discard()
+        elif has_any and again:
+            backward.landed_before.update(landed)
+        elif has_any or backward.landed_before:
+            for handle in self._params.handles:
+                handle.leftover = Leftover.TORN if handle.has_grad else handle.leftover
+            return "The gradients of this step have a part of it: call optimizer.zero_grad() and begin the step anew"
+        return "Weights, states and gradients are as before it"
 
     def _forget(self) -> None:
         state = self._state

@@ -390,6 +390,7 @@ class Stepping:
             self.state.clip_in_backward = 1.0
         if self.state.updated_in_backward:
             self.state.updated_in_backward = False
+        self.state.has_stepped = True
         self._store.mover.watch.end_step()
         # All ranks come here, whatever they updated: their agreement counts steps.
         self.company.end_step()
