@@ -215,7 +215,7 @@ def test_what_is_prepared_lasts_as_long_as_planes_do(tmp_path: Path) -> None:
     optimizer.zero_grad()
     train_plain(plain, [0], squares, clip=None)
     kept, planes = dict(chunk.prepared), [weakref.ref(chunk.planes[GRAD]), weakref.ref(chunk.planes[GRAD].tensor)]
-    assert len(kept) == 3  # two params land, and are updated
+    assert len(kept) == 4  # two params land, and are updated, in a way that was looked for
     squares(model, 1).backward()
     assert chunk.prepared == kept
     del kept

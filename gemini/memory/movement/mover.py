@@ -29,6 +29,8 @@ from gemini.waiting import PROGRESS
 
 def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
     """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
+    if start < stop <= start + tile:
+        return [(start, stop)]
     return [(at, min(at + tile, stop)) for at in range(start, stop, tile)]
 
 
@@ -105,7 +107,7 @@ class Mover:
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
         # Waits of other threads give up only when nothing has moved for minutes.
-        PROGRESS.note()
+        PROGRESS.count += 1
         # A worker counts for the step that handed its work over, though that may be over by now.
         working = self._of_thread.working
         if working is None:

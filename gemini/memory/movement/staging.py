@@ -29,18 +29,17 @@ class _Memory:
 
     def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False):
         self._device, self._num_bytes, self._on_device = device, num_bytes, on_device
-        self._buffer: torch.Tensor | None = None
+        self.buffer: torch.Tensor | None = None
 
-    def get(self) -> torch.Tensor:
-        if self._buffer is None:
-            with torch.inference_mode(False):  # it outlives the eval that may have asked first
-                make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
-                self._buffer = make(self._num_bytes)
-                if self._on_device:
-                    # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
-                    # without this wait the zeros could come after them.
-                    self._device.mark().wait()
-        return self._buffer
+    def make(self) -> torch.Tensor:
+        with torch.inference_mode(False):  # it outlives the eval that may have asked first
+            make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
+            self.buffer = buffer = make(self._num_bytes)
+            if self._on_device:
+                # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
+                # without this wait the zeros could come after them.
+                self._device.mark().wait()
+        return buffer
 
 
 class StagingSet:
@@ -74,7 +73,9 @@ class StagingSet:
             leaving.wait_until_over()
         num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
         assert num_bytes <= size, (kind, num_items, dtype, self.tile)
-        return self._memory.get()[at : at + num_bytes].view(dtype)
+        memory = self._memory
+        buffer = memory.make() if memory.buffer is None else memory.buffer
+        return buffer[at : at + num_bytes].view(dtype)
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes
@@ -132,7 +133,8 @@ class Staging:
         Raises:
             BudgetExceeded: if it was not reserved, and there is no room.
         """
-        self.reserve()
+        if not self.is_reserved:
+            self.reserve()
         return self._own
 
     def reserve(self) -> bool:
