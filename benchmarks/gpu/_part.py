@@ -117,3 +117,9 @@ def verdict(what: str, found: float, goal: float, *, unit: str = "") -> str:
     """A line that says whether a goal was met."""
     met = "met" if found >= goal else "MISSED"
     return f"- {what}: {found:.3f}{unit}; goal at least {goal:g}{unit}: {met}"
+
+
+def verdict_between(what: str, found: float, least: float, most: float) -> str:
+    """A line that says whether a figure lies where it should."""
+    met = "met" if least <= found <= most else "MISSED"
+    return f"- {what}: {found:.3f}; goal {least:g} to {most:g}: {met}"

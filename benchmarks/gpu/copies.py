@@ -112,13 +112,19 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     training = Training(card, shape, tokens, seq_len, settings)
     training.use(CLIPPED)
     seconds, _ = training.timed_steps(1 if args.tiny else 3, 1 if args.tiny else 2)
-    moved = training.finish()["moved"]
+    report = training.finish()
+    moved, waited = report["moved"], report["stalls"].get("gradient landing", 0.0)
     recorded = tracks_in_training(training, 1 if args.tiny else 3)
     results.add("steps", {"shape": shape._asdict(), "params": shape.params, "tokens": tokens, "seconds": seconds,
-                          "moved in a step": dict(moved), "recorded": recorded,
-                          "build seconds": training.build_seconds})  # fmt: skip
+                          "moved in a step": dict(moved), "waited in a step": dict(report["stalls"]),
+                          "recorded": recorded, "build seconds": training.build_seconds})  # fmt: skip
     training.close()
-    rows, lines = [], []
+    rows = []
+    lines = [
+        _part.verdict_between(
+            "seconds of a step that the launching thread waits for gradients to land", waited, 0, 0.001
+        )
+    ]
     for name, (_, boundary) in WAYS.items():
         rates = [own[name]["bytes"] / own[name]["busy"] for own in recorded if own[name]["busy"]]
         alone, both = (Spread.of(raw[f"{name}, {how}"]).median for how in ("alone", "both at once"))

@@ -11,6 +11,7 @@ step:
     W              all updates with nothing beside them
     step           with clipping, and without, updates inside backward
     bound          T_bwd + max(T_fwd, W) with clipping, max(T_fwd + T_bwd, W) with updates inside backward
+    waited         by the launching thread for anything, in the last of these steps
     predicted      by the simulator, for the number of tokens that the plan was made for
     goal           with clipping 0.9 of the bound (T_fwd + T_bwd) / (T_bwd + max(T_fwd, W)); from 16k tokens without
                    clipping 0.9 of computing alone
@@ -126,7 +127,11 @@ def rows_of(
     for key, own in case["schedules"].items():
         step = statistics.median(own["seconds"])
         foretold = case.get("predicted", {}).get(key) if tokens == case["planned for"] else None
+        if foretold is not None:
+            what = f"{where}, {SCHEDULES[key].name}: step over the simulator's"
+            lines.append(_part.verdict_between(what, step / foretold, 0.95, 1.05))
         row = [human_bytes(budget), f"{tokens:,}", SCHEDULES[key].name, f"{step:.3f}"]
+        row.append(f"{sum(own['stalls'].values()):.3f}")
         row += ["-" if foretold is None else f"{foretold:.3f}", f"{flops / step / 1e12:.1f}"]
         if "forward" not in alone_t:
             rows.append([*row, "-", "-", "-", "-", f"{work:.3f}"])
@@ -197,8 +202,8 @@ def measure(args: argparse.Namespace, card: Card, results: _part.Results) -> Non
     for tokens, found in computing.items():
         if "why not" in found:
             lines.append(f"- computing alone at {tokens:,} tokens was not measured: {found['why not']}")
-    names = ["GPU budget", "tokens", "schedule", "step", "predicted", "TFLOP/s", "of computing alone", "of the bound",
-             "T_fwd", "T_bwd", "W"]  # fmt: skip
+    names = ["GPU budget", "tokens", "schedule", "step", "waited", "predicted", "TFLOP/s", "of computing alone",
+             "of the bound", "T_fwd", "T_bwd", "W"]  # fmt: skip
     results.say(
         f"Llama of {shape.params:,} params, bf16, AdamW, gradient checkpointing, sequences of {seq_len} (seconds; "
         "medians).",
@@ -216,8 +221,8 @@ def main(argv: Sequence[str] | None = None) -> _part.Results:
     add("--budgets", type=lambda text: [parse_bytes(one) for one in text.split(",")], default=[24 * 2**30],
         metavar="SIZE,...", help="of the GPU (default: 24GiB)")  # fmt: skip
     add("--groups", type=lambda text: [[int(n) for n in group.split(",")] for group in text.split("/")],
-        default=[[4096, 8192], [16384, 32768]], metavar="N,N/N,...",
-        help="tokens per step, those that share a plan together (default: 4096,8192/16384,32768)")  # fmt: skip
+        default=[[4096], [16384]], metavar="N,N/N,...",
+        help="tokens per step, those that share a plan together (default: 4096/16384)")  # fmt: skip
     add("--tokens", type=int, nargs="+", default=None, help="instead of --groups: each planned by itself")
     add("--seq-len", type=int, default=4096, help="(default: %(default)s)")
     add("--steps", type=int, default=2, help="that count, of each schedule (default: %(default)s)")

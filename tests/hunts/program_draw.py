@@ -114,7 +114,7 @@ def draw(seed: int) -> Program:
         batch=rng.choice((1, 2, 3)),
         length=rng.choice((2, 4, 5)),
         steps=rng.choice((2, 3, 3)),
-        adam=rng.choice(("whole",) * 4 + tuple(ADAMS)),
+        adam=rng.choice(("whole",) * 3 + ("parting_groups",) + tuple(ADAMS)),
         target=rng.randrange(len(blocks)),
         root_exit=rng.choice(("tensor",) * 3 + ("tuple", "dict", "dataclass")),
         habits=tuple(name for name in ("grads", "clip", "evaluate") if rng.random() < 0.3),

@@ -57,6 +57,10 @@ HABITS: dict[str, Habit] = {
         "for n, p in model.named_parameters()])"
     ),
     "learning_rate": before('for group in optimizer.param_groups:\n    group["lr"] *= 0.7'),
+    "other_constants": before("""
+        if step == 1:
+            optimizer.param_groups[-1].update(betas=(0.7, 0.9), eps=1e-5)
+        """),
     "zero_first": before("optimizer.zero_grad()"),
     # Gradients are there.
     "grads": after("side.grads()"),
@@ -103,6 +107,14 @@ ADAMS = {
         "named = list(model.named_parameters())\n"
         'optimizer = side.adam([{"params": [p for _, p in named[::2]], "weight_decay": 0.0},\n'
         '                       {"params": [p for _, p in named[1::2]], "lr": 0.005}])'
+    ),
+    # Equal at first: what one is given after a step is not the other's.
+    "parting_groups": (
+        "params = list(model.parameters())\n"
+        'optimizer = side.adam([{"params": params[::2]}, {"params": params[1::2]}])\n'
+        "def part(o, args, kwargs):\n"
+        '    o.param_groups[-1].update(lr=0.5 * o.param_groups[-1]["lr"], weight_decay=0.2)\n'
+        "optimizer.register_step_post_hook(part)"
     ),
     "left_out": "optimizer = side.adam(list(model.parameters())[1:])",
     "trained": "optimizer = side.adam([p for p in model.parameters() if p.requires_grad])",

@@ -171,6 +171,8 @@ class Scaling:
         Raises:
             GeminiError: if those that are there have another one, or are unscaled already.
         """
+        if scale is self.held is UNSCALED:
+            return  # nothing there is a scaler's: no gradient need be looked at
         # By value only where it is another object: comparing values waits for the device.
         is_other = scale is not self.held and (UNSCALED in (scale, self.held) or scale.value != self.held.value)
         waiting = _to_be_used(self._params.handles)
