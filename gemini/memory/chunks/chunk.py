@@ -162,9 +162,8 @@ class FilePlane(Plane):
         assert into.numel() == stop - start and into.dtype == self.dtype
         return [Extent(into, self._offset + start * self.dtype.itemsize)]
 
-    def to_write(self, start: int, stop: int, source: torch.Tensor) -> Iterable[Extent]:
-        """The extents of the file that :meth:`begin_store` writes, for one request, which asks for them in turn."""
-        return self.to_read(start, stop, source)
+    # Those that :meth:`begin_store` writes, for one request, which asks for them in turn.
+    to_write = to_read
 
     def give_back(self) -> None:
         """End this plane: its slot may be allocated again. No transfer of it may be under way: the next owner of the

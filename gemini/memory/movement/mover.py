@@ -142,14 +142,22 @@ class Mover:
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
-        with self.crossing(plane.tier, Tier.CPU, into.numel() * into.element_size()):
+        self.count(plane.tier, Tier.CPU, into.nbytes)
+        if self.watch.recorder is None:
             plane.load(start, stop, into)
+        else:
+            with self.watch.crossing(plane.tier, Tier.CPU, into.nbytes):
+                plane.load(start, stop, into)
         return into
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        with self.crossing(Tier.CPU, plane.tier, source.nbytes):
+        self.count(Tier.CPU, plane.tier, source.nbytes)
+        if self.watch.recorder is None:
             plane.store(start, stop, source)
+        else:
+            with self.watch.crossing(Tier.CPU, plane.tier, source.nbytes):
+                plane.store(start, stop, source)
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""

@@ -29,17 +29,18 @@ class _Memory:
 
     def __init__(self, device: Device, num_bytes: int, *, on_device: bool = False):
         self._device, self._num_bytes, self._on_device = device, num_bytes, on_device
-        self.buffer: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None
 
-    def make(self) -> torch.Tensor:
-        with torch.inference_mode(False):  # it outlives the eval that may have asked first
-            make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
-            self.buffer = buffer = make(self._num_bytes)
-            if self._on_device:
-                # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
-                # without this wait the zeros could come after them.
-                self._device.mark().wait()
-        return buffer
+    def get(self) -> torch.Tensor:
+        if self._buffer is None:
+            with torch.inference_mode(False):  # it outlives the eval that may have asked first
+                make = self._device.make_buffer if self._on_device else self._device.make_host_buffer
+                self._buffer = make(self._num_bytes)
+                if self._on_device:
+                    # Zeroed by the computing stream. Copies into slots wait for nothing that was computed before, so
+                    # without this wait the zeros could come after them.
+                    self._device.mark().wait()
+        return self._buffer
 
 
 class StagingSet:
@@ -49,6 +50,8 @@ class StagingSet:
         self.tile = tile
         self._memory = memory
         self._leaving: dict[str, Event] = {}
+        self._views: dict[tuple[PlaneKind, torch.dtype, int], torch.Tensor] = {}
+        """Those that were asked for: tiles have the same sizes, step after step."""
         self._areas: dict[str, tuple[int, int]] = {}
         for kind, size in staged_bytes(tile, rule).items():
             self._areas[kind] = at, size
@@ -71,11 +74,14 @@ class StagingSet:
         leaving = self._leaving.pop(kind, None)
         if leaving is not None:
             leaving.wait_until_over()
-        num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
-        assert num_bytes <= size, (kind, num_items, dtype, self.tile)
-        memory = self._memory
-        buffer = memory.make() if memory.buffer is None else memory.buffer
-        return buffer[at : at + num_bytes].view(dtype)
+        view = self._views.get((kind, dtype, num_items))
+        if view is None:
+            num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
+            assert num_bytes <= size, (kind, num_items, dtype, self.tile)
+            view = self._memory.get()[at : at + num_bytes].view(dtype)
+            if not torch.is_inference_mode_enabled():  # else it is of that mode only
+                self._views[kind, dtype, num_items] = view
+        return view
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes

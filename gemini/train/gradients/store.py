@@ -385,7 +385,8 @@ class GradientStore:
         with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
             try:
                 for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
-                    incoming, copied = flat[start:stop], DONE
+                    # A slice of all of it would be one more operation of torch's.
+                    incoming, copied = flat if stop - start == flat.numel() else flat[start:stop], DONE
                     if crosses:
                         if len(coming) == len(areas):
                             sums += self._land_tile(staging, planes, base, coming, adding)

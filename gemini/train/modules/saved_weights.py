@@ -13,7 +13,6 @@ update its new content is fetched at once. So a read is right, or there is no ro
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -254,9 +253,10 @@ class SavedWeights:
         chunk = None
         # Subclasses may have no storage, or one that says nothing of where their values are.
         if type(tensor) in _PLAIN:
-            # A sparse one has none, nor has a wrapper without memory of its own.
-            with contextlib.suppress(RuntimeError):
+            try:
                 chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
+            except RuntimeError:  # sparse, or a wrapper without memory of its own
+                pass
         if chunk is not None and not (tensor.is_conj() or tensor.is_neg()):
             index = chunk.spec.index
             # The param whose place begins last before the view; in bytes, for a view may have another dtype.
