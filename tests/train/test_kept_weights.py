@@ -219,6 +219,21 @@ def test_what_is_kept_goes_where_something_else_needs_the_room(tmp_path: Path) -
     assert_trains_alike(model, adam(model), Plain(Reads(), "fp32"), range(2), loss_of)
 
 
+def test_a_graph_inside_a_forward_without_gradients_lends_no_window(tmp_path: Path) -> None:
+    """The block has opened no hooks then, so modules inside open their own."""
+
+    def graph_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            block.left = [block.inside(x.detach().requires_grad_())]
+        return block.left[0].detach()
+
+    model = wrap(Net(graph_inside), "disk", tmp_path, precision="fp32", slack=2**18)
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert all(block.left[0].grad_fn is not None for block in model.blocks)
+    assert not any(chunk.is_lent for chunk in world_of(model).chunks)
+
+
 def test_modules_on_another_stream_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows must know of every stream that reads them."""
     model = wrap(Net(in_turn), "standin", tmp_path, precision="fp32", slack=2**18)
