@@ -52,6 +52,7 @@ class Point(IntEnum):
     COPY = 12, "a write to a param (param.copy_)"
     CONTEXT = 13, "attention over the parts of a sequence"
     BEGIN_STEP = 14, "a forward or backward (it begins)"
+    PARK = 15, "parked()"
 
 
 _SERVED = (Point.GATHER, Point.READ)

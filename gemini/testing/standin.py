@@ -170,6 +170,9 @@ class StandinDevice(HostMemoryDevice):
     def make_window(self, num_bytes: int) -> Window:
         return super().make_window(num_bytes) if self.pieces is None else PieceWindow(num_bytes, self.pieces)
 
+    def make_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)  # as a GPU's, its storage can be resized
+
     def reserve_windows(self, num_bytes: int) -> None:
         if self.pieces is not None:
             self.pieces.reserve(num_bytes)

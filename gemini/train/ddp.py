@@ -263,6 +263,28 @@ class GeminiDDP(nn.Module):
             handles = [self._own(p) for p in ([params] if isinstance(params, torch.Tensor) else params)]
         return engine.gathering.gathered(handles, write=write)
 
+    @contextlib.contextmanager
+    def parked(self) -> Iterator[None]:
+        """Inside this block the model is not on the GPU: all of its budget there is given back, for an inference engine
+        that generates in between. At its end everything is where it was, with the same bits.
+
+        Updates in flight end first. Weights, states and gradients that live on the GPU wait in host memory as far as
+        the cpu budget has room, else on the drive. Params are read and written by name as ever (``full_param``,
+        ``state_dict``, :func:`gemini.weights_for`); a forward, a backward, ``gathered()`` and ``optimizer.step()`` are
+        refused. With several ranks all of them park together. A block inside another one has no effect.
+
+        Raises:
+            BudgetExceeded: if there is no room below the GPU: nothing has moved. At the end of the block, if others
+                hold the memory: the model stays parked, and ``with model.parked(): pass`` tries again.
+            GeminiError: if a view of the weights, or a graph whose backward is to come, holds memory of the GPU.
+        """
+        engine = _engine(self)
+        run_alone(engine.state, wrap.park, engine)
+        try:
+            yield
+        finally:
+            run_alone(engine.state, engine.parking.leave)
+
     @alone
     def full_param(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A copy of one param on the CPU, in the compute dtype; ``dtype=torch.float32`` gives the exact master.

@@ -45,6 +45,7 @@ from gemini.train.passes.backward import BackwardPass, Recovery, grad_hook
 from gemini.train.passes.forward import ForwardPass, StrayReads
 from gemini.train.passes.gathered import Gathering, Rewriting
 from gemini.train.passes.hooks import Passes
+from gemini.train.passes.parking import Parking
 from gemini.train.passes.parts import Parts
 from gemini.train.passes.stepping import Stepping
 from gemini.train.setup.adoption import Adoption, TrainedParams, take_apart
@@ -136,6 +137,7 @@ class Engine:
         self.reads = StrayReads(self.forward, own)
         self.rewriting = Rewriting(by_names, writes, lock)
         self.gathering = Gathering(parts, self.forward)
+        self.parking = Parking(parts, config, built.decision.problem)
 
         # The params come home, and into the hands of all that.
         self.adoption = Adoption(params, store, by_names, exposure, saved_weights, grad_hook, is_divided=shared)

@@ -358,6 +358,8 @@ class StepState:
         """Number of things that have begun to compute and not ended in order; after an interrupt they never will."""
         self.num_unreduced = 0
         """Chunks whose gradients are whole on this rank and not reduced yet."""
+        self.is_parked = False
+        """Whether the model has left the device that computes: inside ``parked()``."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
@@ -521,6 +523,19 @@ class StepState:
         """Allow everything again: every master and state was written anew."""
         self.corrupted_by = self._unreported = None
         self.updated_in_backward = False
+
+    def check_there(self) -> None:
+        """Refuse to compute with a model that is parked.
+
+        Raises:
+            GeminiError: until the block of ``parked()`` is left.
+        """
+        if self.is_parked:
+            raise GeminiError(
+                "the model is parked (inside `with model.parked()`): it has given the memory back that it computes "
+                "in. Leave the block first (if an error kept it from coming back: `with model.parked(): pass` tries "
+                "again); read weights with gemini.weights_for(model), model.full_param(name) or model.state_dict()"
+            )
 
     def check_whole(self) -> None:
         """Refuse to go on with a half-made update.

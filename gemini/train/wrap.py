@@ -178,6 +178,26 @@ def release(model: nn.Module) -> nn.Module:
     return model
 
 
+def settle(engine: Engine) -> None:
+    """Wait until nothing is under way in a model, and nobody behind training reads its chunks.
+
+    Raises:
+        GeminiError: if an update broke off.
+    """
+    # In this order: what an interrupt has left cannot be waited for, and a failed update is seen only after the wait.
+    engine.recovery.forget_interrupted()
+    engine.drain()
+    engine.state.check_whole()
+    for pending in pending_in(engine.write_observers):
+        pending.join()
+
+
+def park(engine: Engine) -> None:
+    """Begin ``model.parked()`` (:meth:`gemini.train.passes.parking.Parking.enter`)."""
+    settle(engine)
+    engine.parking.enter()
+
+
 def unmanage(model: nn.Module, what: str) -> None:
     """Make ``model`` an ordinary module with its full weights on the CPU, in the compute dtype.
 
@@ -188,10 +208,8 @@ def unmanage(model: nn.Module, what: str) -> None:
         BudgetExceeded: if the weights need more than the free memory of the host; nothing was changed.
     """
     engine: Engine = model.__dict__["_gemini_engine"]
-    # In this order: what an interrupt has left cannot be waited for, and a failed update is seen only after the wait.
-    engine.recovery.forget_interrupted()
-    engine.drain()
-    engine.state.check_whole()
+    engine.state.check_there()
+    settle(engine)
     precision, chunks = engine.config.precision, engine.decision.problem.layout.chunks
     needed = sum(chunk.payload * chunk.itemsize(precision) for chunk in chunks)
     free = psutil.virtual_memory().available
@@ -203,9 +221,6 @@ def unmanage(model: nn.Module, what: str) -> None:
         )
     # Found before the undo: afterwards params have no handles.
     optimizers = _optimizers_of(engine)
-    for pending in pending_in(engine.write_observers):
-        # A checkpoint behind training reads the chunks that go below.
-        pending.join()
     # What may fail or take long comes first: after it the model is an ordinary one, or managed as before.
     engine.adoption.read_back()
     with WHOLE:

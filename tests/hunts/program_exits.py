@@ -66,7 +66,11 @@ CALLS: dict[str, str] = {
     "twice": "{block}({args})\nr = {block}({args})",
     "save_on_cpu": "with torch.autograd.graph.save_on_cpu():\n    r = {block}({args})",
     "saved_hooks": "with torch.autograd.graph.saved_tensors_hooks(pack, unpack):\n    r = {block}({args})",
-    "autocast": 'with torch.autocast("cpu", torch.bfloat16):\n    r = {block}({args})',
+    # In fp16 of its own dtype: the plain side sums in fp32, also what autocast would have rounded before.
+    "autocast": (
+        'with torch.autocast("cpu", torch.float16 if x.dtype == torch.float16 else torch.bfloat16):\n'
+        "    r = {block}({args})"
+    ),
     "anomaly": "with torch.autograd.detect_anomaly(check_nan=False):\n    r = {block}({args})",
     "skipped": "r = {block}({args}) if float(torch.rand(())) < 0.7 else None",
 }

@@ -334,9 +334,9 @@ class PlainSide(Side):
     def load(self, values: dict[str, torch.Tensor], part: nn.Module | None = None) -> None:
         """``load_state_dict``: what is loaded is the whole master."""
         whose = part or self.model
-        whose.load_state_dict(values)
+        with self.writing(list(whose.parameters()), whole=True):
+            whose.load_state_dict(values)
         _written(whose.parameters())
-        self._note_written(whose.parameters())
 
     def _note_written(self, params: Iterable[torch.Tensor]) -> None:
         """What was written is the whole master."""
@@ -353,6 +353,8 @@ class PlainSide(Side):
         before = [p.detach().clone() for p in params]
         yield
         if whole:
+            for param, old in zip(params, before, strict=True):
+                self._note_met(param, old)
             self._note_written(params)
         else:
             for param, old in zip(params, before, strict=True):
@@ -378,16 +380,21 @@ class PlainSide(Side):
 
     def _note_rewritten(self, param: torch.Tensor, old: torch.Tensor) -> None:
         changed = param.detach() != old
+        self._note_met(param, old)
         for optimizer in self._optimizers:
             state = optimizer.state.get(param, {})
-            if states_of.BEFORE in state and states_of.is_of(old, state):
-                states_of.complete_master(old, state)
             # A loaded master that still waits for its weights is not what was written to.
             state = state.get(states_of.BEFORE, state)
             if "residual" in state:
                 state["residual"][changed] = 0
             if "master" in state:
                 state["master"][changed] = param.detach().float()[changed]
+
+    def _note_met(self, param: torch.Tensor, old: torch.Tensor) -> None:
+        """A loaded master that waits for its weights has met them, where they were here before a write."""
+        for state in (optimizer.state.get(param, {}) for optimizer in self._optimizers):
+            if states_of.BEFORE in state and states_of.is_of(old, state):
+                states_of.complete_master(old, state)
 
     def _grads(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         """As the loss gives them, as ``full_grad`` does: a scaler leaves those that no optimizer owns as they are."""

@@ -19,7 +19,7 @@ from gemini.train.modules.mixed import kept_in_fp32
 from tests.integrations.mixed_cases import Declares, resnet
 from tests.plain import DTYPES, Plain
 from tests.train import helpers
-from tests.train.helpers import PLACEMENTS, adam, assert_same_state, compare, same_bits, squares, train, wrap
+from tests.train.helpers import PLACEMENTS, adam, assert_same_state, compare, noise, same_bits, squares, train, wrap
 from tests.world import world_of
 
 HALF = ("bf16", "fp16")
@@ -314,6 +314,32 @@ def test_what_autocast_casts_is_cast_once(precision: str) -> None:
     model = gemini.GeminiDDP(InAutocast(), config(precision=precision))
     with torch.no_grad():
         assert same_bits(model(images(0)), plain(images(0).to(DTYPES[precision])))
+
+
+class ReadAgain(nn.Module):
+    """A bias is added to what autocast computes, in fp32, and read again outside of it: two gradients, each rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight, self.bias = nn.Parameter(torch.randn(16, 16) / 4), nn.Parameter(torch.randn(16) / 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16 if x.dtype is torch.float16 else torch.float16):
+            y = torch.tanh(x @ self.weight + self.bias)
+        return y + 0.1 * self.bias.float().norm()
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_gradients_of_a_weight_inside_and_outside_of_autocast(precision: str) -> None:
+    plain = ReadAgain().to(DTYPES[precision])
+    model = gemini.GeminiDDP(ReadAgain(), config(precision=precision))
+    scaler = gemini.GradScaler("cpu", init_scale=16.0, enabled=precision == "fp16")
+    for own in (plain, model):
+        scaler.scale(own(noise(4, 16, dtype=DTYPES[precision])).float().square().mean()).backward()
+    scale = 16.0 if precision == "fp16" else 1.0
+    for name, param in plain.named_parameters():
+        assert same_bits(model.full_grad(name).float() * scale, param.grad.float()), name
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------

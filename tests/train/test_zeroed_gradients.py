@@ -387,3 +387,25 @@ def test_a_slot_that_was_given_back_reads_as_zeros(tmp_path: Path) -> None:
     again.load(0, numel, found)
     assert again._offset == plane._offset and not found.any()
     spill.close()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_gradient_of_minus_zero_onto_zeros(placement: str, tmp_path: Path) -> None:
+    """0.0 + -0.0 is 0.0; where nothing was before, -0.0 stays."""
+    model = wrap(Scaled(), placement, tmp_path, precision="fp32")
+    optimizer, signs = adam(model), list[bool]()
+    for _ in range(2):
+        model(torch.full((32,), -0.0)).sum().backward()
+        signs.append(bool(model.full_grad("scale").signbit().any()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    assert signs == [True, False]

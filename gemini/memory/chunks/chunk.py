@@ -113,6 +113,21 @@ class MemoryPlane(Plane):
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Those that were asked for: the same ranges are, step after step."""
 
+    def give_up(self) -> None:
+        """Give the memory back, but not the tensor: views of it are right again after :meth:`take_again`."""
+        self._views.clear()
+        self.tensor.untyped_storage().resize_(0)
+
+    def take_again(self) -> None:
+        """Put memory behind the tensor once more; its content is undefined."""
+        self.tensor.untyped_storage().resize_(self.num_bytes)
+
+    def num_views(self) -> int:
+        """Count the tensors over the memory, of whomever, without the plane's own."""
+        self._views.clear()
+        # Two are that one, and the storage that is asked.
+        return torch._C._storage_Use_Count(self.tensor.untyped_storage()._cdata) - 2  # type: ignore[attr-defined]
+
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         # On the stream of what leaves the device: weights that are fetched meanwhile have one of their own.
         return self._copy(into, self._range(start, stop), "evict")

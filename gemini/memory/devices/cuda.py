@@ -447,11 +447,13 @@ def limit(owner: object, device: torch.device, budget: int | None) -> None:
     torch.cuda.empty_cache()
     # What the program had before the first model is not the models'. Counted once: later owners would count the first
     # model's memory.
-    is_first = all(index != device.index for index, _ in _limits.values())
+    is_first = all(index != device.index for other, (index, _) in _limits.items() if other is not owner)
     before = torch.cuda.memory_allocated(device) if is_first else 0
+    is_new = owner not in _limits
     _limits[owner] = device.index, None if budget is None else before + budget - _context(device) - CUDA_KERNELS
     # An owner that is collected without `close` must not limit the process for ever.
-    weakref.finalize(owner, _apply, device).atexit = False
+    if is_new:
+        weakref.finalize(owner, _apply, device).atexit = False
     _apply(device)
 
 

@@ -327,19 +327,30 @@ class Room:
             return False
         # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
         num_bytes = want.missing()
-        self.ledger.reclaim_all(self.tier, _FROM_WINDOWS)
-        evictable = self._evictable()
-        has = self.pool + sum(candidate.num_bytes for candidate in evictable)
-        # One window that stays would hold the old piece, and the new one would come on top of it.
-        if len(evictable) < len(self._windows()) or has < num_bytes:
+        if self.pool + self.ledger.held(self.tier, "windows") < num_bytes or not self.evict_all():
             return False
-        for candidate in evictable:
-            self.evict(self.chunks[candidate.chunk])
         # Behind the eviction of all: this gives the old piece back to the driver.
         self._device.reserve_windows(self.pool - num_bytes)
         # Behind the driver: until then the bytes are not to be had.
         self.ledger.release(self.tier, num_bytes, "pool")
         return True
+
+    def evict_all(self) -> bool:
+        """Evict every window; False, and none goes, if one is read or lent."""
+        self.ledger.reclaim_all(self.tier, _FROM_WINDOWS)
+        evictable = self._evictable()
+        # One window that stays would hold the old piece, and the new one would come on top of it.
+        if len(evictable) < len(self._windows()):
+            return False
+        for candidate in evictable:
+            self.evict(self.chunks[candidate.chunk])
+        return True
+
+    def give_up(self) -> None:
+        """Give what is behind windows, which have all gone, back to the device; ``reserve_windows`` gets it again."""
+        if self._device.frames is not None:
+            self._device.frames.trim()
+        self._device.reserve_windows(0)
 
     @property
     def pool(self) -> int:

@@ -42,6 +42,13 @@ class _Memory:
                     self._device.mark().wait()
         return self._buffer
 
+    def forget(self) -> None:
+        """Give the memory back: the next use makes another buffer."""
+        if self._buffer is not None:
+            # Not by dropping it alone: a worker's last tile may live until its next one.
+            self._buffer.untyped_storage().resize_(0)
+        self._buffer = None
+
 
 class StagingSet:
     """Room for one tile of every kind of plane of ``rule``, from byte ``at`` of some memory."""
@@ -128,6 +135,7 @@ class Staging:
         # Whole sets beyond the first one, as they were planned.
         self._num_left = max(reserved // self.num_bytes - 1, 0)
         memory, slot = _Memory(device, on_device, on_device=True), staging_bytes(device_tile, rule)
+        self._there = memory
         count = on_device // slot if slot else 0
         self.on_device = [StagingSet(memory, device_tile, number * slot, rule=rule) for number in range(count)]
         """Slots in the device's memory: the update worker's, or the training thread's where there is no such worker."""
@@ -159,6 +167,10 @@ class Staging:
         """Undo :meth:`reserve`, before the set was used."""
         self._ledger.release(Tier.CPU, self.num_bytes, "staging")
         self.is_reserved = False
+
+    def leave_device(self) -> None:
+        """Let go of the slots' memory there until they are used again. No update is under way."""
+        self._there.forget()
 
     def take(self) -> StagingSet | None:
         """A set for a worker, while there is one left. Called where the lanes are made, by the training thread: who

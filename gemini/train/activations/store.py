@@ -142,7 +142,7 @@ class ActivationStore:
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
         self._shelf = FileShelf(store, store.files[tier]) if tier.in_files else Shelf(store)
         # Storages of weights: autograd saves views of them, which must stay where they are.
-        self._weights = {chunk.flat.untyped_storage().data_ptr() for chunk in store.chunks}
+        self._weights = {of.untyped_storage()._cdata for chunk in store.chunks for of in (chunk.flat, chunk.face)}
         self._is_open = False
         self._warned = False
         self._known: dict[Any, tuple[StorageWeakRef, weakref.ref[Offloaded]]] = {}
@@ -263,7 +263,7 @@ class ActivationStore:
         if not saved_by_checkpointing(3) and not (_saver(3).startswith(_OF_COMPILED) and self._checkpoints_compiled()):
             return None
         storage = tensor.untyped_storage()
-        if tensor.device != self._device.torch_device or storage.data_ptr() in self._weights:
+        if tensor.device != self._device.torch_device or storage._cdata in self._weights:
             return None
         # The version too: a tensor that was written to since is another value at the same address.
         key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)

@@ -441,7 +441,10 @@ def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision:
             )
         was, now = manifest.params[handle.whole_name].trained, handle.chunk.trained
         if was and not now:
-            raise PlanMismatch(f"{handle.whole_name!r} was trained when {path} was saved and is frozen here")
+            raise PlanMismatch(
+                f"{handle.whole_name!r} was trained when {path} was saved and is frozen here: call "
+                "requires_grad_(True) on it before the model is wrapped, or load the weights alone with load_state_dict"
+            )
         if now and not was and manifest.precision == "fp16":
             raise PlanMismatch(
                 f"{handle.whole_name!r} was frozen when {path} was saved, which has no fp32 master of it as fp16 "

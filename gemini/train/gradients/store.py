@@ -154,6 +154,8 @@ class GradientStore:
     def land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Keep ``grad`` (of the param's shape, any strides), added to what is there from earlier backwards."""
         adding, flat = handle.norm_sums is not None, (grad if grad.is_contiguous() else grad.contiguous()).view(-1)
+        if handle.leftover is Leftover.ZEROS and not adding:
+            flat = flat + 0.0  # onto zeros, as torch adds it: of -0.0 that makes 0.0
         # Clipped before and added to now: what is there gets its factor, and the new gradient has none.
         if adding and handle.clip != 1.0:
             self.apply_clip(handle)

@@ -84,6 +84,7 @@ class BackwardPass:
         # Every hook comes through here: only the first of a backward finds anything to do.
         if self._state.in_backward:
             return
+        self._state.check_there()
         self._state.begin_backward()
         if self.observers.recording is not None:
             self.observers.recording.begin_backward()

@@ -101,6 +101,7 @@ class ForwardPass:
         if self._activations.offloads:
             self._activations.check()
         self._state.check_whole()
+        self._state.check_there()
         if self._moves:
             self._saved_weights.begin_forward()
             # A view of a window that somebody keeps shows the weights of before the last step until this.
@@ -228,6 +229,7 @@ class ForwardPass:
     @contextmanager
     def opened(self, chunks: Iterable[Chunk]) -> Iterator[None]:
         """Gather the weights of ``chunks`` and make their params ordinary ones, outside of a module's call."""
+        self._state.check_there()
         # Noted first, as in `begin_call`: an interrupt inside is found by whoever comes next.
         occupancy = self._state.occupancy
         is_first = threading.get_ident() not in occupancy.inside

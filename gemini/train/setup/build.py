@@ -89,13 +89,9 @@ def build(
     # Before anything is allocated: what does not fit is refused while the model is whole.
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
-    is_declared = config.memory.bytes_of(device.tier) is not None
     # The params are still where they were: of a budget that is declared they take a part until they are taken over.
     there = sum(n.param.nbytes for n in named if n.param.device == device.torch_device)
-    # Of a budget that leaves activations no room nobody has said that it is all there may be.
-    has_all = problem.activations > 0 or config.activations is not None
-    budget = ledger.budget(device.tier) if is_declared else None
-    device.begin_budget(budget, needed[device.tier], there, limited=has_all)
+    begin_budget(device, config, problem, needed[device.tier], there)
     kept, crossing = _host_planes(problem, placement)
     # Nor do factors cross, and what updates of whole params compute beside them.
     kept += problem.factors + problem.temporaries
@@ -143,6 +139,18 @@ def build(
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
     foresight = PlannedForesight(decision, owner, config.eviction_policy)
     return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
+
+
+def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed: int, there: int = 0) -> None:
+    """Tell the device what the model may take, ``needed`` bytes of it at once; ``there`` ones are about to go.
+
+    Raises:
+        BudgetExceeded: if others leave less.
+    """
+    is_declared = config.memory.bytes_of(device.tier) is not None
+    # Of a budget that leaves activations no room nobody has said that it is all there may be.
+    has_all = problem.activations > 0 or config.activations is not None
+    device.begin_budget(problem.budgets[device.tier] if is_declared else None, needed, there, limited=has_all)
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
