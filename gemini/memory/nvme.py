@@ -210,14 +210,14 @@ class SpillFile:
         ``urgent``: before other requests that have not been started.
         """
         queue = self._queue or self.queue
-        return self._begin("read", queue, queue.submit_read, extents, urgent)
+        return self._begin("read", queue.submit_read, extents, urgent)
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
         """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
         asked for when the one before it has been begun.
         """
         queue = self._queue or self.queue
-        return self._begin("write", queue, queue.submit_write, extents, False)
+        return self._begin("write", queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
@@ -276,11 +276,9 @@ class SpillFile:
         error.__cause__ = cause
         return error
 
-    def _begin(
-        self, what: str, queue: IoQueue, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool
-    ) -> FileTransfer:
+    def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
         under_way: list[tuple[int, Extent]] = []
-        transfer = FileTransfer(self, queue, what, under_way)
+        transfer = FileTransfer(self, self._queue or self.queue, what, under_way)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
                 for extent in extents:

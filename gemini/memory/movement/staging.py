@@ -57,8 +57,6 @@ class StagingSet:
         self.tile = tile
         self._memory = memory
         self._leaving: dict[str, Event] = {}
-        self._views: dict[tuple[PlaneKind, torch.dtype, int], torch.Tensor] = {}
-        """Those that were asked for: tiles have the same sizes, step after step."""
         self._areas: dict[str, tuple[int, int]] = {}
         for kind, size in staged_bytes(tile, rule).items():
             self._areas[kind] = at, size
@@ -81,14 +79,9 @@ class StagingSet:
         leaving = self._leaving.pop(kind, None)
         if leaving is not None:
             leaving.wait_until_over()
-        view = self._views.get((kind, dtype, num_items))
-        if view is None:
-            num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
-            assert num_bytes <= size, (kind, num_items, dtype, self.tile)
-            view = self._memory.get()[at : at + num_bytes].view(dtype)
-            if not torch.is_inference_mode_enabled():  # else it is of that mode only
-                self._views[kind, dtype, num_items] = view
-        return view
+        num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
+        assert num_bytes <= size, (kind, num_items, dtype, self.tile)
+        return self._memory.get()[at : at + num_bytes].view(dtype)
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes
