@@ -283,24 +283,31 @@ class VirtualClock:
         clock = self
 
         class TimedLatch(Latch):
-            __slots__ = ("at",)
+            __slots__ = ("at", "happened")
 
             def set(self) -> None:
                 with clock._change:
-                    if not self._is_set:
+                    if not self.happened:
                         self.at = clock.now
                     super().set()
                 clock.wake(self, self.at)
 
+            @property
             def is_set(self) -> bool:
+                if clock._me().asleep is self:  # inside of `wait`, which sleeps in real time
+                    return self.happened
                 clock.arrive()
-                return self._is_set and self.at <= clock.now
+                return self.happened and self.at <= clock.now
+
+            @is_set.setter
+            def is_set(self, value: bool) -> None:
+                self.happened = value
 
             def wait(self, timeout: float | None = None) -> bool:
                 with clock._change:
-                    if not self._is_set:
+                    if not self.happened:
                         clock.sleeps(self)
-                there = super().wait(timeout)
+                there = self.happened or super().wait(timeout)
                 with clock._change:
                     clock._me().asleep = None
                     if there:
