@@ -52,43 +52,38 @@ class Whole:
         if threading.current_thread() is threading.main_thread():
             # The handler first. A signal between the two lines takes effect at once and puts the old handler back: the
             # block has not begun.
-            self._install()
+            if self._before is None:
+                before = _signal.getsignal(signal.SIGINT)
+                if before is not None:  # else it was installed by C code, and nobody could put it back
+                    # What an earlier block has noted took effect at its end. A time that is left over would count
+                    # against `PATIENCE`.
+                    self._noted = None
+                    # One statement: what has come until now takes effect as ever, inside the call and before it changes
+                    # anything.
+                    self._before = _signal.signal(signal.SIGINT, self._handler)
             self._depth += 1
 
     def __exit__(self, *error: object) -> None:
         # Depth is the main thread's. A worker inside `with WHOLE` must not end the block of the main thread.
         if self._depth and threading.current_thread() is threading.main_thread():
             self._depth -= 1
-            self._end_if_idle()
+            if self._depth == 0 and self._still is None:
+                self._restore()
 
     def hold(self, still: Callable[[], bool]) -> None:
         """Begin to wait, until :meth:`let_go` or, should that never be called, as long as ``still()`` is true."""
         if threading.current_thread() is threading.main_thread():
-            self._install()
+            self.__enter__()
             self._still = still
+            self._depth -= 1
 
     def let_go(self) -> None:
         """The end of :meth:`hold`: a SIGINT that has come takes effect now. Nothing if nothing is held."""
         if self._still is not None and threading.current_thread() is threading.main_thread():
-            # Before the handler goes: else `_end_if_idle` would find it held still.
+            # Before the handler goes: a signal in between is the program's.
             self._still = None
-            self._end_if_idle()
-
-    def _install(self) -> None:
-        if self._before is not None:
-            return
-        before = _signal.getsignal(signal.SIGINT)
-        if before is None:
-            return  # installed by C code, which nobody could put back
-        # What an earlier block has noted took effect at its end. A time that is left over would count against
-        # `PATIENCE`.
-        self._noted = None
-        # One statement: what has come until now takes effect as ever, inside the call and before it changes anything.
-        self._before = _signal.signal(signal.SIGINT, self._handler)
-
-    def _end_if_idle(self) -> None:
-        if self._depth == 0 and self._still is None:
-            self._restore()
+            if self._depth == 0:
+                self._restore()
 
     def _restore(self, *, again: bool = False) -> None:
         """Put the handler of before back, and let what was noted (or ``again``: one more) take effect."""

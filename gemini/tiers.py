@@ -284,16 +284,16 @@ class Want:
         """Bytes that must come free before :meth:`take` can succeed."""
         return max(0, self.num_bytes - self.ledger.free(self.tier))
 
-    def take(self) -> bool:
-        """Reserve it, if it fits now."""
-        return self.ledger.take(self.tier, self.num_bytes, self.holder)
+    def take(self) -> int:
+        """Reserve it, if it fits now: 0 then, else the bytes that must come free before."""
+        return 0 if self.ledger.take(self.tier, self.num_bytes, self.holder) else self.missing() or 1
 
 
 class _Space(Want):
     """Free bytes, which nobody takes yet: another thread may have them before whoever asked."""
 
-    def take(self) -> bool:
-        return not self.missing()
+    def take(self) -> int:
+        return self.missing()
 
 
 Reclaimer = Callable[[Want], bool]
@@ -361,16 +361,17 @@ class Ledger:
 
     def claimed(self, tier: Tier) -> int:
         """Bytes that are wanted soon. Called by the training thread alone: claims look at the transfers in flight."""
-        # Called twice: the first call gives the method, or None where the part is gone.
-        claims = (claim() for at, claim in self._claims if at is tier)
-        return sum(claim() for claim in claims if claim is not None)
+        num_bytes = 0
+        for at, method in self._claims:
+            if at is tier and (claim := method()) is not None:  # None where the part is gone
+                num_bytes += claim()
+        return num_bytes
 
     def obtain(self, want: Want) -> bool:
         """Take what is wanted; others make room for it. False if they cannot."""
-        while not want.take():
-            # Measured before anybody is asked. Workers release bytes at any time, so a round in which nobody gave may
-            # still have made progress; without this look a want is refused although the bytes came free in that moment.
-            missing = want.missing()
+        # Measured before anybody is asked. Workers release bytes at any time, so a round in which nobody gave may still
+        # have made progress; without this look a want is refused although the bytes came free in that moment.
+        while missing := want.take():
             if not self.reclaim(want) and want.missing() >= missing:  # and nothing came free while they were asked
                 return False
         return True

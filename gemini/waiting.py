@@ -74,18 +74,16 @@ class Latch:
     it and any may wait, several at once.
     """
 
-    __slots__ = ("_is_set", "_waiters")
+    __slots__ = ("_waiters", "is_set")
 
     def __init__(self) -> None:
-        self._is_set = False
+        self.is_set = False
+        """Whether it has happened: a field, for it is looked at for every tile that moves."""
         self._waiters: deque[threading.Lock] = deque()  # of each its own, locked, which ``set`` unlocks
-
-    def is_set(self) -> bool:
-        return self._is_set
 
     def set(self) -> None:
         # Before anybody is woken: a waiter that registers from here on finds it set, and does not sleep.
-        self._is_set = True
+        self.is_set = True
         while self._waiters:
             try:
                 # `popleft` is one C call, so of two threads that set it each waiter is woken by one: releasing a lock
@@ -97,7 +95,7 @@ class Latch:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until it is set, or for ``timeout`` seconds: whether it is set."""
         until = None if timeout is None else time.monotonic() + timeout
-        while not self._is_set:
+        while not self.is_set:
             # In slices: an interrupt in ``set`` may leave a waiter that nobody wakes.
             left = LOOK_SECONDS if until is None else min(LOOK_SECONDS, until - time.monotonic())
             if left <= 0:
@@ -109,13 +107,13 @@ class Latch:
             self._waiters.append(waiter)
             # Looked at again behind the `append`: without this look a `set` that came between the two would wake
             # nobody, and the wait would last a whole slice.
-            if not self._is_set:
+            if not self.is_set:
                 waiter.acquire(timeout=left)
             try:
                 self._waiters.remove(waiter)
             except ValueError:  # woken
                 pass
-        return self._is_set
+        return self.is_set
 
 
 class Progress:

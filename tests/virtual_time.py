@@ -41,6 +41,10 @@ PATIENCE = 20.0
 that this clock does not see, and the times are worth nothing (:attr:`VirtualClock.num_lost`)."""
 
 
+TURN = 0.004
+"""Seconds after which a kernel of the host looks again how many others it shares the host's memory with."""
+
+
 class Rates(NamedTuple):
     """Speeds, in bytes/s, and seconds.
 
@@ -48,7 +52,7 @@ class Rates(NamedTuple):
         h2d, d2h: of the two copy engines of the link.
         latency: that each copy takes besides.
         call: of the host for each copy and each kernel that it gives to the device.
-        host: bytes/s that the host's kernels touch; of those of workers, the launcher's are part of its calls.
+        host: bytes/s that the host's kernels touch together: those of workers, the launcher's are part of its calls.
     """
 
     h2d: float
@@ -119,6 +123,7 @@ class VirtualClock:
         self._streams: dict[str, float] = {}
         self._left: deque[tuple[int, float]] = deque()  # bytes of windows that went, and when they are free
         self._in_use = self._most_in_use = 0
+        self._on_host: dict[TimedThread, float] = {}  # until when each thread's kernel of the host is at work
         self._computed = 0.0  # when all kernels that were given are over, and what they were told to wait for is
 
     # ---- threads ------------------------------------------------------------------------------------------------
@@ -278,24 +283,31 @@ class VirtualClock:
         clock = self
 
         class TimedLatch(Latch):
-            __slots__ = ("at",)
+            __slots__ = ("at", "happened")
 
             def set(self) -> None:
                 with clock._change:
-                    if not self._is_set:
+                    if not self.happened:
                         self.at = clock.now
                     super().set()
                 clock.wake(self, self.at)
 
+            @property
             def is_set(self) -> bool:
+                if clock._me().asleep is self:  # inside of `wait`, which sleeps in real time
+                    return self.happened
                 clock.arrive()
-                return self._is_set and self.at <= clock.now
+                return self.happened and self.at <= clock.now
+
+            @is_set.setter
+            def is_set(self, value: bool) -> None:
+                self.happened = value
 
             def wait(self, timeout: float | None = None) -> bool:
                 with clock._change:
-                    if not self._is_set:
+                    if not self.happened:
                         clock.sleeps(self)
-                there = super().wait(timeout)
+                there = self.happened or super().wait(timeout)
                 with clock._change:
                     clock._me().asleep = None
                     if there:
@@ -348,7 +360,15 @@ class VirtualClock:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = kernel(*args, **kwargs)
                 if clock._me() is not clock._launcher and clock.rates.host < float("inf"):
-                    clock.spend(sum(map(_bytes_of, args)) / clock.rates.host)
+                    added_to = _bytes_of(args[0]) if kernel.__name__ == "accumulate_grad" else 0
+                    seconds = (sum(map(_bytes_of, args)) + added_to) / clock.rates.host
+                    turns = 1 + int(seconds / TURN)
+                    for _ in range(turns):
+                        with clock._change:
+                            me, now = clock._me(), clock.now
+                            sharing = 1 + sum(at > now for who, at in clock._on_host.items() if who is not me)
+                            clock._on_host[me] = now + seconds / turns * sharing
+                        clock.spend(seconds / turns * sharing)
                 return result
 
             return call
@@ -373,11 +393,12 @@ _OF_HOST = ("update", "copy_grad", "accumulate_grad", "sum_grad24", "sum_squares
 
 
 def _bytes_of(value: Any) -> int:
-    """The bytes of the CPU tensors in an argument of a kernel."""
+    """The bytes of the CPU tensors in an argument of a kernel; an update reads and writes all but the gradient."""
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.is_cpu else 0
     if isinstance(value, kernels.Arrays):
-        return sum(map(_bytes_of, (value.weights, value.residual, value.grad, *value.states.values())))
+        planes = {**value.states, "weights": value.weights, "residual": value.residual, "grad": value.grad}
+        return 2 * sum(map(_bytes_of, planes.values())) - _bytes_of(value.grad)
     return 0
 
 

@@ -83,7 +83,7 @@ COMMANDS = {
 
 def app(words: Sequence[str] | None = None) -> int:
     """Run the command of ``words`` (of the process's own, if None), say what it refuses, and return its exit code."""
-    name, *rest = sys.argv[1:] if words is None else words or [""]
+    name, *rest = (sys.argv[1:] if words is None else words) or [""]
     try:
         return _run(name, rest)
     except (JobError, GeminiError) as e:

@@ -95,6 +95,8 @@ class RecordParser(Refusing):
             if group not in groups:
                 groups[group] = self.add_argument_group(group)
             _add(groups[group], option, declared.metadata, str(kind))
+        behind = [f"[{a.metavar}]" if a.nargs else a.metavar for a in self._actions if not a.option_strings]
+        self.usage = " ".join((self.prog, "[OPTIONS]", *map(str, behind)))
 
     def read(self, words: Sequence[str]) -> Any:
         """The record, checked for itself; what was left out has its default.
@@ -117,9 +119,10 @@ def _add(group: Any, name: str, about: Mapping[str, Any], kind: str) -> None:
         how["action"] = "store_true"
     else:
         how["type"] = Path if "Path" in kind else int if "int" in kind and "str" not in kind else str
+        how["metavar"] = {Path: "PATH", int: "N", str: "SIZE" if about.get("size") else "WORD"}[how["type"]]
     if "argument" in about:
         how |= {} if about["required"] else {"nargs": "?", "default": None}
-        group.add_argument(name, metavar=name.upper(), **how)
+        group.add_argument(name, **{**how, "metavar": name.upper()})
         return
     if "tuple" in kind:  # several behind one name would take the argument too that stands behind them
         how |= {"nargs": "+", "action": "extend"} if about["several"] else {"action": "append"}

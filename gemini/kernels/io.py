@@ -188,7 +188,7 @@ class ThreadedIoQueue:
 
     def done(self, ticket: int) -> bool:
         self._require_owner()
-        return self._find(ticket).over.is_set()
+        return self._find(ticket).over.is_set
 
     def _find(self, ticket: int) -> _Request:
         if ticket not in self._tickets:

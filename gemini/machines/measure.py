@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -381,7 +381,9 @@ def _each(transfer: Callable[[torch.Tensor, int], None], planes: list[tuple[torc
 
 
 def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
-    """Memory, matrix products, its own memory's bandwidth, Adam, a launch, copies from and to pinned host memory."""
+    """Memory, matrix products, its own memory's bandwidth, Adam, a launch, copies from and to pinned host memory, each
+    alone and both at once.
+    """
     on_cuda = device.type == "cuda"  # anything else stands in for it in tests
 
     def times(run: Callable[[], object]) -> list[float]:
@@ -411,10 +413,28 @@ def measure_gpu(device: torch.device, sizes: Sizes) -> Figures:
     seconds = times(lambda: _small_ops(small, sizes.ops))
     how = f"{sizes.ops} recorded additions of 64 numbers"
     yield "gpu_op_seconds", _measured("gpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
-    host = torch.ones(num_bytes // 4, pin_memory=on_cuda)
+    host, there = torch.ones(num_bytes // 4, pin_memory=on_cuda), torch.ones_like(here)
+    back = torch.empty_like(host, pin_memory=on_cuda)
     for key, target, source in (("h2d", here, host), ("d2h", host, here)):
         seconds = times(partial(target.copy_, source, non_blocking=True))
         yield key, _measured(key, seconds, f"{human_bytes(num_bytes)}, pinned", lambda s: num_bytes / s)
+    streams = [torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext() for _ in range(2)]
+
+    def both_ways() -> None:
+        for stream, target, source in zip(streams, (here, back), (host, there), strict=True):
+            with stream:
+                target.copy_(source, non_blocking=True)
+
+    seconds = times(both_ways)
+    how = f"{human_bytes(num_bytes)} each way at once, pinned"
+    yield "link_mixed", _measured("link_mixed", seconds, how, lambda s: 2 * num_bytes / s)
+
+    def small_copies() -> None:
+        for _ in range(sizes.ops):
+            here[:PAGE].copy_(host[:PAGE], non_blocking=True)
+
+    how = f"{sizes.ops} copies of {human_bytes(4 * PAGE)} to the GPU, one after the other"
+    yield "copy_seconds", _measured("copy_seconds", times(small_copies), how, lambda s: s / sizes.ops)
     if on_cuda and torch.cuda.device_count() > 1:
         there = torch.empty_like(here, device=torch.device("cuda", 1))
         seconds = times(lambda: there.copy_(here, non_blocking=True))

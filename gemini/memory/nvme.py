@@ -76,12 +76,13 @@ class FileTransfer(Event):
     it. Any thread may wait for it; the first one takes the tickets and the others the lock.
 
     Args:
+        queue: which gave the tickets.
         under_way: what has begun, with its tickets; it grows until the transfer is handed out.
     """
 
-    def __init__(self, spill: SpillFile, what: str, under_way: list[tuple[int, Extent]]):
+    def __init__(self, spill: SpillFile, queue: IoQueue, what: str, under_way: list[tuple[int, Extent]]):
         super().__init__()
-        self._spill, self._what, self._under_way = spill, what, under_way
+        self._spill, self._queue, self._what, self._under_way = spill, queue, what, under_way
         self._lock = threading.Lock()
 
     def is_complete(self) -> bool:
@@ -89,7 +90,7 @@ class FileTransfer(Event):
         if not self._lock.acquire(blocking=False):
             return not self._under_way  # somebody waits, and so has the tickets
         try:
-            return all(self._spill.queue.done(ticket) for ticket, _ in self._under_way)
+            return all(self._queue.done(ticket) for ticket, _ in self._under_way)
         finally:
             self._lock.release()
 
@@ -105,11 +106,10 @@ class FileTransfer(Event):
 
     def wait_until_over(self) -> None:
         """:meth:`wait` for who does not need to know how it ended."""
-        queue = self._spill.queue
         with self._lock:
             while self._under_way:
                 try:
-                    queue.wait(self._under_way[0][0])
+                    self._queue.wait(self._under_way[0][0])
                 except (OSError, RuntimeError) as e:
                     if self._error is None:
                         num_bytes, offset = self._under_way[0][1].tensor.nbytes, self._under_way[0][1].offset
@@ -209,13 +209,15 @@ class SpillFile:
 
         ``urgent``: before other requests that have not been started.
         """
-        return self._begin("read", self.queue.submit_read, extents, urgent)
+        queue = self._queue or self.queue
+        return self._begin("read", queue.submit_read, extents, urgent)
 
     def begin_write(self, extents: Iterable[Extent]) -> Event:
         """Start to write memory to the file, all extents in one transfer; if one is refused, none is under way. Each is
         asked for when the one before it has been begun.
         """
-        return self._begin("write", self.queue.submit_write, extents, False)
+        queue = self._queue or self.queue
+        return self._begin("write", queue.submit_write, extents, False)
 
     def read(self, into: torch.Tensor, offset: int) -> None:
         """Fill ``into`` from ``offset``, before other requests: somebody waits for it."""
@@ -276,7 +278,7 @@ class SpillFile:
 
     def _begin(self, what: str, submit: Callable[..., int], extents: Iterable[Extent], urgent: bool) -> FileTransfer:
         under_way: list[tuple[int, Extent]] = []
-        transfer = FileTransfer(self, what, under_way)
+        transfer = FileTransfer(self, self._queue or self.queue, what, under_way)
         try:
             with WHOLE:  # until the transfer has its ticket, nothing keeps memory that the disk is given
                 for extent in extents:

@@ -21,12 +21,12 @@ from gemini.planning.products import Product, occupied
 from gemini.planning.trace import Moment
 from gemini.tiers import FILED, Boundary, Tier
 
-GPU, DRAM, THREADS, WIRE, NETWORK = "gpu", "dram", "threads", "wire", "network"
+GPU, LINK, DRAM, THREADS, WIRE, NETWORK = "gpu", "link", "dram", "threads", "wire", "network"
 _DRIVES = [name for tier in FILED for name in (tier.value, *(way.figure for way in reversed(tier.spec.ways)))]
-RESOURCES = (GPU, *(way.figure for way in Tier.GPU.spec.ways), DRAM, *_DRIVES, THREADS, WIRE, NETWORK)
-"""What tasks share: one GPU, its two directions of the link, and this rank's part of what its machine has: host memory,
-NVMe drives (what they do of both at once, reading, writing), host threads; its wire to other ranks of the machine, and
-its port to those of others.
+RESOURCES = (GPU, *(way.figure for way in Tier.GPU.spec.ways), LINK, DRAM, *_DRIVES, THREADS, WIRE, NETWORK)
+"""What tasks share: one GPU, its two directions of the link, what the link does of both at once, and this rank's part
+of what its machine has: host memory, NVMe drives (what they do of both at once, reading, writing), host threads; its
+wire to other ranks of the machine, and its port to those of others.
 """
 _SHARED = ("dram_", "cpu_flops_", *(f"{tier.value}_" for tier in FILED))
 """How figures begin of what the ranks of a machine divide."""
@@ -86,6 +86,7 @@ _KIND_OF_FIGURE = {
     "dram_bandwidth": "host_memory",
     "h2d": "link",
     "d2h": "link",
+    "link_mixed": "link",
     "nvme_read": "nvme",
     "nvme_write": "nvme",
     "nvme_mixed": "nvme",
@@ -192,7 +193,7 @@ class Costs:
                 through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
                 loads[DRAM] = min(1.0, through_memory / moment.seconds)
             return Cost(moment.seconds, loads)
-        seconds = self._roofline(moment, f"cpu_flops_{self._width}", "dram_bandwidth", "cpu_op_seconds")
+        seconds = self._roofline(moment)
         if not seconds:
             return Cost(0.0, {})
         through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
@@ -203,8 +204,6 @@ class Costs:
         (attention, convolutions, products of unknown shape) and memory traffic of all else.
         """
         what, speed = "computing a moment", f"gpu_flops_{self._width}"
-        if not moment.flops:
-            return self._roofline(moment, speed, "gpu_bandwidth", "gpu_op_seconds")
         products = through_memory = 0.0
         for product in moment.products:
             if (found := self._products.get(product)) is None:
@@ -217,11 +216,27 @@ class Costs:
             if done:  # in FLOP of products that take as long
                 shares = [self._efficiency.of_gpu(self._hardware, each) for each in ("matrix", kind)]
                 flops += done * shares[0] / shares[1]
-        others = max(flops, 0.0) / self._get(speed, what)
+        others = flops / self._get(speed, what) if flops > 0 else 0.0
         if moment.touched_bytes:
             elsewhere = moment.touched_bytes / self._get("gpu_bandwidth", what) - through_memory
             others = max(others, elsewhere)
-        return max(products + others, moment.num_ops * self._get("gpu_op_seconds", what) if moment.num_ops else 0.0)
+        return products + others
+
+    def launching(self, moment: Moment, num_hooked: int, *, measured: bool) -> float:
+        """Seconds of the thread that launches a moment on a GPU; of the host, which computes itself, none.
+
+        Args:
+            num_hooked: params that are gathered for it, and gradients that leave.
+            measured: as in :meth:`compute`; operations are launched in the trace's own seconds then.
+        """
+        if self._compute is not Tier.GPU:
+            return 0.0
+        seconds, what = 0.0, "launching operations on the GPU"
+        if moment.num_ops and not (measured and moment.seconds is not None):
+            seconds = moment.num_ops * self._get("gpu_op_seconds", what)
+        if num_hooked and self._hardware.has("hook_seconds"):
+            seconds += num_hooked * self._get("hook_seconds", what)
+        return seconds
 
     def _product(self, product: Product) -> tuple[float, float]:
         """Seconds that such products take on a GPU, and that their bytes alone take through its memory."""
@@ -232,27 +247,29 @@ class Costs:
         through_memory = num_bytes / self._get("gpu_bandwidth", what)
         return max(computing / self._get(f"gpu_flops_{self._width}", what), through_memory), through_memory
 
-    def _roofline(self, moment: Moment, flops: str, bandwidth: str, op_seconds: str) -> float:
+    def _roofline(self, moment: Moment) -> float:
         what = "computing a moment"
         return max(
-            moment.flops / self._get(flops, what) if moment.flops else 0.0,
-            moment.touched_bytes / self._get(bandwidth, what) if moment.touched_bytes else 0.0,
-            moment.num_ops * self._get(op_seconds, what) if moment.num_ops else 0.0,
+            moment.flops / self._get(f"cpu_flops_{self._width}", what) if moment.flops else 0.0,
+            moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0,
+            moment.num_ops * self._get("cpu_op_seconds", what) if moment.num_ops else 0.0,
         )
 
-    def move(self, boundary: Boundary, num_bytes: float) -> Cost:
-        """Bytes over a boundary. A drive does one direction alone at its own speed, and of both at once ``_mixed``."""
+    def move(self, boundary: Boundary, num_bytes: float, *, copies: int = 1) -> Cost:
+        """Bytes over a boundary. A link or a drive does one direction alone at its own speed, and of both at once
+        ``_mixed``. ``copies``: in how many they cross a link.
+        """
         tier, key = boundary.outer, boundary.way.figure
-        inward = boundary.target is tier
-        if not tier.in_files:
+        inward, both = boundary.target is tier, tier.value if tier.in_files else LINK
+        if tier.in_files:
+            what, latency = f"{'writing to' if inward else 'reading from'} the {tier.spec.title} tier", 0.0
+        else:
             what = "bringing bytes to the GPU" if inward else "taking bytes off the GPU"
-            return self._on_host(num_bytes / self._get(key, what), num_bytes, "a copy", **{key: 1.0})
-        what = f"{'writing to' if inward else 'reading from'} the {tier.spec.title} tier"
-        speed, mixed = self._get(self._hardware.sustained(key), what), f"{tier.value}_mixed"
-        loads = {key: 1.0}
-        if self._hardware.has(mixed):
-            loads[tier.value] = min(1.0, speed / self._get(mixed, what))
-        return self._on_host(num_bytes / speed, num_bytes, what, **loads)
+            latency = copies * self._get("copy_seconds", what) if self._hardware.has("copy_seconds") else 0.0
+        speed, loads = self._get(self._hardware.sustained(key), what), {key: 1.0}
+        if self._hardware.has(f"{both}_mixed"):
+            loads[both] = min(1.0, speed / self._get(f"{both}_mixed", what))
+        return self._on_host(num_bytes / speed + latency if num_bytes else 0.0, num_bytes, what, **loads)
 
     def host_pass(self, num_bytes: float) -> Cost:
         """Host threads reading and writing so many bytes, no more than that (a cast, a copy)."""

@@ -35,7 +35,7 @@ from gemini.planning.planes import (
 )
 from gemini.planning.policy import EvictionPolicy, NextUse
 from gemini.planning.trace import Access, MemoryTrace, accesses
-from gemini.planning.traffic import fetch_traffic
+from gemini.planning.traffic import fetch_traffic, path
 from gemini.planning.working import (
     MARGIN,
     PIECE,
@@ -450,7 +450,10 @@ class Planner:
     def cost(self, plan: Plan) -> float:
         """Seconds of a step beside its computing: of all moves and updates, or of the busiest track."""
         tracks: defaultdict[str, float] = defaultdict(float)
-        for boundary, num_bytes in plan.traffic.items():
+        traffic, away = plan.traffic, plan.problem.offload_to
+        for way in () if away is None else (*path(plan.problem.compute, away), *path(away, plan.problem.compute)):
+            traffic = traffic + Counter({way: self.accumulate * plan.problem.offloaded})
+        for boundary, num_bytes in traffic.items():
             track = boundary.outer.value if boundary.outer.in_files else str(boundary)
             tracks[track] += self.speeds.seconds(boundary, num_bytes)
         for index, chunk in enumerate(plan.layout.chunks):
@@ -458,9 +461,6 @@ class Planner:
                 tier = plan.update_tier(index)
                 each = self.speeds.update(tier, plan.problem.rule.of(chunk.exact))
                 tracks["update gpu" if tier is Tier.GPU else "update"] += each * chunk.numel / plan.layout.ranks
-        if plan.problem.offload_to is not None:
-            tracks["d2h"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["d2h"]
-            tracks["h2d"] += self.accumulate * plan.problem.offloaded / self.speeds.moving["h2d"]
         if not self.overlapped:
             return sum(tracks.values())
         compute = self.accumulate * self._compute_seconds(plan.problem)

@@ -12,22 +12,24 @@ simulated is what the plan says and the runtime counts. There are two orders:
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
 from gemini.planning.costs import RESOURCES, Cost, Costs
 from gemini.planning.fluid import Fluid
+from gemini.planning.layout import block_of
 from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Plan, standing, window_rooms
-from gemini.planning.planes import GRAD, GRADS, WEIGHTS
+from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track
 from gemini.planning.traffic import fetch_traffic, gradient_traffic, path, update_tier, update_traffic
-from gemini.planning.working import TILE, device_tile_numel
+from gemini.planning.working import TILE, device_tile_numel, waiting_gradients
 from gemini.tiers import BOUNDARIES, Boundary, Tier
 
 COMPUTING = "computing"
+LAUNCHING = "launching"
 LANDING = "gradient landing"
 UPDATE = "update"
 ACTIVATION = "activation"
@@ -106,8 +108,10 @@ class Work:
         self._fetches: dict[int, tuple[Hop, ...]] = {}
         self._updates: dict[int, Update] = {}
 
-    def _move(self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1) -> Hop:
-        track, cost = TRACKS[boundary], self._costs.move(boundary, num_bytes)
+    def _move(
+        self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1, *, copies: int = 1
+    ) -> Hop:
+        track, cost = TRACKS[boundary], self._costs.move(boundary, num_bytes, copies=copies)
         return Hop(track, track.value, cost, name, cause, chunk, boundary, num_bytes)
 
     def _share(self, track: Track, num_bytes: int, name: str, cause: str, index: int) -> Hop:
@@ -136,6 +140,23 @@ class Work:
             cost = self._costs.compute(moment, measured=self._measured)
             name = f"{moment.phase.value} {moment.module or self.plan.trace.model}"
             found.append(Hop(Track.COMPUTE, Track.COMPUTE.value, cost, name, COMPUTING))
+        return tuple(found)
+
+    @cached_property
+    def launching(self) -> tuple[float, ...]:
+        """One per moment: seconds of the thread that launches it."""
+        problem, homes = self.problem, self.plan.placement.homes
+        moving, leaving = set[str](), set[str]()
+        for index, chunk in enumerate(self.plan.layout.chunks):
+            names = [slot.name for slot in chunk.slots]
+            moving.update(names if problem.needs_window(index, homes[index][WEIGHTS]) else ())
+            leaving.update(names if homes[index].get(GRAD) is not problem.compute else ())
+        params, found = [param.name for param in self.plan.trace.params], []
+        for moment in self.plan.trace.moments:
+            hooked = sum(params[p] in moving for p in moment.params) + sum(
+                params[p] in leaving for p in moment.gradients
+            )
+            found.append(self._costs.launching(moment, hooked, measured=self._measured))
         return tuple(found)
 
     def fetch(self, index: int) -> tuple[Hop, ...]:
@@ -186,11 +207,12 @@ class Work:
         for index, chunk in enumerate(layout.chunks):
             if not chunk.trainable:
                 continue
-            numels: Counter[int] = Counter()
+            numels, copies = Counter[int](), Counter[int]()
             for slot in chunk.slots:
                 numels[at.get(slot.name, last)] += slot.numel
+                copies[at.get(slot.name, last)] += 1
             if self.ranks > 1:
-                numels = Counter({max(numels): chunk.payload})
+                numels, copies = Counter({max(numels): chunk.payload}), Counter({max(numels): 1})
             placement = self.plan.placement
             homes, streamed = placement.homes[index], index in placement.streamed
             moved = gradient_traffic(self.problem, homes, index, adding=adding, streamed=streamed)
@@ -198,11 +220,13 @@ class Work:
             for moment in sorted(numels):
                 before, done = done, done + numels[moment]
                 share = {way: n * done // chunk.payload - n * before // chunk.payload for way, n in moved.items()}
-                hops = self._landing(index, numels[moment], share)
+                hops = self._landing(index, numels[moment], share, copies[moment], adding=adding)
                 found[moment].append(Landing(index, tuple(hops), done == chunk.payload))
         return tuple(tuple(landings) for landings in found)
 
-    def _landing(self, index: int, numel: int, moved: Mapping[Boundary, int]) -> list[Hop]:
+    def _landing(
+        self, index: int, numel: int, moved: Mapping[Boundary, int], copies: int, *, adding: bool
+    ) -> list[Hop]:
         problem, homes, name = self.problem, self.plan.placement.homes[index], f"land gradients of chunk {index}"
         narrow = problem.layout.chunks[index].itemsize(problem.precision)
         hops: list[Hop] = []
@@ -210,11 +234,16 @@ class Work:
             hops.append(self._share(Track.REDUCE, numel * narrow, f"reduce-scatter chunk {index}", REDUCING, index))
         to_host = [boundary for boundary in BOUNDARIES if boundary.target is Tier.CPU]
         to_files = [boundary for boundary in BOUNDARIES if boundary.target.in_files]
-        hops += [self._move(way, moved[way], name, LANDING, index) for way in to_host if moved.get(way)]
+        hops += [self._move(way, moved[way], name, LANDING, index, copies=copies) for way in to_host if moved.get(way)]
         home = homes.get(GRAD)
-        if home is not None:  # copied into its plane, or into staging for it, with its norm in the same pass
-            wide = sum(spec.block_bytes for kind, spec in problem.plane_specs(index).items() if kind in GRADS)
-            on_gpu, num_bytes = home is Tier.GPU, (narrow + wide) * numel // self.ranks
+        wide = sum(spec.block_bytes for kind, spec in problem.plane_specs(index).items() if kind in GRADS)
+        # By one copy into its plane, summed up before it leaves: the host has nothing to do.
+        straight = (
+            problem.compute is Tier.GPU and home is Tier.CPU and wide == narrow and not adding and self.ranks == 1
+        )
+        if home is not None and not straight:
+            # Copied into its plane, or into staging for it, with its norm in the same pass; or read and added to.
+            on_gpu, num_bytes = home is Tier.GPU, (narrow + wide * (2 if adding else 1)) * numel // self.ranks
             cost = self._costs.gpu_pass(num_bytes) if on_gpu else self._costs.landing(num_bytes)
             hops.append(Hop(Track.UPDATE, "copy" if on_gpu else "host", cost, name, LANDING, index))
         hops += [self._move(way, moved[way], name, LANDING, index) for way in to_files if moved.get(way)]
@@ -242,6 +271,13 @@ class Work:
         reads = tuple(hop for way, hop in hops.items() if way.target is where)
         writes = tuple(hop for way, hop in hops.items() if way.source is where)
         return Update(reads, update, writes)
+
+    @property
+    def landing_room(self) -> int:
+        """Bytes that gradients on their way out of the computing tier may take: those of a block, and what is free."""
+        problem, tier = self.problem, self.problem.compute
+        waiting = waiting_gradients(problem.layout, compute_itemsize(problem.precision))
+        return max(problem.in_flight, waiting) + max(problem.budgets[tier] - self.plan.bytes_per_tier.get(tier, 0), 0)
 
     @property
     def activations_at(self) -> Tier | None:
@@ -282,8 +318,8 @@ PIECES = 8
 MANY_PIECES = 512
 """Not more pieces than these where chunks are many: then a chunk is a small part of all work."""
 
-LANDINGS_BEHIND = 2
-"""Moments whose gradients may be on their way while backward goes on."""
+SAVES_BEHIND = 2
+"""Moments whose activations may be on their way while forward goes on."""
 
 
 class Task(NamedTuple):
@@ -370,10 +406,25 @@ class Graph:
             self.change(task, "activations", num_bytes, at_end=at_end)
 
 
+def _launch(hop: Hop, seconds: float) -> Hop:
+    """What the thread that launches a moment takes."""
+    return Hop(Track.COMPUTE, LAUNCHING, Cost(seconds, {}), f"launch {hop.name}", LAUNCHING)
+
+
 def needs_windows(work: Work) -> list[bool]:
     """Per chunk: whether its weights have to be gathered."""
     homes = work.plan.placement.homes
     return [work.problem.needs_window(index, planes[WEIGHTS]) for index, planes in enumerate(homes)]
+
+
+def _awaited_together(work: Work, needs: list[bool]) -> dict[int, list[int]]:
+    """By chunk whose weights do not move: those of its block, whose updates a block waits for before it computes."""
+    found: dict[str, list[int]] = {}
+    for index, chunk in enumerate(work.plan.layout.chunks):
+        block = block_of(chunk.slots[0].name)
+        if block and not needs[index]:
+            found.setdefault(block, []).append(index)
+    return {index: chunks for chunks in found.values() for index in chunks}
 
 
 def serial(work: Work) -> Graph:
@@ -411,7 +462,12 @@ def serial(work: Work) -> Graph:
                 drop(index, tasks[0], at_end=False)  # gathered anew in the next micro-batch
                 gathered[index] = True
                 graph.change(tasks[0], "windows", work.problem.window_bytes(index), at_end=False)
-            (computing,) = do([work.computing[moment]], moment)
+            hop = work.computing[moment]
+            # Beside computing; what is over of it nothing hides.
+            launching = work.launching[moment] - hop.cost.seconds
+            if launching > 0:
+                do([_launch(hop, launching)], -1)
+            (computing,) = do([hop], moment)
             if not graph.begins:
                 graph.begins.append(computing)
             live = graph.live(computing, moment, live)
@@ -525,7 +581,11 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
     updated: dict[int, int] = {}  # the end of a chunk's last update
     landed: dict[int, list[int]] = {}
-    landings: list[list[int]] = []  # by moment that had any
+    landing: deque[tuple[int, int]] = deque()  # gradients on their way: (the end of the landing, bytes)
+    room = work.landing_room
+    launched: list[int] = []  # the last moment that was, and what the next one is launched after besides
+    due: dict[int, int] = {}  # updates that the thread which launches has not waited for
+    launches, together = any(work.launching), _awaited_together(work, needs)
     landed_here: list[int] = []  # by the host that computes, since the last moment
     saves: list[list[int]] = []
     waiting: list[tuple[int, int]] = []  # saved activations: (the end of the save, bytes)
@@ -537,7 +597,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
         step = at // per_step
         urgency = at if order == "fifo" else (step + 1) * per_step + first_use[index]
         ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
-        updated[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
+        updated[index] = due[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
         if not needs[index]:
             fetched[index] = updated[index]
 
@@ -571,10 +631,13 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
         arriving = work.landings(adding=at % per_step >= per_batch)[moment]
         after += landed_here
         landed_here.clear()
-        if arriving and len(landings) >= LANDINGS_BEHIND:
-            after += landings[-LANDINGS_BEHIND]
-        if work.save(moment) and len(saves) >= LANDINGS_BEHIND:
-            after += saves[-LANDINGS_BEHIND]
+        if work.save(moment) and len(saves) >= SAVES_BEHIND:
+            after += saves[-SAVES_BEHIND]
+        if launches:
+            read = {other for index in plan.accesses[moment].chunks for other in together.get(index, (index,))}
+            launched += [due.pop(index) for index in sorted(read) if index in due]
+            launched = [graph.add(_launch(work.computing[moment], work.launching[moment]), step, -1, launched)]
+            after += launched
         computed.append(graph.add(work.computing[moment], step, moment, after, at))
         if not moment and at % per_step == 0:
             graph.begins.append(computed[-1])
@@ -588,25 +651,29 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             graph.saved(moment, tasks)
             saves.append(tasks[-1:])
             waiting.append((tasks[-1], moments[moment].saved_bytes))
-        ends = []
-        for landing in arriving:
-            tasks = graph.chain(landing.hops, step, moment, computed[-1:], at)
-            if work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in landing.hops):
+        for arrived in arriving:
+            tasks = graph.chain(arrived.hops, step, moment, computed[-1:], at)
+            if work.problem.compute is Tier.CPU and all(hop.boundary is None for hop in arrived.hops):
                 landed_here += tasks[-1:]
-            else:
-                ends += tasks[-1:]
-            landed.setdefault(landing.chunk, []).extend(tasks[-1:] or computed[-1:])
-            if landing.is_last and is_last and not clipping:
-                update(landing.chunk, at, moment, landed.pop(landing.chunk))
-        if arriving:
-            landings.append(ends)
+            elif tasks:
+                landing.append((tasks[-1], arrived.hops[0].num_bytes))
+                room -= landing[-1][1]
+            landed.setdefault(arrived.chunk, []).extend(tasks[-1:] or computed[-1:])
+            if arrived.is_last and is_last and not clipping:
+                update(arrived.chunk, at, moment, landed.pop(arrived.chunk))
+        while room < 0 and landing:  # whoever launches waits until there is room for what has come
+            end, num_bytes = landing.popleft()
+            room += num_bytes
+            waited = launched if launches else landed_here
+            waited.append(end)
         if at % per_step == per_step - 1 and clipping:  # the norm needs every gradient
+            # Its sums leave behind all gradients, by the same engine. The thread that launches waits for it.
             everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
-            landed_order = [index for index in landed if index in first_use]
+            norm = graph.add(nothing, step, -1, everything)
+            launched += [norm] if launches else []
+            for index in [index for index in landed if index in first_use] if order == "fifo" else next_order:
+                update(index, at, -1, [norm])
             landed.clear()
-            join = graph.add(nothing, step, -1, everything)
-            for index in landed_order if order == "fifo" else next_order:
-                update(index, at, -1, [join])
     for last, index in released:
         if 0 <= last < len(computed):
             graph.change(computed[last], "windows", -work.problem.window_bytes(index), at_end=True)

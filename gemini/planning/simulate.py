@@ -24,7 +24,7 @@ from gemini.planning.hardware import Hardware
 from gemini.planning.mesh import Grid, MeshSizes
 from gemini.planning.plan import Moves, Plan
 from gemini.planning.planes import WEIGHTS
-from gemini.planning.schedules import COMPUTING, STEPS, Change, Graph, Work, overlapped, serial
+from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
 from gemini.tiers import DRIVE, Tier
@@ -64,7 +64,7 @@ def _spans(graph: Graph, run: TaskTimes, begin: float, end: float) -> tuple[Span
     """What ran between ``begin`` and ``end``. A task that crosses one of them counts there with its part."""
     found = []
     for task, start, stop in zip(graph.tasks, run.start, run.stop, strict=True):
-        if start >= end or stop <= begin or stop <= start:
+        if start >= end or stop <= begin or stop <= start or task.hop.cause == LAUNCHING:
             continue
         inside = min(stop, end) - max(start, begin)
         hop = task.hop

@@ -14,12 +14,16 @@ from gemini.integrations.metrics import MetricsCallback
 from rich.console import Console
 
 from gemini import cli
+from gemini.cli.app import COMMANDS
 from gemini.jobs.checkpoints import check_room, choose, num_bytes
 from gemini.jobs.errors import JobError
+from gemini.jobs.options import options, spelled
 from gemini.jobs.screen import budget_lines
 from gemini.jobs.watch import Shown, StopWish
 from gemini.ranks import launch
 from gemini.tiers import Tier
+from gemini.version import __version__
+from tests.cli.commands import Command
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -163,6 +167,24 @@ def test_a_loss_that_stays_nan_ends_the_run() -> None:
     log(2009, loss=float("nan"))
     with pytest.raises(JobError, match="inf or NaN for 10 steps, the last is step 2010"):
         log(2010, loss=float("nan"))
+
+
+# ---- what a stranger asks first --------------------------------------------------------------------------------------
+
+
+def test_the_commands_and_their_help(gemini_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words, code in ([], 2), (["--help"], 0):
+        monkeypatch.setattr("sys.argv", ["gemini", *words])
+        said = gemini_command(*words)
+        assert said.exit_code == code and all(f"\n  {name} " in said.stdout for name in COMMANDS)
+    assert cli.app() == 0, "of the process's own words"
+    monkeypatch.setattr("sys.argv", ["gemini"])
+    assert cli.app() == 2
+    assert gemini_command.ok("--version").stdout == f"gemini {__version__}\n"
+    for name, command in COMMANDS.items():
+        said = gemini_command.ok(name, "--help").stdout
+        known = options(command.record) if command.record else ("gpu_memory", "nvme_path", "learning_rate")
+        assert all(spelled(option) in said.replace("_", "-") or option.upper() in said for option in known)
 
 
 # ---- how threads wait ------------------------------------------------------------------------------------------------

@@ -26,12 +26,12 @@ def test_a_latch_wakes_all_who_wait() -> None:
     threads = [threading.Thread(target=lambda: woken.append(latch.wait())) for _ in range(5)]
     for thread in threads:
         thread.start()
-    assert not latch.is_set() and not latch.wait(0.01)
+    assert not latch.is_set and not latch.wait(0.01)
     latch.set()
     latch.set()
     for thread in threads:
         thread.join(10)
-    assert woken == [True] * 5 and latch.is_set() and latch.wait(0)
+    assert woken == [True] * 5 and latch.is_set and latch.wait(0)
     assert not latch._waiters, "who has waited in vain is not remembered"
 
 
@@ -40,7 +40,7 @@ def test_who_was_not_woken_looks() -> None:
     latch = Latch()
     thread = threading.Thread(target=latch.wait)
     thread.start()
-    latch._is_set = True
+    latch.is_set = True
     thread.join(10)
     assert not thread.is_alive()
 

@@ -18,7 +18,7 @@ NAMES = machine_names()
 _OTHERS = (
     "cpu_flops_bf16", "cpu_flops_fp32", "cpu_op_seconds", "interconnect", "land_cpu", "torch_threads", "update_cpu_one",
     "cpu_contention", "nvme_mixed", "update_gpu", "update_cpu_compact", "network", "nvme_write_sustained",
-    "gpu_matrix_share", "gpu_attention_share", "gpu_attention_backward_share",
+    "gpu_matrix_share", "gpu_attention_share", "gpu_attention_backward_share", "link_mixed",
 )  # fmt: skip
 NEEDED = set(FIGURES) - set(_OTHERS)
 ADAM_BYTES = 26  # per param: read 14 with a bf16 gradient, written 12

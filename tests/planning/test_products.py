@@ -106,9 +106,16 @@ def test_measured_speed_of_products_leaves_attention_as_much_slower() -> None:
     assert costs.compute(moment, measured=False).seconds == pytest.approx(0.8 / 0.5)
 
 
-def test_launching_and_memory_bound_moments_stay() -> None:
-    product = Product(1, 64, 64, 64)
-    assert seconds(moment_of(product, num_ops=4), gpu_op_seconds=1e-3) == pytest.approx(4e-3)
+def test_launching_is_the_threads_and_no_part_of_what_the_gpu_takes() -> None:
+    moment = moment_of(Product(1, 64, 64, 64), num_ops=4)
+    assert seconds(moment, gpu_op_seconds=1e-3) == seconds(moment) < 1e-3
+    figures = {"gpu_op_seconds": 1e-3, "hook_seconds": 1e-2}
+    costs = Costs(machine(**figures), Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
+    assert costs.launching(moment, 3, measured=False) == pytest.approx(34e-3)
+    assert costs.launching(replace(moment, seconds=1.0), 3, measured=True) == pytest.approx(30e-3)
+
+
+def test_memory_bound_moments_take_what_memory_takes() -> None:
     assert seconds(moment_of(touched_bytes=10**9), gpu_bandwidth=1e9) == pytest.approx(1)
 
 

@@ -87,14 +87,27 @@ def test_a_moment_takes_its_slowest_part() -> None:
         ({"forward_flops": 6 * 10**9, "backward_flops": 6 * 10**9}, {}, 6),
     ):
         plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=stack_trace(LAYERS, **fields))
-        assert simulate(plan, machine(**figures)).busy[Track.COMPUTE] == close(2 * LAYERS * milliseconds * MS)
+        timeline = simulate(plan, machine(**figures))
+        taken = timeline.busy[Track.COMPUTE] + timeline.stalls.get("launching", 0.0)
+        assert taken == close(2 * LAYERS * milliseconds * MS)
 
 
 def test_landing_takes_what_it_was_measured_to_take() -> None:
-    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
-    at_memory_speed = simulate(plan, machine()).stalls["gradient landing"]
+    """2 + 2 bytes, and of sums in fp32 2 + 4, to which a second micro-batch adds: read once more."""
     measured = machine().with_figures("measured here", land_cpu=3 * MS / NUMEL)
-    assert simulate(plan, measured).stalls["gradient landing"] == close(at_memory_speed + LAYERS * 3 * MS)
+    for gradients, accumulate, passes in (("retain", 1, 0), ("accumulate", 1, 1.5), ("accumulate", 2, 1.5 + 2.5)):
+        how = {"gradients": gradients, "accumulate": accumulate}
+        plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, **how)
+        at_memory_speed = simulate(plan, machine()).stalls["gradient landing"]
+        assert at_memory_speed == close(accumulate * LAYERS * 4 * MS), "what leaves as it is kept the host leaves alone"
+        assert simulate(plan, measured).stalls["gradient landing"] == close(at_memory_speed + passes * LAYERS * 3 * MS)
+
+
+def test_a_copy_takes_its_latency_too() -> None:
+    plan = stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU)
+    told, late = simulate(plan, machine()), simulate(plan, machine(copy_seconds=1 * MS))
+    assert late.step_seconds - told.step_seconds == close((FETCHES + LAYERS) * MS), "one for each gradient"
+    assert late.moved == told.moved
 
 
 def test_adam_on_the_gpu_runs_at_its_memory_speed() -> None:

@@ -4,6 +4,7 @@ A layer computes 10 ms in forward and 20 ms in backward with one thread; what it
 """
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -134,3 +135,49 @@ def test_a_drive_that_reads_and_writes_has_one_speed_for_both(mixed: float | Non
     assert timeline.step_seconds == pytest.approx(LAYERS * layer_ms * MS, rel=0.05)
     serial = simulate(stack(states=Tier.NVME), host(2.0, **figures))
     assert serial.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * (200 + 1) * MS, rel=0.01), "one at a time"
+
+
+def on_gpu(num_ops: int = 0, **how: Any) -> Any:
+    """Weights and states on the host; computing takes 10 ms a layer and 20 ms in backward."""
+    trace = stack_trace(LAYERS, forward_flops=10**10, backward_flops=2 * 10**10, num_ops=num_ops)
+    return stack_plan(LAYERS, weights=Tier.CPU, states=Tier.CPU, trace=trace, **how)
+
+
+def test_launching_is_hidden_where_it_is_shorter_and_else_is_what_a_step_takes() -> None:
+    """5 operations and one param in a moment. A norm waits for all that was computed, as the update of what is read
+    first does: then nothing is launched ahead.
+    """
+    quick = {"update_cpu": 1e-15, "h2d": 1e18, "d2h": 1e18}
+    for op, hook, launching in ((1, 0, 5), (1, 3, 8), (5, 0, 25), (2, 20, 30)):
+        hardware = machine(gpu_op_seconds=op * MS, hook_seconds=max(hook, 1e-9) * MS, **quick)
+        for clipping in (False, True):
+            timeline = overlapped(on_gpu(num_ops=5), hardware, clipping=clipping)
+            # A gradient that leaves is one more of them.
+            forward, backward = launching * MS, (launching + hook) * MS
+            most = max(10 * MS, forward) * LAYERS + max(20 * MS, backward) * LAYERS
+            assert most * (1 - 1e-3) <= timeline.step_seconds <= most + (backward if clipping else 0) + 21 * MS
+            if launching < 10:
+                assert timeline.stalls["launching"] == pytest.approx(forward, abs=1e-6)
+
+
+@pytest.mark.parametrize(("mixed", "lost"), [(None, 0.0), (2.0, 0.0), (1.0, 1.0)])
+def test_a_link_that_does_both_directions_has_one_speed_for_both(mixed: float | None, lost: float) -> None:
+    """A fetch of 30 ms and a landing of 30 ms a layer in backward; ``lost``: of the time that both take at once."""
+    alone = 2 * NUMEL / (30 * MS)
+    figures = {"h2d": alone, "d2h": alone, "update_cpu": 1e-15} | (
+        {} if mixed is None else {"link_mixed": mixed * alone}
+    )
+    timeline = overlapped(on_gpu(), machine(**figures), clipping=False)
+    assert timeline.busy[Track.D2H] == pytest.approx((1 + lost) * LAYERS * 30 * MS, rel=0.25)
+
+
+def test_computing_waits_for_gradients_only_where_there_is_no_room_for_them() -> None:
+    """A landing of 60 ms a layer beside 20 ms of computing, and a budget with room for all layers more or for none."""
+    hardware = machine(d2h=2 * NUMEL / (60 * MS), h2d=1e18, update_cpu=1e-15)
+    plan = on_gpu()
+    more = {**plan.problem.budgets, Tier.GPU: plan.problem.budgets[Tier.GPU] + LAYERS * 2 * NUMEL}
+    roomy = replace(plan, problem=replace(plan.problem, budgets=more))
+    tight, free = (overlapped(of, hardware, clipping=True) for of in (plan, roomy))
+    assert free.step_seconds == pytest.approx(tight.step_seconds, rel=0.01), "the link is what takes time"
+    last = [max(span.stop for span in of.spans if span.name.startswith("backward")) for of in (tight, free)]
+    assert last[1] == pytest.approx(LAYERS * 30 * MS, rel=0.01) and last[0] > last[1] + 3 * 40 * MS

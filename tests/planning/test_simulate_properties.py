@@ -110,7 +110,9 @@ def test_every_simulation_adds_up(plan: Plan, figures: dict[str, float]) -> None
             for tier, holders in static.items():
                 for holder in set(holders) - {"windows", "activations"}:
                     assert sample.held[tier][holder] == holders[holder]
-    assert hidden.step_seconds <= told.step_seconds * (1 + 1e-6)
+    # Where the thread that launches has waited, nothing hides what it launches next.
+    launching = plan.accumulate * sum(m.num_ops for m in plan.trace.moments) * hardware.figures["gpu_op_seconds"].value
+    assert hidden.step_seconds <= told.step_seconds * (1 + 1e-6) + launching
     if not figures:
         tracks: dict[str, float] = {}
         for hop in _hops(plan):

@@ -88,7 +88,7 @@ def test_a_step_that_moves_nothing_stays_in_few_files(tmp_path: Path) -> None:
     # A forward casts inputs (4 calls at the root, 2 a layer); what an interrupt may not cut in two costs a file too.
     # A sink of gradients and a group of one are a file and a call each. That no other thread is in the model costs a
     # file and 8 calls of a backward, and 7 of a step; that sums may still be made as gradients land costs it another.
-    for name, most, calls in (("forward", 11, 80), ("backward", 8, 92), ("step", 18, 251)):
+    for name, most, calls in (("forward", 11, 79), ("backward", 8, 92), ("step", 18, 250)):
         assert len(set(entered[name])) <= most, sorted(set(entered[name]))
         assert len(entered[name]) <= calls, (name, len(entered[name]))
 
@@ -215,7 +215,7 @@ def test_what_is_prepared_lasts_as_long_as_planes_do(tmp_path: Path) -> None:
     optimizer.zero_grad()
     train_plain(plain, [0], squares, clip=None)
     kept, planes = dict(chunk.prepared), [weakref.ref(chunk.planes[GRAD]), weakref.ref(chunk.planes[GRAD].tensor)]
-    assert len(kept) == 3  # two params land, and are updated
+    assert len(kept) == 4  # two params land, and are updated, in a way that was looked for
     squares(model, 1).backward()
     assert chunk.prepared == kept
     del kept
@@ -267,8 +267,9 @@ def test_two_tensors_are_checked_as_many_are() -> None:
 
 def test_what_a_block_of_moving_weights_costs(tmp_path: Path) -> None:
     """Calls of ours in the thread that launches, for a block of three layers that move together: most are its gather,
-    and gradients that land. Where each of the layers looked for room, a forward had 474. Some loss of the process was
-    scaled: then each backward is asked for its scale, and no param.
+    and gradients that land. Where each of the layers looked for room, a forward had 474; where each took its guard
+    away and put it back, 330. Some loss of the process was scaled: then each backward is asked for its scale, and no
+    param.
     """
     gemini.GradScaler("cpu").scale(torch.ones((), requires_grad=True))
     counts: dict[str, list[int]] = {"forward": [], "backward": []}
@@ -290,5 +291,5 @@ def test_what_a_block_of_moving_weights_costs(tmp_path: Path) -> None:
             # The least: a wait for the drive looks again and again where others have the processor.
             counts[name].append(min(calls))
     each = {name: (calls[1] - calls[0]) / 8 for name, calls in counts.items()}
-    assert each["forward"] <= 330, each
-    assert each["backward"] <= 600, each
+    assert each["forward"] <= 190, each
+    assert each["backward"] <= 420, each

@@ -108,6 +108,27 @@ def transformed(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.func.vmap(block.inside)(x)
 
 
+def read_beside_another(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """In one operation two weights, neither by its module."""
+    return torch.addmm(block.down.bias, x.reshape(-1, WIDTH), block.up.weight).view(x.shape) + block.inside(x)
+
+
+def pushed_forward(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jvp(block.inside, (x,), (torch.ones_like(x),))[1]
+
+
+def without_and_with_gradients(block: Block, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = block.inside(x)
+    return y + block.inside(x)
+
+
+def within_itself(block: Block, x: torch.Tensor) -> torch.Tensor:
+    if x.size(0) == 1:
+        return block.inside(x)
+    return torch.cat([block(part) for part in x.split(1)])
+
+
 WAYS = [
     in_turn,
     checkpointed,
@@ -119,6 +140,10 @@ WAYS = [
     thread_inside,
     gradient_inside,
     transformed,
+    read_beside_another,
+    pushed_forward,
+    without_and_with_gradients,
+    within_itself,
 ]
 
 
@@ -136,6 +161,20 @@ def test_the_bits_are_those_of_the_plain_loop(how: Any, where: str, tmp_path: Pa
         assert_trains_alike(model, optimizer, plain, [seed], loss_of)
         with torch.no_grad():
             assert same_bits(loss_of(model, 9), loss_of(plain.model, 9))
+
+
+def test_a_transform_inside_closes_the_hooks_of_the_block(tmp_path: Path) -> None:
+    """torch takes no derivatives where saved-tensor hooks are open, and a block keeps them open for others alone."""
+    top, is_open = torch._C._autograd._top_saved_tensors_default_hooks, list[bool]()  # type: ignore[attr-defined]
+
+    def differentiated(block: Block, x: torch.Tensor) -> torch.Tensor:
+        x = torch.func.grad(lambda y: block.inside(y).square().sum())(x)
+        is_open.append(top(False) is not None)
+        return x
+
+    model = wrap(Net(differentiated), "disk", tmp_path, precision="fp32", slack=2**18)
+    assert loss_of(model, 0).item() == loss_of(Net(differentiated), 0).item()
+    assert is_open == [True] * 3 + [False] * 3 and top(False) is None, "they are open again behind it"
 
 
 def write(module: nn.Module, *_: Any) -> None:
@@ -178,6 +217,34 @@ def test_what_is_kept_goes_where_something_else_needs_the_room(tmp_path: Path) -
     assert len(world_of(model).chunks) == 2
     assert all(not chunk.resident for chunk in world_of(model).chunks)
     assert_trains_alike(model, adam(model), Plain(Reads(), "fp32"), range(2), loss_of)
+
+
+def test_a_graph_inside_a_forward_without_gradients_lends_no_window(tmp_path: Path) -> None:
+    """The block has opened no hooks then, so modules inside open their own."""
+
+    def graph_inside(block: Block, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            block.left = [block.inside(x.detach().requires_grad_())]
+        return block.left[0].detach()
+
+    model = wrap(Net(graph_inside), "disk", tmp_path, precision="fp32", slack=2**18)
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert all(block.left[0].grad_fn is not None for block in model.blocks)
+    assert not any(chunk.is_lent for chunk in world_of(model).chunks)
+
+
+def test_modules_on_another_stream_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows must know of every stream that reads them."""
+    model = wrap(Net(in_turn), "standin", tmp_path, precision="fp32", slack=2**18)
+    device, stream, begun = world_of(model).device, [0], list[int]()
+    monkeypatch.setattr(device, "stream_number", lambda: stream[0])
+    monkeypatch.setattr(device, "computes_here", lambda: begun.append(stream[0]))
+    model.blocks[1].norm.register_forward_pre_hook(lambda *_: stream.insert(0, 1), prepend=True)
+    model.blocks[1].norm.register_forward_hook(lambda *_: stream.pop(0) * 0 or None, always_call=True)
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert begun.count(1) == 1 and begun.count(0) >= 3
 
 
 @pytest.mark.parametrize("where", ["disk", "standin"])

@@ -9,7 +9,7 @@ window whose content is a clean copy that may be dropped at any time nobody read
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Protocol
@@ -59,6 +59,8 @@ class Plane(ABC):
     tier: Tier
     numel: int
     block: int = 1
+    in_memory = False
+    """Whether ranges of it may be in place."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +74,8 @@ class Plane(ABC):
 
     def page_up(self, numel: int) -> int:
         """The element count rounded up to whole pages of this plane: a range that a file reads and writes."""
-        return page_up(numel, max(ALIGN, PAGE // self.dtype.itemsize))
+        align = max(ALIGN, PAGE // self.dtype.itemsize)
+        return -(-numel // align) * align
 
     @abstractmethod
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
@@ -101,6 +104,8 @@ class Plane(ABC):
 
 class MemoryPlane(Plane):
     """A plane in memory: the host's, or the device's own (then host code reaches it by copies)."""
+
+    in_memory = True
 
     def __init__(self, tensor: torch.Tensor, tier: Tier, device: Device, *, block: int = 1):
         self.tensor, self.tier, self._device = tensor, tier, device
@@ -172,9 +177,8 @@ class FilePlane(Plane):
         assert into.numel() == stop - start and into.dtype == self.dtype
         return [Extent(into, self._offset + start * self.dtype.itemsize)]
 
-    def to_write(self, start: int, stop: int, source: torch.Tensor) -> Iterable[Extent]:
-        """The extents of the file that :meth:`begin_store` writes, for one request, which asks for them in turn."""
-        return self.to_read(start, stop, source)
+    # Those that :meth:`begin_store` writes, for one request, which asks for them in turn.
+    to_write = to_read
 
     def give_back(self) -> None:
         """End this plane: its slot may be allocated again. No transfer of it may be under way: the next owner of the
@@ -329,9 +333,9 @@ class Chunk:
         return [kind for kind in self.planes if kind != WEIGHTS and kind not in GRADS]
 
     @property
-    def updated(self) -> Iterator[tuple[PlaneKind, Plane]]:
+    def updated(self) -> list[tuple[PlaneKind, Plane]]:
         """The planes that an update reads, by kind."""
-        return ((kind, plane) for kind, plane in self.planes.items() if kind != GRAD_ERROR)
+        return [(kind, plane) for kind, plane in self.planes.items() if kind != GRAD_ERROR]
 
     def change_planes(self, planes: Mapping[PlaneKind, Plane]) -> None:
         """Put these planes in the place of what was there of their kinds. Nothing prepared refers to memory of before.

@@ -247,6 +247,9 @@ class CudaDevice(Device):
             self.computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
 
+    def stream_number(self) -> int:
+        return torch.cuda.current_stream(self.torch_device).cuda_stream
+
     def computes_here(self) -> None:
         self.computing_streams()
 

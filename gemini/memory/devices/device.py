@@ -37,7 +37,7 @@ class Event:
 
     def is_complete(self) -> bool:
         """Whether it is over, well or not. Never blocks."""
-        return self._done.is_set()
+        return self._done.is_set
 
     def wait(self) -> None:
         """Block the calling thread until it is over.
@@ -46,7 +46,7 @@ class Event:
             GeminiError: if it failed (with what it raised as the cause), or if nothing has moved in this process for
                 minutes.
         """
-        if not self._done.is_set():
+        if not self._done.is_set:
             await_latch(self._done, lambda: self.what)
         if self._error is not None:
             raise GeminiError(f"{self.what} failed: {self._error}") from self._error
@@ -76,7 +76,7 @@ class Event:
         # Before it is set: whoever wakes up looks at it at once.
         self._error = error
         self._done.set()
-        PROGRESS.note()
+        PROGRESS.count += 1
 
 
 class AllOf(Event):
@@ -217,6 +217,10 @@ class Device(ABC):
 
     def computes_here(self) -> None:  # noqa: B027 - most devices compute on the calling thread
         """The calling thread's stream is one that computes: it is about to read a window."""
+
+    def stream_number(self) -> int:
+        """A number of the calling thread's stream, where a device has several."""
+        return 0
 
     def mark(self) -> Event:
         """Complete when everything that the computing stream was given so far is done."""

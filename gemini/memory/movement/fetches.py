@@ -105,6 +105,8 @@ class Fetches:
             StorageError, GeminiError: if it failed; nothing is under way any more.
         """
         chunk.fetched = self.source.gather(chunk)
+        if chunk.fetched is DONE:
+            return
         try:
             self._wait_on_device(chunk)
         except BaseException:
@@ -139,8 +141,10 @@ class Fetches:
         """
         # Whether or not anything is waited for.
         self._mover.device.computes_here()
-        if not chunk.fetched.is_complete():
-            self._wait_on_device(chunk)
+        if chunk.fetched is not DONE:
+            if not chunk.fetched.is_complete():
+                self._wait_on_device(chunk)
+            _forget_if_over(chunk)
 
     def call_back(self, chunk: Chunk) -> None:
         """Give up a fetch ahead that is not wanted any more: the window may be given back afterwards."""

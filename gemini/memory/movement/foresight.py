@@ -280,7 +280,8 @@ class Foresight:
 
     def borrowable(self, until: int | None = None) -> int:
         """Bytes of the room for activations that windows may have, as long as the schedule is followed."""
-        return self.schedule.borrowable(until) if self.schedule is not None and self._is_followed else 0
+        schedule = self._course.schedule
+        return 0 if schedule is None or not self._is_followed else schedule.borrowable(until)
 
     def acquired(self, index: int) -> None:
         """Note that a chunk is read from now on."""
@@ -288,8 +289,8 @@ class Foresight:
         if self._seen is not None:
             # All that is held with it: they are read at the same time, so the plan must have room for all of them.
             self._seen.append(Access(len(self._seen), tuple(sorted(self._held))))
-        elif self.schedule is not None:
-            self.schedule.advance(index)
+        elif (schedule := self._course.schedule) is not None:
+            schedule.advance(index)
 
     def released(self, index: int) -> None:
         """Note that nobody reads a chunk any more."""
@@ -297,7 +298,8 @@ class Foresight:
 
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches that the schedule plans from here on, (moment, chunk): all of them where no step is under way."""
-        return () if self.schedule is None else self.schedule.upcoming()
+        schedule = self._course.schedule
+        return () if schedule is None else schedule.upcoming()
 
     def outlooks(self, asked: Sequence[tuple[int, bool]], reader: int | None = None) -> list[tuple[int | None, bool]]:
         """When chunks, given as (index, whether all its gradients have arrived), are needed next, None if that is not

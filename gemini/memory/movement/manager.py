@@ -96,7 +96,7 @@ class Manager:
             chunk.grads_complete = False
         chunk.pins += 1
         chunk.ahead = False
-        if chunk.pins == 1 and not chunk.resident:
+        if chunk.pins == 1 and chunk.window is not None:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
             try:

@@ -29,6 +29,8 @@ from gemini.waiting import PROGRESS
 
 def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
     """Consecutive ranges of at most ``tile`` elements that cover ``[start, stop)``."""
+    if start < stop <= start + tile:
+        return [(start, stop)]
     return [(at, min(at + tile, stop)) for at in range(start, stop, tile)]
 
 
@@ -105,7 +107,7 @@ class Mover:
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
         # Waits of other threads give up only when nothing has moved for minutes.
-        PROGRESS.note()
+        PROGRESS.count += 1
         # A worker counts for the step that handed its work over, though that may be over by now.
         working = self._of_thread.working
         if working is None:
@@ -140,14 +142,22 @@ class Mover:
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
-        with self.crossing(plane.tier, Tier.CPU, into.numel() * into.element_size()):
+        self.count(plane.tier, Tier.CPU, into.nbytes)
+        if self.watch.recorder is None:
             plane.load(start, stop, into)
+        else:
+            with self.watch.crossing(plane.tier, Tier.CPU, into.nbytes):
+                plane.load(start, stop, into)
         return into
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        with self.crossing(Tier.CPU, plane.tier, source.nbytes):
+        self.count(Tier.CPU, plane.tier, source.nbytes)
+        if self.watch.recorder is None:
             plane.store(start, stop, source)
+        else:
+            with self.watch.crossing(Tier.CPU, plane.tier, source.nbytes):
+                plane.store(start, stop, source)
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""

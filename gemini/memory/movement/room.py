@@ -126,7 +126,7 @@ class _ForWindow(Want):
             self.is_parked = place == 0
             # With MORE free bytes of the budget count as well: the smaller lack is the one to be met.
             return min(place, super().missing()) if place and Turn.MORE in self.given else place
-        self.is_parked = room.has_frame(num_bytes)
+        self.is_parked = room.frames is not None and room.frames.has(num_bytes)
         if self.is_parked:
             return 0
         # May be negative: then so much is free beyond the window.
@@ -136,15 +136,15 @@ class _ForWindow(Want):
             return missing + self.leave
         return max(missing, 0)
 
-    def take(self) -> bool:
-        if self.missing():
-            return False
+    def take(self) -> int:
+        if missing := self.missing():
+            return missing
         # Bytes of a parked frame are in the ledger already: they change their holder, and the total stays.
         if self.is_parked:
             self.ledger.pass_on(self.tier, self.num_bytes, "pool", self.holder)
         else:
             self._room.lending.take(self.num_bytes, self.holder)
-        return True
+        return 0
 
 
 class _Return(Want):
@@ -158,9 +158,9 @@ class _Return(Want):
     def missing(self) -> int:
         return self._lending.excess
 
-    def take(self) -> bool:
+    def take(self) -> int:
         self._lending.return_free()
-        return not self._lending.excess
+        return self._lending.excess
 
 
 class Room:
@@ -181,7 +181,7 @@ class Room:
         self.num_evictions = 0
         self.reader: int | None = None
         """The chunk that somebody waits for, while room is made for it."""
-        self.tier, self.is_apart = device.tier, device.keeps_windows
+        self.tier, self.is_apart, self.frames = device.tier, device.keeps_windows, device.frames
         self._device, self._foresight, self._policy = device, foresight, policy or NextUse()
         self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
@@ -281,8 +281,8 @@ class Room:
         """Memory that waits for a window, and that of enough of these windows; nothing if all are too little."""
         missing = self._missing(want)
         # Enough of them or none: windows that go without making the room are fetched again for nothing.
-        victims = victims_of(self._policy, candidates, missing) if missing else ()
-        if victims is None:
+        victims = victims_of(self._policy, candidates, missing) if missing and candidates else ()
+        if victims is None or (missing and not candidates):
             return False
         for index in victims:
             self.evict(self.chunks[index])
@@ -291,10 +291,9 @@ class Room:
 
     def _trim(self, want: Want) -> bool:
         """Frames go back to the system, where what is evicted is not enough, or is no use as it is."""
-        frames = self._device.frames
-        if frames is None or not want.missing():
+        if self.frames is None or not want.missing():
             return False
-        num_bytes = frames.trim()
+        num_bytes = self.frames.trim()
         # Behind the memory itself: the books may say more than there is, never less.
         self.ledger.release(self.tier, num_bytes, "pool")
         return num_bytes > 0
@@ -376,11 +375,8 @@ class Room:
         """Bytes that have to go before so many are there, and ``leave``, of the windows' own memory; 1 if they are, and
         not in one piece.
         """
-        return max(0, num_bytes + leave - self.pool) or int(not self._device.has_place(num_bytes))
-
-    def has_frame(self, num_bytes: int) -> bool:
-        """Whether a frame of that size waits for a window."""
-        return self._device.frames is not None and self._device.frames.has(num_bytes)
+        missing = num_bytes + leave - self.ledger.held(self.tier, "pool")
+        return missing if missing > 0 else int(not self._device.has_place(num_bytes))
 
     def _evictable(self, *, only_unkept: bool = False, after: int | None = None) -> list[Candidate]:
         """The windows that may go, with all that the policy asks of them.
@@ -419,8 +415,7 @@ class Room:
         gathered = sum(window.num_bytes for window in self._windows())
         if self.ledger.held(self.tier, "windows") != gathered:
             return False
-        frames = self._device.frames
-        return self.is_apart or self.pool == (0 if frames is None else frames.parked_bytes)
+        return self.is_apart or self.pool == (0 if self.frames is None else self.frames.parked_bytes)
 
     def check_invariants(self) -> None:
         """The ledger's equations, and those of :meth:`is_balanced`, for the allocator too."""
@@ -433,9 +428,9 @@ class Room:
 
     def start_over(self) -> None:
         """Windows have what the chunks say that is gathered, and nothing else; no frame is parked."""
-        if self._device.frames is not None:
+        if self.frames is not None:
             # No frame is parked afterwards, so the pool is what windows on a GPU have free, or empty.
-            self._device.frames.trim()
+            self.frames.trim()
         self.lending.start_over("windows")
         tier, gathered = self.tier, sum(window.num_bytes for window in self._windows())
         # All of it to the pool, and from there what the chunks say: whatever the books had wrong is right then.

@@ -140,7 +140,8 @@ class Staging:
         Raises:
             BudgetExceeded: if it was not reserved, and there is no room.
         """
-        self.reserve()
+        if not self.is_reserved:
+            self.reserve()
         return self._own
 
     def reserve(self) -> bool:

@@ -73,7 +73,7 @@ class Job(Event):
         Raises:
             GeminiError: if its thread is gone, or nothing goes on.
         """
-        if not self._done.is_set():
+        if not self._done.is_set:
             await_latch(self._done, lambda: f"{self.what} of {self._worker_name}", self._look)
 
     @property
@@ -82,7 +82,7 @@ class Job(Event):
 
     def _look(self) -> None:
         # The last look at `_done`: the thread may have finished the job and ended between two looks.
-        if self.worker is not None and not self.worker.is_alive and not self._done.is_set():
+        if self.worker is not None and not self.worker.is_alive and not self._done.is_set:
             raise GeminiError(f"the thread {self.worker.name} ended before it finished its job")
 
 
@@ -193,7 +193,11 @@ class JobThread:
     def _take(self) -> Job | None:
         """The next job, if one is waiting. Called on its own thread alone."""
         with self._lock:
-            return heapq.heappop(self._waiting)[2] if self._waiting else None
+            return self._pop() if self._waiting else None
+
+    def _pop(self) -> Job:
+        """Take the most urgent of the jobs that wait. Under the lock."""
+        return heapq.heappop(self._waiting)[2]
 
     def _sleep(self) -> bool:
         """Wait until a job is waiting; False when the worker is closed, and none is."""

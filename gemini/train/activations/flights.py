@@ -115,11 +115,11 @@ class _ForBuffer(Want):
         self._parked = parked
         self.buffer: torch.Tensor | None = None
 
-    def take(self) -> bool:
+    def take(self) -> int:
         # A parked buffer is in the ledger already: no bytes are taken for it.
         if parked := self._parked.get(self.num_bytes):
             self.buffer = parked.pop()
-        return self.buffer is not None or super().take()
+        return 0 if self.buffer is not None else super().take()
 
 
 class FlightRoom:

@@ -31,6 +31,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
+from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
@@ -94,6 +95,22 @@ class _Place(NamedTuple):
     """What rounding a sum to ``view`` loses, where that is kept."""
     home: torch.Tensor | None = None
     """In the plane, where the device copies to it and what leaves the device is just what it holds."""
+
+
+class _Way(NamedTuple):
+    """The way through staging into the grad planes of a chunk."""
+
+    planes: tuple[Plane, ...]
+    outbound: frozenset[int]
+    """The areas in which tiles of those planes are made that the host does not work on in place."""
+    areas: tuple[int, ...]
+    """Areas that planes do not take. One tile is worked on, so one less than that are on their way."""
+
+    @classmethod
+    def of(cls, chunk: Chunk, num_areas: int) -> _Way:
+        planes = tuple(chunk.planes[kind] for kind in GRADS if kind in chunk.planes)
+        outbound = frozenset(number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None)
+        return cls(planes, outbound, tuple(area for area in range(num_areas) if area not in outbound))
 
 
 class GradientStore:
@@ -165,7 +182,8 @@ class GradientStore:
 
     def _leave(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor | None, adding: bool) -> None:
         """Land a gradient that leaves the device, or whose planes are not both there."""
-        self._reap()
+        if self.landing:
+            self._reap()
         chunk = handle.chunk
         # Where no kernel leaves sums on the device, only the host makes them without being waited for.
         if home is not None and not adding and (flat.is_cpu or kernels.leaves_sums_there(flat)):
@@ -179,14 +197,14 @@ class GradientStore:
                     handle.norm_sums = None
                     raise error
             return
-        with WHOLE:
-            behind = self._staging is not None and self._is_held(chunk, flat)
-            if behind:
-                self._leave_to_worker(handle, flat, adding)
-        if not behind:
-            if adding:
-                self.await_sums()  # it adds to what the worker may still be adding to
-            handle.norm_sums = self.land_piece(chunk, flat, handle.slot.start, adding)
+        if self._staging is not None:
+            with WHOLE:
+                if self._is_held(chunk, flat):
+                    self._leave_to_worker(handle, flat, adding)
+                    return
+        if adding:
+            self.await_sums()  # it adds to what the worker may still be adding to
+        handle.norm_sums = self._land_staged(chunk, flat, handle.slot.start, adding)
 
     def _is_held(self, chunk: Chunk, flat: torch.Tensor) -> bool:
         """Whether a gradient may land behind backward: then its bytes are reserved."""
@@ -320,9 +338,7 @@ class GradientStore:
         view, lost = self._views(chunk, at, at + flat.numel())
         if view is not None:
             return _keep(view, lost, flat, adding)
-        index = chunk.spec.index
-        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
-            return self._land_staged(chunk, flat, at, adding, after)
+        return self._land_staged(chunk, flat, at, adding, after)
 
     def own_part(self, handle: ParamHandle) -> torch.Tensor:
         """This rank's part of a gradient, flat, on the host: a copy; zeros where there is none."""
@@ -352,53 +368,65 @@ class GradientStore:
             handle.norm_sums = sums
 
     def _land_staged(
-        self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool, after: Event | None
+        self, chunk: Chunk, flat: torch.Tensor, base: int, adding: bool, after: Event | None = None
     ) -> kernels.Sums:
         """Tile by tile through host staging: inbound from the device, outbound to a device plane or the spill file.
         While the host works on one tile the next ones are on their way.
         """
-        planes = [chunk.planes[kind] for kind in GRADS if kind in chunk.planes]
-        outbound = {number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None}
-        # The areas that planes do not take. One tile is worked on, so one less than that are on their way.
-        areas = [area for area in range(self._mover.own_staging().num_scratch) if area not in outbound]
+        index, staging = chunk.spec.index, self._mover.own_staging()
+        # The same in every step, until the planes change.
+        way = chunk.prepared.get(_Way)
+        if way is None:
+            way = chunk.prepared[_Way] = _Way.of(chunk, staging.num_scratch)
+        planes, outbound, areas = way
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
         piece = self._mover.tile if outbound else self._mover.tile * 4 // flat.element_size()
         coming: deque[tuple[int, int, torch.Tensor, Event]] = deque()
         sums: kernels.Sums = []
-        try:
-            for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
-                incoming, copied = flat[start:stop], DONE
-                if crosses:
-                    if len(coming) == len(areas):
-                        sums += self._land_tile(planes, base, coming, adding)
-                    incoming, copied = self._begin_inbound(areas[number % len(areas)], incoming, after)
-                coming.append((start, stop, incoming, copied))
-                if not crosses:
-                    sums += self._land_tile(planes, base, coming, adding)
-            while coming:
-                sums += self._land_tile(planes, base, coming, adding)
-        except BaseException:
-            # Staging is used again: nothing may still be copied into it.
-            for *_, copied in coming:
-                copied.wait_until_over()
-            raise
+        with self._mover.about("gradient landing", f"land gradients of chunk {index}", index):
+            try:
+                for number, (start, stop) in enumerate(tiles(0, flat.numel(), piece)):
+                    # A slice of all of it would be one more operation of torch's.
+                    incoming, copied = flat if stop - start == flat.numel() else flat[start:stop], DONE
+                    if crosses:
+                        if len(coming) == len(areas):
+                            sums += self._land_tile(staging, planes, base, coming, adding)
+                        incoming, copied = self._begin_inbound(staging, areas[number % len(areas)], incoming, after)
+                    coming.append((start, stop, incoming, copied))
+                    if not crosses:
+                        sums += self._land_tile(staging, planes, base, coming, adding)
+                while coming:
+                    sums += self._land_tile(staging, planes, base, coming, adding)
+            except BaseException:
+                # Staging is used again: nothing may still be copied into it.
+                for *_, copied in coming:
+                    copied.wait_until_over()
+                raise
         return sums
 
-    def _begin_inbound(self, area: int, part: torch.Tensor, after: Event | None) -> tuple[torch.Tensor, Event]:
+    def _begin_inbound(
+        self, staging: StagingSet, area: int, part: torch.Tensor, after: Event | None
+    ) -> tuple[torch.Tensor, Event]:
         """Start to copy a part of a gradient from the device into staging."""
-        inbound = self._mover.scratch(area, part.dtype, part.numel())
+        inbound = staging.scratch(area, part.dtype, part.numel())
         # A worker's gradient is there behind `after`; what was computed since is more than this copy needs.
         behind = not self._mover.in_worker
         copy = partial(self._device.copy, inbound, part, "evict", after, behind_computing=behind, kept=True)
         return inbound, self._mover.under_way(Tier.GPU, Tier.CPU, inbound.nbytes, copy, "land gradients", -1)
 
     def _land_tile(
-        self, planes: list[Plane], base: int, coming: deque[tuple[int, int, torch.Tensor, Event]], adding: bool
+        self,
+        staging: StagingSet,
+        planes: tuple[Plane, ...],
+        base: int,
+        coming: deque[tuple[int, int, torch.Tensor, Event]],
+        adding: bool,
     ) -> kernels.Sums:
         """Wait for the tile that was begun first, and keep it: its sums of squares."""
         start, stop, incoming, copied = coming[0]
-        copied.wait()
+        if copied is not DONE:
+            copied.wait()
         parts: list[torch.Tensor] = []
         staged: list[tuple[Plane, int, torch.Tensor]] = []
         for number, plane in enumerate(planes, 1):
@@ -406,7 +434,7 @@ class GradientStore:
             end = start + plane.page_up(stop - start)
             target = plane.host_view(base + start, base + end)
             if target is None:
-                target = self._mover.scratch(number, plane.dtype, end - start)
+                target = staging.scratch(number, plane.dtype, end - start)
                 if adding:
                     self._mover.load(plane, base + start, base + end, target)
                 staged.append((plane, base + end, target))

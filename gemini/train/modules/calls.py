@@ -34,19 +34,23 @@ from gemini.tiers import Want
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = ("chunks", "exposed", "first_node", "hooks_in", "inside", "kept", "module", "num_hooks", "parent")
+    __slots__ = "chunks exposed first_node hooks_in inside kept module num_hooks pack parent stream".split()
 
     def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
         self.module = module
         self.chunks = chunks
-        self.exposed = chunks
+        self.exposed = frozenset(chunks)
         """Chunks whose params are ordinary for it; those of the others it only keeps gathered."""
         self.kept: tuple[Chunk, ...] = ()
         """Those of ``chunks`` that it keeps for the modules inside it, and lets go of where something else needs room.
         """
-        self.inside: list[Inside] = []
-        """The modules that compute inside it now, with what it keeps, the outermost first."""
+        self.inside: list[nn.Module] = []
+        """The modules that compute inside it now with what is exposed for it, the outermost first."""
         self.parent = parent
+        self.stream = 0
+        """The stream on which it computes, by its number."""
+        self.pack: Any = None
+        """The saved-tensor hook of ours that is open for it."""
         self.num_hooks = 0
         """Pairs of saved-tensor hooks that were pushed for this call, to be popped at its end."""
         self.hooks_in = -1
@@ -80,17 +84,6 @@ class CallRecord:
             # Not for `result` alone: after a write into it the hook on it would never be called.
             if base is not None and base.grad_fn is not None and base.grad_fn._sequence_nr() >= self.first_node:
                 base.register_hook(begin)
-
-
-class Inside:
-    """A running call of a hooked module whose weights the call around it keeps gathered: nothing moves for it."""
-
-    __slots__ = ("chunks", "module", "pack")
-
-    def __init__(self, module: nn.Module, chunks: tuple[Chunk, ...]):
-        self.module, self.chunks = module, chunks
-        self.pack: Callable[[torch.Tensor], Any] | None = None
-        """The saved-tensor hook that is pushed for it. It is noted before that: who pops looks whether it is there."""
 
 
 class Windows(Protocol):
@@ -164,12 +157,12 @@ class Calls:
                 self._release_all(record.chunks)
         # Noted only when all is there, so that an error leaves no call that would have to be ended.
         self._acquire_all(chunks)
-        for chunk in chunks:
-            self._expose(chunk)
         kept = self._keep(keep) if keep else ()
+        for chunk in chunks + kept:
+            self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
-        record = CallRecord(module, chunks, stack[-1] if stack else None)
-        record.chunks, record.kept = chunks + kept, kept
+        record = CallRecord(module, chunks + kept, stack[-1] if stack else None)
+        record.kept = kept
         stack.append(record)
         return record
 
@@ -179,45 +172,6 @@ class Calls:
         except BudgetExceeded:  # then each module inside gathers what it reads
             return ()
         return chunks
-
-    def enter(self, module: nn.Module, chunks: tuple[Chunk, ...]) -> Inside | None:
-        """Begin the call of a module whose weights the call around it keeps gathered; None where that does not."""
-        stack = self.running.get(threading.get_ident())
-        if stack is None:
-            return None
-        around = stack[-1]
-        for chunk in chunks:
-            # Stale: whoever comes now reads the new weights.
-            if chunk not in around.chunks or chunk.stale:
-                return None
-        inside = Inside(module, chunks)
-        around.inside.append(inside)
-        return inside
-
-    def leave(self, module: nn.Module) -> Inside | None:
-        """End a call that :meth:`enter` has begun, and those inside it that had no end of their own; None if it has
-        not.
-        """
-        stack = self.running.get(threading.get_ident())
-        if not stack or not any(call.module is module for call in stack[-1].inside):
-            return None
-        while True:
-            left = self._leave(stack[-1])
-            if left.module is module:
-                return left
-
-    def _leave(self, around: CallRecord) -> Inside:
-        inside = around.inside[-1]
-        if inside.pack is not None:
-            there = torch._C._autograd._top_saved_tensors_default_hooks(False)
-            # It may be gone (with a backward that broke off), or not be there yet.
-            if there is not None and there[0] is inside.pack:
-                torch._C._autograd._pop_saved_tensors_default_hooks()
-        # Behind the hooks: an interrupt between the two finds a call without hooks, and not hooks without a call.
-        around.inside.pop()
-        for chunk in inside.chunks:
-            self._cover(chunk)
-        return inside
 
     def end(self, module: nn.Module) -> CallRecord | None:
         """End the call of a hooked module that is done, or failed, and calls inside it that had no end of their own.
@@ -249,8 +203,6 @@ class Calls:
                 self._pop(stack)
 
     def _pop(self, stack: list[CallRecord]) -> CallRecord:
-        while stack[-1].inside:
-            self._leave(stack[-1])
         with WHOLE:  # whose hooks nobody knows any more, they would stay open for good
             record = stack.pop()
             if not stack:
@@ -258,7 +210,8 @@ class Calls:
             # Hooks that were pushed inside a backward which broke off are gone with it: popping would take others'.
             for _ in range(record.num_hooks if record.hooks_in == torch._C._current_graph_task_id() else 0):
                 torch._C._autograd._pop_saved_tensors_default_hooks()
-            record.num_hooks = 0
+            # The hook has those that were open around it, and the graph has the record: a cycle of both otherwise.
+            record.num_hooks, record.pack = 0, None
         # Covered before released: a release may take the window away.
         for chunk in record.exposed:
             self._cover(chunk)
@@ -316,6 +269,9 @@ class Calls:
             if record.kept and not record.inside:
                 kept, record.kept = record.kept, ()
                 record.chunks = tuple(chunk for chunk in record.chunks if chunk not in kept)
+                record.exposed -= {*kept}
+                for chunk in kept:
+                    self._cover(chunk)
                 self._release_all(kept)
                 has_given = True
         return has_given

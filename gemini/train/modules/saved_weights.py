@@ -30,7 +30,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
-from gemini.train.modules.calls import CallRecord, Inside
+from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import Observers, own_work
 from gemini.train.params.handle import ParamHandle
 
@@ -50,13 +50,10 @@ class _Place:
         self.offset = view.storage_offset()
 
 
-class _Kept:
-    """Another tensor, as torch would keep it: its count of writes is looked at when it is asked for."""
+class _Kept(tuple[torch.Tensor, int]):
+    """Another tensor, as torch would keep it, and its count of writes, which is looked at when it is asked for."""
 
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, version: int):
-        self.tensor, self.version = tensor, version
+    __slots__ = ()  # and no `__init__`: one is made for all that is saved
 
 
 class _Elsewhere:
@@ -144,7 +141,7 @@ class SavedWeights:
         self._handles[index] = ordered
         self._starts[index] = [handle.slot.start * chunk.face.dtype.itemsize for handle in ordered]
         # Counted while nobody else can look in: every reference more is somebody's.
-        self._own_references[index] = _num_references(chunk) - _num_attached(ordered)
+        self._own_references[index] = _num_references(storage) - _num_attached(ordered)
         chunk.lender = self
 
     def close(self) -> None:
@@ -157,28 +154,24 @@ class SavedWeights:
 
     def is_lent(self, chunk: Chunk) -> bool:
         """Whether somebody else has a tensor over the window of a chunk."""
-        own = self._own_references.get(chunk.spec.index)
-        return own is not None and _num_references(chunk) > own + _num_attached(self._handles[chunk.spec.index])
+        index = chunk.spec.index
+        if (own := self._own_references.get(index)) is None:
+            return False
+        num_references = _num_references(chunk.face.untyped_storage()._cdata)
+        return num_references > own and num_references > own + _num_attached(self._handles[index])
 
     # ---- when the hooks are open ---------------------------------------------------------------------------------
 
     def begin_call(self, record: CallRecord) -> None:
         """Open the hooks for a call whose weights move, or that was lent some by a part of it."""
-        # What is only kept for modules inside is saved inside those.
-        if (len(record.chunks) > len(record.kept) or record.module in self._borrowers) and torch.is_grad_enabled():
+        if (record.chunks or record.module in self._borrowers) and torch.is_grad_enabled():
             with WHOLE:  # hooks that nobody has noted would stay open for good
-                record.num_hooks, record.hooks_in = self._push(), torch._C._current_graph_task_id()
+                record.num_hooks = self._push(is_for_others=0 < len(record.kept) == len(record.chunks))
+                record.hooks_in = torch._C._current_graph_task_id()
+            there = _hooks._top_saved_tensors_default_hooks(False)
+            record.pack = None if there is None else there[0]
             if record.chunks:
                 self.open_for = record.chunks[0].spec.slots[0].name
-
-    def open_inside(self, inside: Inside) -> None:
-        """Open the hooks for a call inside another one that keeps its weights: :meth:`Calls.leave` closes them."""
-        if not _hooks._saved_tensors_hooks_is_enabled() or self._is_open():
-            return
-        there = _hooks._top_saved_tensors_default_hooks(False)
-        pack, unpack = (self._pack, self._unpack) if there is None else self._around(*there)
-        inside.pack = pack
-        _hooks._push_saved_tensors_default_hooks(pack, unpack)
 
     def begin_forward(self) -> None:
         """Take in new borrowers, as an outermost forward begins. Not sooner: a recomputation must open the same hooks
@@ -205,28 +198,30 @@ class SavedWeights:
             if num_hooks:
                 _hooks._pop_saved_tensors_default_hooks()
 
-    def _push(self) -> int:
-        """Put our hooks over those that are there; 1, or 0 where ours are open already or torch allows none."""
+    def _push(self, *, is_for_others: bool = False) -> int:
+        """Put our hooks over those that are there; 1, or 0 where ours are open already or torch allows none.
+
+        Args:
+            is_for_others: nothing but modules inside reads the weights for which they are opened.
+        """
         # Inside a transform that takes derivatives torch refuses them: `_keep_for_transform` keeps chunks there.
         if not self._by_storage or not _hooks._saved_tensors_hooks_is_enabled():
             return 0
         there = _hooks._top_saved_tensors_default_hooks(False)
-        if there is None:
-            _hooks._push_saved_tensors_default_hooks(self._pack, self._unpack)
-        elif self._is_open():
+        if there is not None and _owner_of(there[0]) is self:
             return 0
-        else:
-            _hooks._push_saved_tensors_default_hooks(*self._around(*there))
+        pack: Any = partial(self._pack) if there is None else self._around(*there)
+        pack._gemini_of, pack._gemini_is_for_others = self, is_for_others
+        _hooks._push_saved_tensors_default_hooks(pack, self._unpack)
         return 1
 
     def _is_open(self) -> bool:
         """Whether our hooks are on top."""
         there = _hooks._top_saved_tensors_default_hooks(False)
-        # Bound methods are made anew at each look: they are equal, and not the same object.
-        return there is not None and (there[0] == self._pack or getattr(there[0], "_gemini_of", None) is self)
+        return there is not None and _owner_of(there[0]) is self
 
-    def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> tuple[Any, Any]:
-        """Hooks that keep views of windows as places, and leave the rest to the hooks that are open around them.
+    def _around(self, pack_elsewhere: Any, unpack_elsewhere: Any) -> Callable[[torch.Tensor], Any]:
+        """Make a hook that keeps views of windows as places, and leaves the rest to the hooks that are open around it.
 
         Checkpointing counts what is saved, now and in its recomputation: it is told of weights as well. Hooks of the
         program get them too, as what they are: they may keep them in another precision.
@@ -235,8 +230,8 @@ class SavedWeights:
         origin = getattr(pack_elsewhere, "__module__", None) or ""
 
         def pack(tensor: torch.Tensor) -> Any:
-            place = self._place_of(tensor)
-            if place is None:
+            place = self._pack(tensor)
+            if type(place) is not _Place:
                 return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
             # Our own hooks for activations: a weight is none, and moving it is not their business.
             if origin.startswith("gemini."):
@@ -249,49 +244,44 @@ class SavedWeights:
                 return _Recomputed(place, packed, unpack_elsewhere)
             return _Elsewhere(packed, unpack_elsewhere)
 
-        pack._gemini_of = self  # type: ignore[attr-defined]
-        return pack, self._unpack
+        return pack
 
     # ---- what is saved -------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        return self._place_of(tensor) or _Kept(self._without_graph(tensor), tensor._version)
-
-    def _without_graph(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Detach a tensor: an output that held its own graph would be freed by the garbage collector only."""
-        around = self.observers.around_own_work  # as ``own_work``, without its call: this is for all that is saved
-        if around is None:
-            return tensor.detach()
-        with around():
-            return tensor.detach()
-
-    def _place_of(self, tensor: torch.Tensor) -> _Place | None:
+    def _pack(self, tensor: torch.Tensor) -> _Place | _Kept:
+        """Keep what a node saves; runs for everything that is saved, so it calls nothing of ours for most of it."""
+        chunk = None
         # Subclasses may have no storage, or one that says nothing of where their values are.
-        if type(tensor) not in _PLAIN:
-            return None
-        try:
-            chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
-        except RuntimeError:  # sparse, or a wrapper without memory of its own
-            return None
-        if chunk is None or tensor.is_conj() or tensor.is_neg():
-            return None
-        index = chunk.spec.index
-        # The param whose place begins last before the view; in bytes, for a view may have another dtype.
-        at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
-        return _Place(chunk, self._handles[index][max(at, 0)], tensor)
+        if type(tensor) in _PLAIN:
+            try:
+                chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
+            except RuntimeError:  # sparse, or a wrapper without memory of its own
+                pass
+        if chunk is not None and not (tensor.is_conj() or tensor.is_neg()):
+            index = chunk.spec.index
+            # The param whose place begins last before the view; in bytes, for a view may have another dtype.
+            at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
+            return _Place(chunk, self._handles[index][max(at, 0)], tensor)
+        # Detached: an output that held its own graph would be freed by the garbage collector only.
+        around = self.observers.around_own_work
+        if around is None:
+            return _Kept((tensor.detach(), tensor._version))
+        with around():
+            return _Kept((tensor.detach(), tensor._version))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         kind = type(packed)
         if kind is _Kept:
+            tensor, version = packed
             # torch makes this check for what it keeps itself; a tensor in our hands is ours to check.
-            if packed.tensor._version != packed.version:
+            if tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"[{packed.tensor.type()} {list(packed.tensor.shape)}] is at version {packed.tensor._version}; "
-                    f"expected version {packed.version} instead. Hint: enable anomaly detection to find the operation "
+                    f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+                    f"expected version {version} instead. Hint: enable anomaly detection to find the operation "
                     "that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
                 )
-            return packed.tensor
+            return tensor
         if kind is _Elsewhere:
             return packed.unpack(packed.packed)
         if kind is _Recomputed:
@@ -321,20 +311,20 @@ class SavedWeights:
             # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
             # node ends with it, our hooks too.
             self._push()
-        chunk = place.chunk
+        chunk, face = place.chunk, place.chunk.face
         with self._lock:
-            if chunk.pins:  # as nearly always: backward keeps what the call reads that this node is of
+            is_pinned = chunk.pins > 0  # as nearly always: backward keeps what the call reads that this node is of
+            if is_pinned:
                 self._manager.fetches.let_compute_wait(chunk)
-                return _view_of(place)
-            with self._manager.reading(chunk):
-                # Made inside the block: outside of it the window may go, and from here on the view itself keeps it.
-                return _view_of(place)
-
-
-def _view_of(place: _Place) -> torch.Tensor:
-    face = place.chunk.face
-    view = torch.empty(0, dtype=place.dtype, device=face.device)
-    return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+            else:
+                self._manager.acquire(chunk)
+            try:
+                # Made while it is pinned: then the window may go, and from here on the view itself keeps it.
+                view = torch.empty(0, dtype=place.dtype, device=face.device)
+                return view.set_(face.untyped_storage(), place.offset, place.shape, place.stride)
+            finally:
+                if not is_pinned:
+                    self._manager.release(chunk)
 
 
 _disable = torch.autograd.graph.disable_saved_tensors_hooks
@@ -345,27 +335,38 @@ def _refusing_in_our_words(error_message: str) -> Iterator[None]:
     """torch runs no transform that takes derivatives while saved-tensor hooks are open, and says so in its words.
 
     Raises:
-        ParamAccessError: in ours, if the hooks are those for weights that move.
+        ParamAccessError: in ours, if the hooks are those of a module that reads weights which move.
     """
-    # Ours are a bound method, or a function with the mark, if others were around.
     top = _hooks._top_saved_tensors_default_hooks(False)
-    owner = None if top is None else getattr(top[0], "_gemini_of", getattr(top[0], "__self__", None))
-    if isinstance(owner, SavedWeights) and error_message.startswith("torch.func"):
+    if top is None or (owner := _owner_of(top[0])) is None or not error_message.startswith("torch.func"):
+        with _disable(error_message):
+            yield
+        return
+    if not top[0]._gemini_is_for_others:
         raise ParamAccessError(
             f"a module that reads weights of its own ({owner.open_for!r}), which move, called torch.func inside of its "
             "forward: torch can take no derivatives there. Put what torch.func differentiates into a module without "
             "params of its own, or keep these weights where the model computes (StaticPlacement, a larger budget)"
         )
-    with _disable(error_message):
-        yield
+    # Modules inside find that they are not open, and have what the transform reads kept.
+    try:
+        _hooks._pop_saved_tensors_default_hooks()
+        with _disable(error_message):
+            yield
+    finally:
+        _hooks._push_saved_tensors_default_hooks(*top)
+
+
+def _owner_of(pack: Any) -> SavedWeights | None:
+    """The weights whose hook it is, if it is one of ours."""
+    return getattr(pack, "_gemini_of", None)
 
 
 patch("torch.autograd.graph.disable_saved_tensors_hooks", _refusing_in_our_words)
 
 
-def _num_references(chunk: Chunk) -> int:
-    """Count the tensors over a chunk's window, of whomever."""
-    return torch._C._storage_Use_Count(chunk.face.untyped_storage()._cdata)  # type: ignore[attr-defined]
+_num_references: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+"""Counts the tensors over a storage, of whomever."""
 
 
 def _num_attached(handles: list[ParamHandle]) -> int:

@@ -40,8 +40,6 @@ class Exposure:
         self._exposed: set[int] = set()
         self._num_readers: dict[int, int] = {}
         """By index of a chunk that moves, how many computations see its params as ordinary ones now."""
-        self._partly: dict[int, list[ParamHandle]] = {}
-        """By index of a chunk that moves and is not in ``_exposed``: those of its params that are ordinary ones now."""
         self.late: set[int] = set()
         """Resident chunks that are still being updated, or were when the model began to compute."""
         self._cast: list[ParamHandle] = []
@@ -88,12 +86,12 @@ class Exposure:
 
     def expose(self, chunk: Chunk) -> None:
         """Make the params of a gathered chunk ordinary parameters, until as many :meth:`cover` if it moves."""
-        index = chunk.spec.index
+        index, is_resident = chunk.spec.index, chunk.window is None
         # Two calls may read one chunk (tied weights, a nested call): the guard returns after the last of them.
-        if not chunk.resident:
+        if not is_resident:
             self._num_readers[index] = self._num_readers.get(index, 0) + 1
         if index not in self._exposed:
-            if chunk.resident:
+            if is_resident:
                 # The update first: torch would let the module read weights that a worker is writing.
                 chunk.settle()
                 self.late.discard(index)
@@ -104,25 +102,10 @@ class Exposure:
             expose(self._by_chunk[index])
             self._exposed.add(index)
 
-    def expose_some(self, chunk: Chunk, handles: list[ParamHandle]) -> None:
-        """Make these params of a chunk that moves and is kept gathered ordinary ones, until :meth:`cover`."""
-        index = chunk.spec.index
-        self._num_readers[index] = self._num_readers.get(index, 0) + 1
-        if index not in self._exposed:
-            some = self._partly.setdefault(index, [])
-            # Of a module inside one that reads them too: what is an ordinary param is not looked at again, for what
-            # torch counts meanwhile is compared when it is guarded (PEFT sets a param to itself in a forward).
-            fresh = [handle for handle in handles if handle not in some] if some else handles
-            some += fresh  # noted before it is done, as in `_hide`
-            written = expose(fresh)
-            if written:
-                self.written += written
-                self._manager.drop([chunk])  # a copy that differs from its home
-
     def cover(self, chunk: Chunk) -> None:
         """Count one reader less of a chunk that moves, and guard it after the last: no other read goes unnoticed."""
         index = chunk.spec.index
-        if chunk.resident or index not in self._num_readers:
+        if index not in self._num_readers:  # it moves not
             return
         self._num_readers[index] -= 1
         if not self._num_readers[index]:
@@ -143,18 +126,11 @@ class Exposure:
 
     def hide(self, chunk: Chunk) -> bool:
         """Guard the params of a chunk. True if one was written to, which is refused when that can be done."""
-        return self._hide({chunk.spec.index})
-
-    def _hide(self, indices: set[int]) -> bool:
-        some, handles = set[int](), list[ParamHandle]()
-        for index in indices & self._partly.keys():
-            partly = self._partly.pop(index)
-            if index not in self._exposed:
-                some.add(index)
-                handles += partly
-        handles = handles + self._params_of(indices - some) if indices != some else handles
         # Noted before it is done: what an interrupt leaves half hidden is hidden again by Recovery.
-        self._exposed -= indices
+        self._exposed.discard(chunk.spec.index)
+        return self._hide(self._by_chunk[chunk.spec.index])
+
+    def _hide(self, handles: list[ParamHandle]) -> bool:
         written, cast = hide(handles)
         self.written += written
         self._cast += cast
@@ -183,7 +159,6 @@ class Exposure:
         # While the counts can still be compared: `poison` replaces param.data, and with it what was written.
         self.look_for_writes(chunk)
         self._exposed.discard(chunk.spec.index)
-        self._partly.pop(chunk.spec.index, None)
         self._num_readers.pop(chunk.spec.index, None)
         poison(self._by_chunk[chunk.spec.index])
 
@@ -195,8 +170,10 @@ class Exposure:
             self._num_readers.clear()
             # Their params were guarded when their module ended, and a view of them may have been written to since.
             covered, self._covered = self._covered - self._exposed, set()
-            if self._exposed or self._partly:
-                self._hide(self._exposed | self._partly.keys())
+            if self._exposed:
+                handles = self._params_of(self._exposed)
+                self._exposed.clear()
+                self._hide(handles)
             for index in covered:
                 self.look_for_writes(self._chunks[index])
             # Not sooner: a module of the same forward may compute with the cast weights again.

@@ -22,9 +22,6 @@ from gemini.train.params.owner import owner_of
 from gemini.train.passes.parts import Parts
 from gemini.train.setup.adoption import TrainedParams
 
-Reads = dict[Chunk, list[ParamHandle]]
-"""The params that a module reads, by the chunk that moves them."""
-
 
 class ForwardPass:
     """Takes what hooks of modules tell, and serves reads of params by others than their module.
@@ -38,7 +35,7 @@ class ForwardPass:
         self._manager, self._state, self._lock = parts.store.manager, parts.state, parts.lock
         self._saved_weights, self._activations = parts.saved_weights, parts.activations
         self._updates, self._trained, self._company = parts.updates, trained, parts.company
-        self._moves = parts.store.moves
+        self._moves, self._device = parts.store.moves, parts.store.device
         self._transformed: dict[int, list[Chunk]] = {}
         """By thread: chunks, each acquired once, that its ``torch.func`` may still read."""
 
@@ -83,6 +80,7 @@ class ForwardPass:
                 if not state.in_forward:
                     state.begin_forward()
                 if self._moves:
+                    record.stream = self._device.stream_number()
                     self._manager.look_ahead()
             finally:
                 # If nothing has begun after all, what `_begin` has made ordinary is guarded again.
@@ -94,37 +92,6 @@ class ForwardPass:
                 self._keep_for_transform(chunks)
         elif record.parent is None:
             self.settle()
-
-    def enter(self, module: nn.Module, reads: Reads, resident: tuple[Chunk, ...]) -> bool:
-        """Begin the call of a module whose weights the call around it keeps gathered: most of what there is to do was
-        done there. False if that is not so, or if somebody watches every module. Takes the lock.
-        """
-        if self.observers.are_there or innermost_transform() is not None:
-            return False
-        with self._lock:
-            inside = self.calls.enter(module, tuple(reads))
-            if inside is None:
-                return False
-            if self.exposure.late:
-                self.exposure.catch_up(resident)
-            for chunk, handles in reads.items():
-                # As in `acquire`: this thread may compute on another stream than the module before.
-                self._manager.fetches.let_compute_wait(chunk)
-                self.exposure.expose_some(chunk, handles)
-        if torch.is_grad_enabled():
-            self._saved_weights.open_inside(inside)
-        return True
-
-    def leave(self, module: nn.Module) -> bool:
-        """End what :meth:`enter` has begun; False if it has not. Takes the lock."""
-        with self._lock:
-            inside = self.calls.leave(module)
-            if inside is None:
-                return False
-            for chunk in inside.chunks:
-                if chunk.is_lent:
-                    self.lend(chunk)
-        return True
 
     def _begin(self) -> None:
         """Begin a forward while nothing computes: errors of updates first, then the schedule, then the guards."""

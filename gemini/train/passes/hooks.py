@@ -36,13 +36,15 @@ from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewrit
 from gemini.train.observers import innermost_transform
 from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
 from gemini.train.passes.backward import BackwardPass, Recovery
-from gemini.train.passes.forward import ForwardPass, Reads
+from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.gathered import Rewriting, resident_chunks
 from gemini.train.setup.problem import Decision
 from gemini.train.step import StepState
 
 ENTRANCE = re.compile(r"(?:[^.\d][^.]*\.)*(?:[^.\d][^.]*|\d+)|")
 """Paths without a numbered part, or with just one at their end: "", "model", "model.norm", "model.layers.7"."""
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 NUM_ROOT_HOOKS = 3
 """Number of hooks of the root, the first in the list: they run while others change, and so stay."""
@@ -92,8 +94,7 @@ def _attach_parts(
     ref, model = weakref.ref(passes), structure.model
     keeps = {} if passes.store.manager.fetches.source.in_order else _chunks_to_keep(structure)
     for path, module, params, *_ in structure.readers:
-        reads, resident = _to_gather(params), waits.get(path, ())
-        chunks, keep = tuple(reads), keeps.get(id(module), ())
+        chunks, resident, keep = _to_gather(params), waits.get(path, ()), keeps.get(id(module), ())
         entrance = ENTRANCE.fullmatch(path) is not None
         rewritten = handles_of(rewritten_by(module))
         if is_a(type(module), "ParamWrapper"):
@@ -103,8 +104,10 @@ def _attach_parts(
         if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
             resident = (*resident, *resident_chunks(rewritten))
-            pre, post = _pre(ref, reads, resident, keep, is_entrance=entrance), _post(ref, may_enter=bool(chunks))
-            if not passes.store.moves:
+            pre, post = _pre(ref, chunks, resident, keep, is_entrance=entrance), _post(ref)
+            if chunks and not resident:
+                pre, post = _unless_served(passes, chunks, pre, post)
+            elif not passes.store.moves:
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
@@ -147,12 +150,8 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
         passes.rewriting.unmerge(layer)
 
 
-def _to_gather(params: tuple[nn.Parameter, ...]) -> Reads:
-    reads: Reads = {}
-    for handle in handles_of(params):
-        if not handle.chunk.resident:
-            reads.setdefault(handle.chunk, []).append(handle)
-    return reads
+def _to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
+    return tuple(dict.fromkeys(handle.chunk for handle in handles_of(params) if not handle.chunk.resident))
 
 
 def _chunks_to_keep(structure: Structure) -> dict[int, tuple[Chunk, ...]]:
@@ -244,7 +243,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
 
 def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
     ref, model = weakref.ref(passes), structure.model
-    chunks, rewritten = tuple(_to_gather(structure.visits[0].params)), handles_of(rewritten_by(model))
+    chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
     resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
 
@@ -327,17 +326,18 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
 
 
 def _pre(
-    ref: weakref.ref[Passes], reads: Reads, resident: tuple[Chunk, ...], keep: tuple[Chunk, ...], *, is_entrance: bool
+    ref: weakref.ref[Passes],
+    chunks: tuple[Chunk, ...],
+    resident: tuple[Chunk, ...],
+    keep: tuple[Chunk, ...],
+    *,
+    is_entrance: bool,
 ) -> Pre:
     """Make the hook that begins the call of a module. It runs on the thread that calls the module."""
-    chunks = tuple(reads)
 
     def pre(module: nn.Module, args: Any) -> None:
         passes = passes_of(ref)
-        if chunks:
-            if passes.forward.enter(module, reads, resident):
-                return
-        elif keep and not is_entrance and passes.forward.observers.are_there:
+        if keep and not chunks and not is_entrance and passes.forward.observers.are_there:
             return  # it keeps nothing then, and has no other reason to be hooked
         state = passes.state
         if state.requires_grad_changed and not state.computing:
@@ -381,15 +381,41 @@ def _unless_inside(
     return pre_unless_inside, post_unless_inside
 
 
-def _post(ref: weakref.ref[Passes], *, may_enter: bool = False) -> Post:
-    """Make the hook that ends the call of a module, and notices when its backward begins. ``may_enter``: the call may
-    be one inside another that keeps its weights.
+def _unless_served(passes: Passes, chunks: tuple[Chunk, ...], pre: Pre, post: Post) -> tuple[Pre, Post]:
+    """Make the same hooks for a module whose weights may be ordinary ones already, for the call around it: then there
+    is nothing to do, whatever it reads, saves or leaves behind.
     """
+    # No passes: the model alone keeps those alive.
+    running, observers = passes.forward.calls.running, passes.forward.observers
+    device, own = passes.store.device, frozenset(chunks)
+
+    def pre_unless_served(module: nn.Module, args: Any) -> None:
+        stack = running.get(threading.get_ident())
+        if stack is not None and own <= (around := stack[-1]).exposed and not observers.are_there:
+            # Other hooks may be open on top of ours (checkpointing, the program's), or none inside of a transform; and
+            # windows must know of every stream that reads them.
+            there = not torch.is_grad_enabled() or _top_hooks(False)
+            if (there is True or (there and there[0] is around.pack)) and device.stream_number() == around.stream:
+                around.inside.append(module)
+                return
+        pre(module, args)
+
+    def post_unless_served(module: nn.Module, args: Any, output: Any) -> Any:
+        stack = running.get(threading.get_ident())
+        if stack is None or module not in (inside := stack[-1].inside):
+            return post(module, args, output)
+        while inside.pop() is not module:  # what is inside of it may have had no end of its own
+            pass
+        return None
+
+    return pre_unless_served, post_unless_served
+
+
+def _post(ref: weakref.ref[Passes]) -> Post:
+    """Make the hook that ends the call of a module, and notices when its backward begins."""
 
     def post(module: nn.Module, args: Any, output: Any) -> Any:
         passes = passes_of(ref)
-        if may_enter and passes.forward.leave(module):
-            return None
         record = passes.forward.end_call(module)
         if record is None or output is None:
             return None

@@ -93,6 +93,13 @@ def path_of(mover: Mover, chunk: Chunk) -> Path:
     """How a chunk is updated now. What the placement streams is not if something of it went to the spill file since
     (sums of gradients for which memory had no room).
     """
+    path: Path | None = chunk.prepared.get(Path)
+    if path is None:
+        path = chunk.prepared[Path] = _find_path(mover, chunk)
+    return path
+
+
+def _find_path(mover: Mover, chunk: Chunk) -> Path:
     tiers, on_gpu = {plane.tier for plane in chunk.planes.values()}, mover.device.tier is Tier.GPU
     if chunk.streamed and not any(tier.in_files for tier in tiers):
         return Path.STREAMED
@@ -141,10 +148,12 @@ class Tile:
 
     def begin(self) -> None:
         """Start to bring what cannot be worked on where it is."""
-        elsewhere = {}
+        elsewhere, on_device = {}, self.path is Path.ON_DEVICE
         for kind, plane in self.chunk.updated:
-            on_device = self.path is Path.ON_DEVICE
-            view = plane.device_view(self._first, self._last) if on_device else plane.host_view(self._first, self._last)
+            view = None
+            if plane.in_memory:
+                reach = plane.device_view if on_device else plane.host_view
+                view = reach(self._first, self._last)
             if view is None:
                 elsewhere[kind] = plane
                 continue

@@ -8,10 +8,12 @@ for any of them is told why. If they were all guesses (:mod:`gemini.train.update
 
 from __future__ import annotations
 
+import heapq
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Protocol
 
 import torch
@@ -23,7 +25,7 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Lane, Transfer
-from gemini.memory.movement.worker import JobThread
+from gemini.memory.movement.worker import Job, JobThread
 from gemini.memory.system import num_cores
 from gemini.memory.watching import Moved
 from gemini.tiers import Tier
@@ -84,6 +86,11 @@ class UpdateJob(Transfer, PendingUpdate):
         books = self.worker.books() if isinstance(self.worker, UpdateWorker) else None
         if books is not None:
             books.wait(self.chunk)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether its gradients have been computed and are home."""
+        return self.ready.is_complete() and self.landed.is_complete()
 
     @property
     def is_undecided(self) -> bool:
@@ -200,8 +207,7 @@ class UpdateWorker(JobThread):
                 job = self._ahead or self._take_job()
                 if job is None:
                     return None
-                is_there = job.ready.is_complete() and job.landed.is_complete()
-                if (self._reading or self._writing) and not is_there:
+                if (self._reading or self._writing) and not job.is_there:
                     self._ahead = job  # what has begun is ended first: the device may take its time with this one
                     return None
                 self._ahead = None
@@ -223,8 +229,19 @@ class UpdateWorker(JobThread):
                 return found
             self._tiles = None
 
+    def _pop(self) -> Job:
+        """Take the most urgent of the jobs whose gradients are there; else the one that was handed over first.
+
+        Whoever launches is far ahead of a device: the update that is needed first may have gradients that come last.
+        """
+        by_urgency = sorted(self._waiting)
+        chosen = next(filter(_is_there, by_urgency), None) or min(by_urgency, key=itemgetter(1))
+        self._waiting.remove(chosen)
+        heapq.heapify(self._waiting)
+        return chosen[2]
+
     def _take_job(self) -> UpdateJob | None:
-        """Take the most urgent job; None if none is waiting."""
+        """Take the next job; None if none is waiting."""
         job = self._take()
         if job is None:
             return None
@@ -324,6 +341,11 @@ class UpdateWorker(JobThread):
         for job in ended:
             # Last: everything is as it will stay.
             job.finish(error)
+
+
+def _is_there(entry: tuple[float, int, Job]) -> bool:
+    job = entry[2]
+    return isinstance(job, UpdateJob) and job.is_there
 
 
 def _deleted() -> GeminiError:
