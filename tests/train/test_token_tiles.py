@@ -10,9 +10,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gemini
 from gemini.train.modules.reading import Structure
+from gemini.train.modules.tiled_logits import split_rows
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.wrap import unmanage
 from tests import models
@@ -251,3 +253,26 @@ def test_a_tiled_mlp_reads_its_weights_together() -> None:
     """All of them for all tiles; nothing in it gathers on its own, once for each tile."""
     reads = {reader.path: len(reader.params) for reader in Structure(tiled(llama())).readers}
     assert reads["model.layers.0.mlp"] == 3 and not any(path.startswith("model.layers.0.mlp.") for path in reads)
+
+
+class _Zeros(TorchDispatchMode):
+    """Adds up the elements of what operations fill with zeros: the gradient of a slice is made so."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.zeros, torch.ops.aten.slice_backward, torch.ops.aten.new_zeros):
+            self.numel += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("numel", [64, 61, 3])
+def test_backward_of_tiles_makes_no_gradient_of_all_rows_for_each(numel: int) -> None:
+    rows = torch.randn(numel, 4, requires_grad=True)
+    parts = split_rows(rows, TOKENS)
+    assert {len(part) for part in parts} <= {numel // len(parts), -(-numel // len(parts))}
+    with _Zeros() as zeros:
+        torch.cat([2 * part for part in parts]).sum().backward()
+    assert zeros.numel == 0
+    assert rows.grad is not None and torch.equal(rows.grad, torch.full_like(rows, 2.0))

@@ -37,7 +37,10 @@ _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 
 def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
     """``rows`` (tokens first) in parts of at most ``tokens``, of nearly equal size: none has one row alone."""
-    return torch.tensor_split(rows, max(-(-rows.shape[0] // tokens), 1))
+    parts = max(-(-rows.shape[0] // tokens), 1)
+    least, more = divmod(rows.shape[0], parts)
+    # Not tensor_split, which slices: in backward each slice makes a gradient of all rows, nearly all of it zeros.
+    return rows.split([least + (part < more) for part in range(parts)])
 
 
 class Logits:
