@@ -41,6 +41,7 @@ _WHERE = {
     "PendingCheckpoint": "gemini.train.checkpoint.saving",
     "save_checkpoint": "gemini.train.checkpoint.saving",
     "load_checkpoint": "gemini.train.checkpoint.saving",
+    "weights_for": "gemini.train.checkpoint.weights",
     "release": "gemini.train.wrap",
     "from_config": "gemini.train.loading.from_config",
     "from_pretrained": "gemini.train.loading.from_pretrained",
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint
+    from gemini.train.checkpoint.weights import weights_for as weights_for
     from gemini.train.context.parallel import sequence_batch as sequence_batch
     from gemini.train.ddp import GeminiDDP as GeminiDDP
     from gemini.train.loading.from_config import from_config as from_config

@@ -3,4 +3,4 @@
 from gemini.cli import main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

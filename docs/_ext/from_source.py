@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -117,15 +117,6 @@ def _text(node: ast.AST, named: dict[str, ast.AST]) -> str:
     return GAP
 
 
-def commands() -> Iterator[tuple[str, Any]]:
-    """The commands of `gemini`, by name, as click knows them."""
-    import typer
-
-    from gemini.cli import app
-
-    yield from typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]
-
-
 class Folder(NamedTuple):
     """One folder of the package: what it is for, and its files with what they hold."""
 
@@ -187,16 +178,16 @@ class CommandHelp(SphinxDirective):
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        command = dict(commands())[self.arguments[0]]
-        words = [" ".join(text.split()) for text in command.help.split("\n\n")]
-        found: list[nodes.Node] = [nodes.paragraph("", text, support_smartquotes=False) for text in words]
+        from gemini.cli.app import COMMANDS
+        from gemini.jobs.options import options
+
+        command = COMMANDS[self.arguments[0]]
+        found: list[nodes.Node] = [nodes.paragraph("", "", *_words(command.about), support_smartquotes=False)]
         groups: dict[str, list[Any]] = {}
-        for option in command.params:
-            title = "Options" if option.opts[0].startswith("-") else "Arguments"
-            groups.setdefault(getattr(option, "rich_help_panel", None) or title, []).append(option)
-        hints = get_type_hints(command.callback)
-        for title, options in groups.items():
-            rows = [_row(option, hints[option.name]) for option in options]
+        for name, (declared, kind) in options(command.record).items() if command.record else ():
+            group = "Arguments" if "argument" in declared.metadata else declared.metadata["group"] or "Options"
+            groups.setdefault(group, []).append(_row(name, declared, str(kind)))
+        for title, rows in groups.items():
             found += [nodes.rubric("", title), _table({"option": 28, "default": 14, "": 58}, rows)]
         return found
 
@@ -264,17 +255,15 @@ def _rules() -> Iterator[list[nodes.Node]]:
         ]
 
 
-def _row(option: Any, hint: Any) -> list[nodes.Node]:
-    kinds = {"Path": " PATH", "str": " TEXT", "int": " INT", "float": " NUMBER"}
-    flag, argument = getattr(option, "is_flag", False), not option.opts[0].startswith("-")
-    kind = "" if flag else next(kinds[name] for name in kinds if name in getattr(hint, "__name__", str(hint)))
-    default = option.default
-    shown = default is not None and not flag and not getattr(option, "multiple", False) and f"{default}" != ""
-    name = max(option.opts, key=len)
+def _row(name: str, declared: Any, kind: str) -> list[nodes.Node]:
+    kinds = {"bool": "", "Path": " PATH", "str": " TEXT", "int": " INT"}
+    given = next(words for known, words in kinds.items() if known in kind)
+    default, is_argument = declared.default, "argument" in declared.metadata
+    shown = default not in (None, (), False) and not is_argument
     return [
-        nodes.literal("", f"{name.upper() if argument else name}{kind}"),
+        nodes.literal("", f"{name.upper() if is_argument else '--' + name.replace('_', '-')}{given}"),
         nodes.literal("", f"{default}") if shown else nodes.Text(""),
-        *_words(option.help or ""),
+        *_words(declared.metadata["words"]),
     ]
 
 

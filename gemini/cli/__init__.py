@@ -13,8 +13,8 @@ _SPINS = "1000"
 """How often torch's threads look for work before they sleep (docs/decisions/2026-11-24-threads-that-wait.md)."""
 
 
-def main() -> None:
-    """The console script."""
+def main() -> int:
+    """The console script; returns the exit code."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # libgomp reads it once, when torch is imported
-    app()
+    return app()

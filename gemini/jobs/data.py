@@ -5,8 +5,6 @@ is cut.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +13,7 @@ import datasets
 import trl
 
 from gemini.errors import counted
-from gemini.jobs.errors import JobError
+from gemini.jobs.errors import JobError, refusing
 
 _KINDS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"
@@ -56,9 +54,8 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name = script.dataset_name
-    with refusing_rows(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
+    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets", innermost=True):
         if mixture.datasets:
-            trl.scripts.utils.set_seed(seed) if hasattr(trl.scripts.utils, "set_seed") else None
             found = trl.get_dataset(mixture)
         else:
             found = _open(name, script)
@@ -73,7 +70,7 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
                 f"--test_split_size {size:g}: one row cannot be split (a file of text is one). Give several files, or "
                 "a folder with a train.txt and a test.txt."
             )
-        with refusing_rows(f"--test_split_size {size:g}"):
+        with refusing(f"--test_split_size {size:g}"):
             parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=seed)
             found |= {train: parts["train"], test: parts["test"]}
     if hasattr(found[train], "__len__") and not len(found[train]):
@@ -97,25 +94,6 @@ def _open(name: str, script: Any) -> Any:
     if not path.exists() and (path.suffix.lower() in (*_KINDS, *_TEXT) or name.count("/") > 1):
         raise JobError(f"--dataset_name {name}: there is no such file or folder.")
     return datasets.load_dataset(name, name=script.dataset_config, streaming=streaming)
-
-
-@contextmanager
-def refusing_rows(asked: str, hint: str = "") -> Iterator[None]:
-    """What ``datasets`` or TRL trip over in the block comes from the rows and options they were given; ``hint`` is said
-    after it.
-
-    Raises:
-        JobError: with the innermost cause.
-    """
-    try:
-        yield
-    except (JobError, MemoryError, KeyboardInterrupt):
-        raise
-    except Exception as e:
-        cause: BaseException = e
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        raise JobError(f"{asked}: {type(cause).__name__}: {' '.join(str(cause).split())[:400]}{hint}") from e
 
 
 class CountsRows:
@@ -181,5 +159,6 @@ def what_is_cut(whole: Any, most: int, words: list[str], left_out: int, name: st
 
 def words_of(found: dict[str, Any], split: str) -> str:
     """A line about a split before it becomes tokens."""
-    rows, columns = found[split], " and ".join(found[split].column_names or ["?"])
-    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {columns}"
+    rows, (*columns, last) = found[split], found[split].column_names or ["?"]
+    what = f"{', '.join(columns)} and {last}" if columns else last
+    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {what}"

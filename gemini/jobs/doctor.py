@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from rich.console import Console
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError, counted, human_bytes
 from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
+from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory.devices.pinned import seconds_to_register
 from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
@@ -42,21 +44,16 @@ from gemini.train.checkpoint.plain_data import Decoder
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
 
-def doctor(
-    console: Console,
-    *,
-    store: Path | None = None,
-    nvme_path: Path | None = None,
-    measure: bool = False,
-    json: Path | None = None,
-) -> int:
+def doctor(asked: DoctorSettings, console: Console) -> int:
     """Print the findings as they are made; returns the exit code, 1 if the NVMe folder or the store cannot be used.
 
-    With ``store`` they are of that alone. With ``measure`` the machine's figures follow, and go to the file ``json``.
+    With a store they are of that alone. Where it is asked to measure, the machine's figures follow.
     """
-    check_file("--json", json)
+    if not launch.speaks():
+        return 0
+    check_file("--json", asked.json)
     exit_code = 0
-    for section in _sections(console, store, nvme_path, measure, json):
+    for section in _sections(asked, min(console.width, WIDEST)):
         console.print(section.title, style="bold")
         for line in section.lines:
             console.print(f"  {line}")
@@ -65,11 +62,9 @@ def doctor(
     return exit_code
 
 
-def _sections(
-    console: Console, store: Path | None, nvme_path: Path | None, measures: bool, json: Path | None
-) -> Iterator[Section]:
-    if store is not None:
-        yield from store_report(store)
+def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
+    if asked.store is not None:
+        yield from store_report(asked.store)
         return
     yield Section("Versions", _versions())
     yield Section("CPU", _cpu())
@@ -77,15 +72,13 @@ def _sections(
     yield Section("Memory", _memory())
     yield Section("GPU", _gpus())
     yield Section("Processes", _processes())
-    drive = _nvme(nvme_path)
-    yield drive
-    usable = not drive.is_refusal
-    if nvme_path is not None and is_store(nvme_path):
-        for section in store_report(nvme_path):
-            yield section
+    usable = True
+    for path in asked.nvme_path or (None,):
+        for section in chain([_nvme(path)], store_report(path) if path is not None and is_store(path) else ()):
+            yield section  # whose lines are read before the next one is made
             usable = usable and not section.is_refusal
-    if measures and usable:
-        yield Section("Measured", _figures(nvme_path, json, min(console.width, WIDEST)))
+    if asked.measure and usable:
+        yield Section("Measured", _figures(asked, width))
 
 
 def _versions() -> Iterator[str]:
@@ -206,11 +199,11 @@ _BUSY = 0.5
 """Of the cores."""
 
 
-def _figures(nvme_path: Path | None, file: Path | None, width: int) -> Iterator[str]:
+def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
     written to ``file``.
     """
-    load = os.getloadavg()[0]
+    load, nvme_path, file = os.getloadavg()[0], next(iter(asked.nvme_path), None), asked.json
     today = datetime.date.today()
     sides = -max(map(len, FIGURES)), 14
     figures: dict[str, Figure] = {}
@@ -249,14 +242,6 @@ class Section(NamedTuple):
     is_refusal: bool = False
 
 
-class _File(NamedTuple):
-    """A record file, with its record if it is whole, or why it cannot be read."""
-
-    path: Path
-    record: Record | None
-    refusal: str = ""
-
-
 def store_report(directory: Path) -> Iterator[Section]:
     """What is in a store, as it is found; the last section is a refusal if there are problems."""
     if not is_store(directory):
@@ -266,16 +251,25 @@ def store_report(directory: Path) -> Iterator[Section]:
         return
     problems: list[str] = []
     try:
-        user = holder(directory)
-        used = f"in use by {user}: this is what it has committed so far" if user else "in use by nobody"
-        yield Section("Durable store", [f"{directory.resolve()}", used, *_older(directory)])
-        files = [_read(path) for path in _record_files(directory)]
-        yield Section("Commits", [*_commits(files)])
-        problems += [file.refusal for file in files if file.refusal]
+        user, (*older, newest) = holder(directory), [store.name for store in stores(directory)]
+        lines = [
+            f"{directory.resolve()}",
+            f"in use by {user}: this is what it has committed so far" if user else "in use by nobody",
+            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
+            "newest",
+        ]
+        yield Section("Durable store", lines if older else lines[:2])
+        records: dict[Path, Record | None] = {}  # None: not whole
+        for path in _record_files(directory):
+            try:
+                records[path] = read_record(path)
+            except StorageError as e:
+                problems.append(str(e))
+        yield Section("Commits", [*_commits(records)])
         stored = open_store(directory)
         yield Section("To be resumed", [*_resumed(stored)])
         yield Section("Slots", [*_slots(stored)])
-        yield Section("Check", _check(directory, stored, files, problems))
+        yield Section("Check", _check(directory, stored, records, problems))
     except (StorageError, OSError) as e:
         problems += [str(e)] if str(e) not in problems else []
     if problems:
@@ -288,25 +282,9 @@ def _record_files(directory: Path) -> list[Path]:
     return next((paths for paths in reversed(found) if paths), [])
 
 
-def _read(path: Path) -> _File:
-    try:
-        return _File(path, read_record(path))
-    except StorageError as e:
-        return _File(path, None, str(e))
-
-
-def _older(directory: Path) -> Iterator[str]:
-    *older, newest = (store.name for store in stores(directory))
-    if older:
-        yield (
-            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
-            "newest"
-        )
-
-
-def _commits(files: list[_File]) -> Iterator[str]:
+def _commits(records: dict[Path, Record | None]) -> Iterator[str]:
     """The commits of the first rank, the last one first."""
-    own = [(file.record, file.path) for file in files if "record-00000-" in file.path.name and file.record is not None]
+    own = [(record, path) for path, record in records.items() if "record-00000-" in path.name and record is not None]
     own.sort(key=lambda found: -found[0].sequence)
     for what, (record, path) in zip(("last", "before"), own, strict=False):
         ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
@@ -360,10 +338,10 @@ def _slots(stored: Stored) -> Iterator[str]:
     yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
 
 
-def _check(directory: Path, stored: Stored, files: list[_File], problems: list[str]) -> Iterator[str]:
+def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], problems: list[str]) -> Iterator[str]:
     """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
-    torn = [file.path.name for file in files if file.record is None and not file.refusal]
-    yield f"records: {len(files) - len(torn)} of {len(files)} whole"
+    torn = [path.name for path, record in records.items() if record is None]
+    yield f"records: {len(records) - len(torn)} of {len(records)} whole"
     for name in torn:
         yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
     size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))

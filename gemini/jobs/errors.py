@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from gemini.errors import RankLost
+from gemini.errors import GeminiError, RankLost
 
 REFUSED, BROKEN = 2, 1
 
@@ -39,3 +39,21 @@ def as_job_error(*, asked: str) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError) as e:
         raise JobError(f"{asked}: {e}") from e
+
+
+@contextmanager
+def refusing(asked: str, hint: str = "", *, innermost: bool = False) -> Iterator[None]:
+    """Turn whatever another library trips over in the block, which comes from the files and options that it was given,
+    into a ``JobError`` naming what was asked, with a ``hint`` behind it. ``innermost``: say its first cause.
+    """
+    try:
+        yield
+    except (JobError, MemoryError):
+        raise
+    except Exception as e:
+        cause: BaseException = e
+        while innermost and cause.__cause__ is not None:
+            cause = cause.__cause__
+        words = " ".join(str(cause).split())[:400]
+        said = str(e) if isinstance(e, GeminiError) else f"{type(cause).__name__}: {words}"
+        raise JobError(f"{asked}: {said}{hint}") from e

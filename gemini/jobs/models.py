@@ -8,22 +8,17 @@ for (``--bytes``), unless its vocabulary is that of bytes.
 
 from __future__ import annotations
 
-import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
 import transformers
 
-from gemini.errors import GeminiError
-from gemini.jobs.errors import JobError
+from gemini.jobs.errors import JobError, refusing
 from gemini.ranks import launch
 
 BYTE_VOCABULARY = 257
@@ -106,29 +101,6 @@ def lora_on(rank: int) -> Callable[..., Any]:
     return partial(peft.get_peft_model, peft_config=config)
 
 
-@contextmanager
-def only_refusing(source: ModelSource, what: str) -> Iterator[None]:
-    """Whatever transformers trips over in the block comes from the files and options it was given.
-
-    Raises:
-        JobError: saying that the model cannot be ``what``.
-    """
-    try:
-        yield
-    except (JobError, MemoryError):
-        raise
-    except Exception as e:
-        said = str(e) if isinstance(e, GeminiError) else first_line(e)
-        raise JobError(f"{source.label} cannot be {what}: {said}") from e
-
-
-def draw_from(seed: int) -> None:
-    """Let every random choice from here on follow from ``seed``; models draw from all three generators."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def name_the_loss(model: Any) -> Any:
     """Set the loss transformers would choose anyway: it warns about classes whose names tell it nothing."""
     if getattr(model, "loss_type", "") is None:
@@ -162,13 +134,9 @@ def _config_file(path: Path, asked: str) -> Path:
 
 
 def _read_config(name: Path | str, asked: str, *, trust: bool, **how: Any) -> Any:
-    try:
+    code = "" if trust else " (code that comes with a model is not run)"
+    with refusing(f"{asked}: transformers {transformers.__version__} refuses this config{code}"):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust, **how)
-    except Exception as e:
-        code = "" if trust else " (code that comes with a model is not run)"
-        raise JobError(
-            f"{asked}: transformers {transformers.__version__} refuses this config{code}: {first_line(e)}"
-        ) from e
 
 
 def _set_layers(config: Any, layers: int) -> None:
@@ -181,12 +149,6 @@ def _set_layers(config: Any, layers: int) -> None:
             raise JobError(f"--layers {layers}: the config names the kinds of {len(kinds)} layers; at most so many.")
         config.layer_types = kinds[:layers]
     config.num_hidden_layers = layers
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, without the pages some libraries add."""
-    lines = [line.strip() for line in str(error).strip().partition("\n\n")[0].splitlines()]
-    return f"{type(error).__name__}: {' '.join(lines[:3])}" if lines else type(error).__name__
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -230,18 +192,15 @@ def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") ->
     """
     folder = Path(name)
     found = ", ".join(tokenizer_files(folder))
-    try:
+    hint = (
+        f" A tokenizer.json (tokenizer.save_pretrained(folder) of transformers writes one) loads without further "
+        f"packages. {_BYTES}"
+    )
+    with refusing(f"--model_name_or_path {folder}: its tokenizer ({found}) cannot be loaded", hint):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, local_files_only=folder.is_dir(), trust_remote_code=trust, revision=revision
         )
         ids = tokenizer.encode(_SAMPLE, add_special_tokens=False)
-    except Exception as e:
-        lines = " ".join(str(e).split())[:300]
-        raise JobError(
-            f"--model_name_or_path {folder}: its tokenizer ({found}) cannot be loaded: {type(e).__name__}: {lines} "
-            f"A tokenizer.json (tokenizer.save_pretrained(folder) of transformers writes one) loads without further "
-            f"packages. {_BYTES}"
-        ) from e
     # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
     if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len({*ids} - {tokenizer.unk_token_id}) < 3:
         raise JobError(

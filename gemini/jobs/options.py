@@ -1,23 +1,22 @@
 """Options of a command as fields of a record: each says its help, its group and what it may be.
 
-The command line and ``check`` read the same fields, so that an option is written down once.
+The parser of a command and ``check`` read the same fields, so that an option is written down once.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import difflib
+from argparse import SUPPRESS, ArgumentParser
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, NoReturn, get_type_hints
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError, as_job_error
 
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
-
-ELSEWHERE = {f"--{tier}-memory": f"--{tier}" for tier in ("gpu", "cpu", "nvme")}
-"""What options of training are called in planning."""
 
 
 def opt(
@@ -28,6 +27,7 @@ def opt(
     least: float | None = None,
     choices: tuple[str, ...] = (),
     size: bool = False,
+    several: bool = False,
 ) -> Any:
     """A field of a record of options.
 
@@ -38,10 +38,10 @@ def opt(
         least: the smallest number it may be.
         choices: all it may be, if these are few.
         size: whether it is a number of bytes.
+        several: whether several values may stand behind its name, and not only behind the same name again.
     """
-    return field(
-        default=default, metadata={"words": words, "group": group, "least": least, "choices": choices, "size": size}
-    )
+    about = {"words": words, "group": group, "least": least, "choices": choices, "size": size, "several": several}
+    return field(default=default, metadata=about)
 
 
 def one_of(default: str | None, words: str, group: str, choices: tuple[str, ...], more: str = ".") -> Any:
@@ -51,7 +51,7 @@ def one_of(default: str | None, words: str, group: str, choices: tuple[str, ...]
 
 def argument(default: Any, words: str, *, required: bool = False) -> Any:
     """A field that is given by its place and not by its name."""
-    return field(default=default, metadata={"words": words, "required": required, "argument": True})
+    return field(default=default, metadata={"words": words, "group": None, "required": required, "argument": True})
 
 
 def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
@@ -63,6 +63,83 @@ def options(record: type) -> dict[str, tuple[Field[Any], Any]]:
 def spelled(name: str) -> str:
     """The command line's spelling of a field."""
     return "--" + name.replace("_", "-")
+
+
+# ---- how a command line is read --------------------------------------------------------------------------------------
+
+
+class Refusing(ArgumentParser):
+    """Says what is wrong in one paragraph, and of an option that there is not what it may have been meant for."""
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{message}. `{self.prog} --help` lists all options.")
+
+    def refuse(self, word: str) -> NoReturn:
+        """Raises: JobError: for a word that no option takes."""
+        name = word.partition("=")[0].lstrip("-").replace("_", "-")
+        known = {text.lstrip("-").replace("_", "-"): text for action in self._actions for text in action.option_strings}
+        near = difflib.get_close_matches(name, known, 1)
+        what = f"No such option: {word}" if word.startswith("-") else f"{word!r} is the value of no option"
+        raise JobError(f"{what}. {f'Is it {known[near[0]]}? ' if near else ''}`{self.prog} --help` lists all options.")
+
+
+class RecordParser(Refusing):
+    """The command line of a command whose options are the fields of a record."""
+
+    def __init__(self, name: str, about: str, record: type) -> None:
+        super().__init__(prog=f"gemini {name}", description=about, allow_abbrev=False, argument_default=SUPPRESS)
+        self._record = record
+        groups: dict[str | None, Any] = {None: self}
+        for option, (declared, kind) in options(record).items():
+            group = declared.metadata["group"]
+            if group not in groups:
+                groups[group] = self.add_argument_group(group)
+            _add(groups[group], option, declared.metadata, str(kind))
+
+    def read(self, words: Sequence[str]) -> Any:
+        """The record, checked for itself; what was left out has its default.
+
+        Raises:
+            JobError: for options that there are not, or that are no values of their kind.
+        """
+        given, rest = self.parse_known_args(words)
+        if rest:
+            self.refuse(rest[0])
+        settings = record_of(self._record, vars(given))
+        settings.check()
+        return settings
+
+
+def _add(group: Any, name: str, about: Mapping[str, Any], kind: str) -> None:
+    """An option as argparse knows it; what it may be is looked at by ``check``."""
+    how: dict[str, Any] = {"help": about["words"].replace("%", "%%")}
+    if kind == "<class 'bool'>":
+        how["action"] = "store_true"
+    else:
+        how["type"] = Path if "Path" in kind else int if "int" in kind and "str" not in kind else str
+    if "argument" in about:
+        how |= {} if about["required"] else {"nargs": "?", "default": None}
+        group.add_argument(name, metavar=name.upper(), **how)
+        return
+    if "tuple" in kind:  # several behind one name would take the argument too that stands behind them
+        how |= {"nargs": "+", "action": "extend"} if about["several"] else {"action": "append"}
+    group.add_argument(spelled(name), **how)
+
+
+def record_of(record: type, given: Mapping[str, Any]) -> Any:
+    """The record of the options that were given.
+
+    Raises:
+        JobError: for a number of tokens that is none.
+    """
+    kinds = {name: kind for name, (_, kind) in options(record).items()}
+    said = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return record(
+        **{name: tiles_of(spelled(name), value) if kinds[name] == TILES else value for name, value in said.items()}
+    )
+
+
+# ---- what their values may be ----------------------------------------------------------------------------------------
 
 
 def check(record: Any) -> None:
@@ -77,8 +154,6 @@ def check(record: Any) -> None:
             continue
         if about["least"] is not None and isinstance(value, int) and value < about["least"]:
             raise JobError(f"{spelled(name)} must be at least {about['least']}, got {value}.")
-        if isinstance(value, float) and not 0 <= value < math.inf:
-            raise JobError(f"{spelled(name)} must be a finite number and not negative, got {value}.")
         if about["choices"] and value not in about["choices"]:
             raise JobError(f"{spelled(name)} must be one of {', '.join(about['choices'])}, got {value!r}.")
         if about["size"]:
@@ -95,23 +170,6 @@ def check_size(asked: str, value: str) -> None:
         size = parse_bytes(value)
     if str(value).strip().isdigit() and 0 < size < 1 << 20:
         raise JobError(f"{asked} {value}: {value} bytes? Say the unit: {asked} {value}GiB, or {value}B if it is meant.")
-
-
-def record_of(record: type, given: Mapping[str, Any]) -> Any:
-    """The record of the options that were given, None and an empty list standing for one that was not.
-
-    Raises:
-        JobError: for a number of tokens that is none.
-    """
-    kinds = {name: kind for name, (_, kind) in options(record).items()}
-    said = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return record(
-        **{
-            name: tiles_of(spelled(name), value) if kinds.get(name) == TILES else value
-            for name, value in said.items()
-            if value is not None and value != ()
-        }
-    )
 
 
 def tiles_of(asked: str, given: Any) -> int | str | None:

@@ -6,17 +6,18 @@ parts of sequences, and the best mesh may be looked for.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
-from gemini.jobs.errors import JobError
-from gemini.jobs.plan_report import Alternative, OverMesh, PlanReport, screen
+from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.plan_report import OverMesh, Report, describe, screen
 from gemini.jobs.planner import Way
 from gemini.jobs.screen import answer, check_files, progress
 from gemini.jobs.settings import PlanSettings
@@ -32,10 +33,22 @@ from gemini.tiers import Tier
 
 LORA_RANK = 16
 """Of the LoRA among the alternatives."""
+BEYOND = 3
+"""The exit code for a plan that fits in what was given, which is not what the machine has."""
+
+
+class Answer(NamedTuple):
+    """What is said, and what it was found with, if it fits."""
+
+    report: Report
+    plan: Plan | None
+    timeline: Timeline | None
 
 
 def plan(settings: PlanSettings, console: Console) -> int:
-    """Plan, write and say it; returns the exit code, of :attr:`PlanReport.exit_code`."""
+    """Plan, write and say it; returns the exit code: 0 if it fits, 2 if it does not, 3 if it does in more memory than
+    the machine has that was named.
+    """
     check_files(settings.out, settings.picture)
     if settings.config is not None:
         from gemini.jobs.models import find_config
@@ -47,19 +60,19 @@ def plan(settings: PlanSettings, console: Console) -> int:
             f"--picture {settings.picture[0]} shows a step in time, which needs the speeds of a machine: --machine."
         )
     with progress("tracing the step") as status:
-        report = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
+        found = _plan_over_mesh(way, status) if settings.mesh else _plan_whole(way, status)
     answer(
         settings,
         console,
-        json=report.to_json(),
-        lines=screen(report),
-        value=None if report.plan is None else report.plan.to_json(),
-        timeline=report.timeline,
+        json=json.dumps(found.report, indent=1),
+        lines=screen(found.report),
+        value=None if found.plan is None else found.plan.to_json(),
+        timeline=found.timeline,
     )
-    return report.exit_code
+    return REFUSED if not found.report["fits"] else BEYOND if found.report["beyond"] else 0
 
 
-def _plan_whole(way: Way, status: Status) -> PlanReport:
+def _plan_whole(way: Way, status: Status) -> Answer:
     """Of a model that ranks share as params alone."""
     if way.settings.states == "compact" and way.trace().precision != "bf16":
         raise JobError(
@@ -84,25 +97,24 @@ def _plan_whole(way: Way, status: Status) -> PlanReport:
         tokens_when_free = played_break_even(made, way.play, timeline, serial=way.settings.schedule == "serial")
     status.update("looking for what to change ...")
     checkpointed = _checkpointed(way)
-    report = PlanReport(
+    report = describe(
         way.settings,
         way.machine,
         planned,
         made,
         timeline,
-        refusal,
-        tokens_when_free,
+        refusal=refusal,
+        tokens_when_free=tokens_when_free,
         checkpointed=checkpointed,
         whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
         changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
     )
     if way.settings.alternatives:
-        others: list[Alternative] = []
-        for other in _alternatives(way, made is not None, None if timeline is None else timeline.tokens_per_second):
-            others.append(other)
-            status.update(f"planning what else it could do, {len(others)} of about 8 ...")
-        report = replace(report, alternatives=tuple(others))
-    return report
+        rate = None if timeline is None else timeline.tokens_per_second
+        for other in _alternatives(way, made is not None, rate):
+            report["alternatives"].append(other)
+            status.update(f"planning what else it could do, {len(report['alternatives'])} of about 8 ...")
+    return Answer(report, made, timeline)
 
 
 def _with_micro_batch(way: Way) -> Way:
@@ -118,7 +130,35 @@ def _with_micro_batch(way: Way) -> Way:
     return ways[bisect_left(ways, True, lo=1, key=lambda other: not other.fits()) - 1]
 
 
-# ---- what to change --------------------------------------------------------------------------------------------------
+# ---- what to change, and what else the machine could do --------------------------------------------------------------
+
+
+def _options(way: Way, *, fits: bool) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Options that were not taken, their values, and what they do to what is computed; those first that change
+    nothing or little of it. Some are of use only where the step does not fit.
+    """
+    settings, on_gpu, precision = way.settings, way.machine.compute is Tier.GPU, way.trace().precision
+    sequences, is_traced_here = settings.batch_size or 1, settings.trace is None
+    if not fits and on_gpu:
+        if is_traced_here and sequences > 1:
+            micro = {"batch_size": 1, "accumulate": sequences * settings.accumulate}
+            yield "--micro-batch auto", micro, "the same step in smaller micro-batches"
+        if settings.offload_activations == "no" and way.trace().checkpoint_bytes:
+            less = f"{human_bytes(way.trace().checkpoint_bytes)} less on the GPU"
+            yield "--offload-activations cpu", {"offload_activations": "cpu"}, less
+    if settings.gradients is None and settings.accumulate == 1 and precision != "fp16":
+        yield "--gradients transient", {"gradients": "transient"}, "no clipping"
+    if not fits and on_gpu and is_traced_here and settings.tile_tokens is None and settings.lora is None:
+        yield "--tile-tokens auto", {"tile_tokens": "auto"}, "rounding"
+    if settings.states == "exact" and precision == "bf16" and settings.has_compact_form:
+        yield "--states compact", {"states": "compact"}, "8-bit moments"
+    if is_traced_here and settings.lora is None:
+        yield f"--lora {LORA_RANK}", {"lora": LORA_RANK}, "adapters only"
+    if is_traced_here and not settings.load_in_4bit:
+        lora = settings.lora or LORA_RANK
+        option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
+        yield option, {"lora": lora, "load_in_4bit": True}, "4-bit base"
+    yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
 
 
 def _checkpointed(way: Way) -> MemoryTrace | None:
@@ -133,79 +173,45 @@ def _checkpointed(way: Way) -> MemoryTrace | None:
 
 def _changes(way: Way, trace: MemoryTrace, checkpointed: MemoryTrace | None, *, fits: bool) -> Iterator[str]:
     """Changes of the step that make it fit, each found by placing again; or what would take off some memory."""
-    settings, on_gpu = way.settings, way.machine.compute is Tier.GPU
     if checkpointed is not None and checkpointed.peak_bytes < 0.9 * trace.peak_bytes:
-        words = f"--gradient-checkpointing: {_instead(checkpointed, trace)}"
+        more = checkpointed.flops / trace.flops - 1 if trace.flops else 0.0
+        sizes = f"{human_bytes(checkpointed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
+        words = f"--gradient-checkpointing: {sizes}, {more:.0%} more work"
         if fits:
             yield words
-        elif on_gpu:
+        elif way.machine.compute is Tier.GPU:
             still = way.refusal(checkpointed)
             yield f"{words}; then {'it fits' if still is None else str(still).partition(' Cheapest change: ')[2]}"
-    if fits:
-        return
-    sequences = settings.batch_size or 1
-    if settings.config is not None and sequences > 1 and on_gpu:
-        if way.changed(batch_size=1, accumulate=sequences * settings.accumulate).fits():
-            yield "--micro-batch auto: the same step in smaller micro-batches; one sequence at a time fits"
-    if settings.offload_activations == "no" and trace.checkpoint_bytes and on_gpu:
-        if way.changed(offload_activations="cpu").refusal(trace) is None:
-            yield f"--offload-activations cpu: {human_bytes(trace.checkpoint_bytes)} less; then it fits"
-    if _can_be_transient(way) and way.changed(gradients="transient").refusal(trace) is None:
-        yield "--gradients transient (updates inside backward, no clipping): then it fits"
-    if settings.config is not None and settings.tile_tokens is None and on_gpu:
-        tiled = _tiled(way)
-        if tiled is not None and way.refusal(tiled) is None:
-            yield f"--tile-tokens auto: {_instead(tiled, trace)}; then it fits"
-    if _can_be_compact(way) and way.changed(states="compact").refusal(trace) is None:
-        yield "--states compact (8-bit states, some 5 bytes per param with Adam instead of 12): then it fits"
+    for option, changes, result in () if fits else _options(way, fits=fits):
+        with suppress(JobError, GeminiError):  # a model without tiles, a machine without more GPUs
+            if way.changed(**changes).fits():
+                yield f"{option} ({result}): then it fits"
 
 
-def _instead(changed: MemoryTrace, trace: MemoryTrace) -> str:
-    """What another step leaves beside params, and what that costs."""
-    more = changed.flops / trace.flops - 1 if trace.flops else 0.0
-    sizes = f"{human_bytes(changed.peak_bytes)} beside params instead of {human_bytes(trace.peak_bytes)}"
-    return f"{sizes}, {more:.0%} more work"
-
-
-def _tiled(way: Way) -> MemoryTrace | None:
-    """The same step in tiles of tokens; None where the model has none."""
-    try:
-        return way.trace(tile_tokens="auto").tiled
-    except (JobError, GeminiError):
-        return None
-
-
-def _can_be_transient(way: Way) -> bool:
-    settings = way.settings
-    return settings.gradients is None and settings.accumulate == 1 and way.trace().precision != "fp16"
-
-
-def _can_be_compact(way: Way) -> bool:
-    settings = way.settings
-    return settings.states == "exact" and way.trace().precision == "bf16" and settings.has_compact_form
-
-
-# ---- what else the machine could do ----------------------------------------------------------------------------------
-
-
-def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Alternative]:
+def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Report]:
     """The step as asked; what leaves less beside params, until the step fits; then every other change beside that.
 
     ``fits``, ``rate``: what is known of it as it was asked for.
     """
-    yield Alternative("as asked", "", fits, rate, "")
+
+    def found(options: str, beside: str, fits: bool | None, rate: float | None, result: str) -> Report:
+        return {
+            "options": options, "beside": beside, "fits": fits, "tokens_per_second": rate, "result": result
+        }  # fmt: skip
+
+    yield found("as asked", "", fits, rate, "")
     base, beside = way, ""
     for option, smaller, result in _smaller(way, fits=fits):
-        found = smaller.outcome()
-        yield Alternative(option, "", *found, result)
-        if found[0] and not fits:
+        outcome = smaller.outcome()
+        yield found(option, "", *outcome, result)
+        if outcome[0] and not fits:
             fits, base, beside = True, smaller, option
             break
-    for option, changes, result in _others(base):
+    for option, changes, result in _options(base, fits=fits):
         try:
-            yield Alternative(option, beside, *base.changed(**changes).outcome(), result)
+            yield found(option, beside, *base.changed(**changes).outcome(), result)
         except (JobError, MissingFigure) as e:
-            yield Alternative(option, beside, None, None, str(e).partition(" (")[0])
+            yield found(option, beside, None, None, str(e).partition(" (")[0])
 
 
 def _smaller(way: Way, *, fits: bool) -> Iterator[tuple[str, Way, str]]:
@@ -218,22 +224,6 @@ def _smaller(way: Way, *, fits: bool) -> Iterator[tuple[str, Way, str]]:
         yield options, way, "same bits"
     if way.settings.tile_tokens is None and way.settings.lora is None and not fits:
         yield f"{options} --tile-tokens auto".lstrip(), way.changed(tile_tokens="auto"), "rounding"
-
-
-def _others(way: Way) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Other options, their values, and what they do to what is computed."""
-    settings = way.settings
-    if _can_be_transient(way):
-        yield "--gradients transient", {"gradients": "transient"}, "no clipping"
-    if _can_be_compact(way):
-        yield "--states compact", {"states": "compact"}, "8-bit moments"
-    if settings.trace is None and settings.lora is None:
-        yield f"--lora {LORA_RANK}", {"lora": LORA_RANK}, "adapters only"
-    if settings.trace is None and not settings.load_in_4bit:
-        lora = settings.lora or LORA_RANK
-        option = "--load-in-4bit" if settings.lora else f"--lora {lora} --load-in-4bit"
-        yield option, {"lora": lora, "load_in_4bit": True}, "4-bit base"
-    yield f"--gpus {2 * settings.gpus}", {"gpus": 2 * settings.gpus}, "rounding"
 
 
 # ---- over a mesh -----------------------------------------------------------------------------------------------------
@@ -252,50 +242,79 @@ class MeshCandidate(NamedTuple):
     least: float
 
 
-def _plan_over_mesh(way: Way, status: Status) -> PlanReport:
-    """The step over the mesh that was asked for, or over the best one."""
-    if way.machine.hardware is None:
+def _plan_over_mesh(way: Way, status: Status) -> Answer:
+    """The step over the mesh that was asked for, or over the best one: of those on which it fits, the one whose step is
+    the shortest. They are played in the order of what their steps take at least, until no other one can be among the
+    best, or ``MOST_PLAYED`` are.
+    """
+    settings, hardware = way.settings, way.machine.hardware
+    if hardware is None:
         raise JobError("A plan over a mesh needs the speeds of a machine and of its wires: --machine NAME or FILE.")
     status.update("playing steps over meshes ...")
-    over = _OverMesh(way, way.machine.hardware)
-    return over.answer(over.best() if way.settings.parallel else over.as_asked())
-
-
-class _Refused(NamedTuple):
-    """A mesh on which the step does not fit, and why."""
-
-    sizes: MeshSizes
-    error: BudgetExceeded
+    over, is_auto = _OverMesh(way, hardware), bool(settings.parallel)
+    candidates = sorted(over.candidates(), key=lambda candidate: candidate.least) if is_auto else [over.asked()]
+    if not candidates:
+        raise JobError(f"--parallel auto: no mesh of {settings.gpus} GPUs goes with this model.")
+    found: list[MeshOutcome] = []
+    refused: dict[MeshSizes, BudgetExceeded] = {}
+    unsuited: ValueError | None = None
+    for sizes, micro_batches, least in candidates:
+        is_decided = len(found) > RUNNERS_UP and least > found[RUNNERS_UP].step_seconds
+        if is_decided or len(found) == MOST_PLAYED:
+            break
+        try:
+            found.append(over.play(sizes, micro_batches, ends=is_auto))
+            found.sort(key=lambda outcome: outcome.step_seconds)
+        except BudgetExceeded as e:
+            refused[sizes] = e
+        except ValueError as e:
+            unsuited = e
+    # What does not fit is told before what does not suit: it can be changed.
+    if unsuited is not None and not found and not refused:
+        raise JobError(f"{over.words}: {unsuited}.") from unsuited
+    if is_auto and found and found[0].sizes.pp > 2:  # to compare meshes it was played with two of its stages
+        found[0] = over.play(found[0].sizes, found[0].micro_batches)
+    # Where it fits on none, the first one is told.
+    sizes = found[0].sizes if found else next(iter(refused))
+    trace = way.trace(tp=sizes.tp, cp=sizes.cp)
+    samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
+    num_params = params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params
+    batch: dict[str, tuple[int, ...]] = {"input_ids": (samples, length * trace.context_parallel)}
+    mesh = OverMesh(sizes, num_params, batch, tuple(found[: RUNNERS_UP + 1]))
+    if not found:
+        return Answer(describe(settings, way.machine, trace, refusal=refused[sizes], mesh=mesh), None, None)
+    made, timeline = found[0].slowest.plan, found[0].slowest.timeline
+    return Answer(describe(settings, way.machine, made.trace, made, timeline, mesh=mesh), made, timeline)
 
 
 class _OverMesh:
-    """Play steps of a model over meshes: the one that was asked for, or those that may be the best."""
+    """Steps of a model over meshes: which there are, and how long one takes."""
 
     def __init__(self, way: Way, hardware: Hardware):
         from gemini.jobs.models import find_config
 
         settings = way.settings
         assert settings.config is not None
-        self._way = way
-        self._settings = settings
-        self._hardware = hardware
+        self._way, self._settings, self._hardware = way, settings, hardware
         config = find_config(settings.config, settings.layers).config
         self._config = config.get_text_config()
         self._in_two = bool(getattr(config, "is_encoder_decoder", False))
         self._whole_rule = settings.rule_in(settings.precision or "bf16").whole
-        self._refused: _Refused | None = None
+        asked = " ".join(f"--{name} {size}" for name, size in settings.dims.items())
+        self.words = "--parallel auto" if settings.parallel else asked
 
-    def as_asked(self) -> list[MeshOutcome]:
-        """The step over the mesh that was asked for; none if it does not fit.
+    def asked(self) -> MeshCandidate:
+        """The mesh that was asked for.
 
         Raises:
-            JobError: if the mesh does not go with the model.
+            JobError: if it does not go with the model.
         """
         settings = self._settings
-        asked = " ".join(f"--{name} {size}" for name, size in settings.dims.items())
         own = settings.pp * settings.cp * settings.tp
         if settings.gpus % own:
-            raise JobError(f"--gpus {settings.gpus} with {asked}, which are {own} GPUs together: a multiple of {own}.")
+            raise JobError(
+                f"--gpus {settings.gpus} with {self.words}, which are {own} GPUs together: a multiple of {own}."
+            )
         sizes = MeshSizes(settings.pp, settings.gpus // own, settings.cp, settings.tp)
         if settings.accumulate < sizes.pp:
             raise JobError(
@@ -312,57 +331,9 @@ class _OverMesh:
                 f"--tp {sizes.tp} with --optimizer {settings.optimizer}, which looks at whole params, and slices leave "
                 "a part of each on a rank."
             )
-        try:
-            return [self._play(sizes, settings.accumulate)]
-        except BudgetExceeded as e:
-            self._note_refused(sizes, e)
-            return []
-        except ValueError as e:
-            raise JobError(f"{asked}: {e}.") from e
+        return MeshCandidate(sizes, settings.accumulate, 0.0)
 
-    def best(self) -> list[MeshOutcome]:
-        """The meshes whose steps are the shortest, of those on which it fits; none if it fits on none of them.
-
-        Raises:
-            JobError: if no mesh goes with the model.
-        """
-        found = self._shortest()
-        # Again with all stages: to compare meshes it was played with the first and the last one.
-        if found and found[0].sizes.pp > 2:
-            found[0] = self._play(found[0].sizes, found[0].micro_batches)
-        return found
-
-    def _shortest(self) -> list[MeshOutcome]:
-        """Play meshes in the order of what their steps take at least, until no other one can be among the best, or
-        ``MOST_PLAYED`` are.
-        """
-        candidates = sorted(self._candidates(), key=lambda candidate: candidate.least)
-        if not candidates:
-            raise JobError(f"--parallel auto: no mesh of {self._settings.gpus} GPUs goes with this model.")
-        found: list[MeshOutcome] = []
-        unsuited: ValueError | None = None
-        for candidate in candidates:
-            is_decided = len(found) > RUNNERS_UP and candidate.least > found[RUNNERS_UP].step_seconds
-            if is_decided or len(found) == MOST_PLAYED:
-                break
-            try:
-                found.append(self._play(candidate.sizes, candidate.micro_batches, ends=True))
-                found.sort(key=lambda outcome: outcome.step_seconds)
-            except BudgetExceeded as e:
-                self._note_refused(candidate.sizes, e)
-            except ValueError as e:
-                unsuited = e
-        # What does not fit is told before what does not suit: it can be changed.
-        if unsuited is not None and not found and self._refused is None:
-            raise JobError(f"--parallel auto: {unsuited}.") from unsuited
-        return found
-
-    def _note_refused(self, sizes: MeshSizes, error: BudgetExceeded) -> None:
-        """Keep the first mesh on which the step does not fit: it is the one that is told."""
-        if self._refused is None:
-            self._refused = _Refused(sizes, error)
-
-    def _candidates(self) -> Iterator[MeshCandidate]:
+    def candidates(self) -> Iterator[MeshCandidate]:
         """Every mesh of the powers of two (and what is left) that the model goes with; a step has the sequences that
         all GPUs would take without slices, parts and stages.
         """
@@ -370,7 +341,7 @@ class _OverMesh:
         for tp in _powers(1 if self._whole_rule else min(gpus, sharing)):
             for cp in _powers(gpus // tp):
                 try:
-                    trace = self._trace(tp, cp)
+                    trace = self._way.trace(tp=tp, cp=cp)
                 except (JobError, GeminiError, ValueError):
                     continue  # heads or lengths that do not divide, attention that has no parts
                 most = 1 if self._in_two else getattr(self._config, "num_hidden_layers", 1)
@@ -382,10 +353,7 @@ class _OverMesh:
                     least = least_seconds(trace, self._hardware, sizes, micro_batches, per_machine=sharing)
                     yield MeshCandidate(sizes, micro_batches, least)
 
-    def _trace(self, tp: int, cp: int) -> MemoryTrace:
-        return self._way.trace(tp=tp, cp=cp)
-
-    def _play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
+    def play(self, sizes: MeshSizes, micro_batches: int, *, ends: bool = False) -> MeshOutcome:
         """``ends``: of stages, only the first and the last."""
         settings = self._settings
 
@@ -401,7 +369,7 @@ class _OverMesh:
             return self._way.plan_for(trace, **more)
 
         return play_mesh(
-            self._trace(sizes.tp, sizes.cp),
+            self._way.trace(tp=sizes.tp, cp=sizes.cp),
             self._hardware,
             sizes,
             make,
@@ -410,32 +378,6 @@ class _OverMesh:
             per_machine=self._way.machine.sharing,
             schedule=settings.schedule,
             ends=ends,
-        )
-
-    def answer(self, found: list[MeshOutcome]) -> PlanReport:
-        """Report what was found, the best mesh first; without one, why the step does not fit."""
-        if found:
-            sizes = found[0].sizes
-            slowest = found[0].slowest
-            mesh = self._describe(sizes, self._trace(sizes.tp, sizes.cp), found)
-            return PlanReport(
-                self._settings, self._way.machine, slowest.plan.trace, slowest.plan, slowest.timeline, mesh=mesh
-            )
-        assert self._refused is not None
-        sizes, refusal = self._refused
-        trace = self._trace(sizes.tp, sizes.cp)
-        mesh = self._describe(sizes, trace, found)
-        return PlanReport(self._settings, self._way.machine, trace, refusal=refusal, mesh=mesh)
-
-    def _describe(self, sizes: MeshSizes, trace: MemoryTrace, found: list[MeshOutcome]) -> OverMesh:
-        """Describe what was found over a mesh, one rank of which has ``trace``."""
-        settings = self._settings
-        samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-        return OverMesh(
-            sizes,
-            params_of(settings.config or "", settings.layers, settings.precision or "bf16").num_params,
-            {"input_ids": (samples, length * trace.context_parallel)},
-            tuple(found[: RUNNERS_UP + 1]),
         )
 
 

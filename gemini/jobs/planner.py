@@ -8,6 +8,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
 import gemini
 from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
@@ -15,7 +17,7 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
-from gemini.planning.hardware import Hardware, load_hardware
+from gemini.planning.hardware import Hardware, load_hardware, machine, machine_names
 from gemini.planning.placement import fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
@@ -204,3 +206,12 @@ def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTra
     if config is not None:
         params_of(config, layers, trace.precision).check_same_model(trace, what=f"--trace {path}")
     return trace
+
+
+def machines(_: Any, console: Console) -> int:
+    """List the machines that come with Gemini."""
+    for name in machine_names():
+        known = machine(name)
+        sizes = (f"{tier.value} {human_bytes(known.capacity(tier) or 0)}" for tier in Tier)
+        console.print(f"{name:<14}{known.figures['num_gpus'].value:>3.0f} x {',  '.join(sizes)}")
+    return 0

@@ -31,7 +31,7 @@ _MODEL, _STEP, _MACHINE, _OUTPUT = "Which model", "Which step", "On what", "What
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record:
+class Record:
     """Options that can be checked for themselves."""
 
     def check(self) -> None:
@@ -46,12 +46,12 @@ class _Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Printed(_Record):
+class _Printed(Record):
     json: bool = opt(False, "Print JSON, and nothing else, on stdout.", _OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Played(_Record):
+class _Played(Record):
     """Options of a step that is played on a machine."""
 
     machine: str | None = opt(
@@ -69,7 +69,7 @@ class _Played(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step(_Record):
+class _Step(Record):
     """Options of a step that is traced, and so of one that is planned."""
 
     config: str | None = argument(None, _NAMES)
@@ -255,11 +255,10 @@ class PlanSettings(_Printed, _Played, _Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoSettings(_Record):
+class DemoSettings(Record):
     """The options of ``gemini demo``."""
 
-    full: bool = opt(False, "Four times the context and more steps.", None)
-    steps: int | None = opt(None, "Optimizer steps.", None, least=1)
+    steps: int = opt(40, "Optimizer steps.", None, least=1)
     cpu_memory: str | None = opt(
         None, "Budget in host memory. (Default: a fixed part of what the model needs.)", None, size=True
     )
@@ -269,14 +268,19 @@ class DemoSettings(_Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorSettings(_Record):
+class DoctorSettings(Record):
     """The options of ``gemini doctor``."""
 
     store: Path | None = argument(None, "A durable store, the nvme_path of a run: say what is in it, check all of it.")
-    nvme_path: Path | None = opt(
-        None, "Try this folder as the NVMe tier: direct I/O, room; and a durable store in it.", None
+    nvme_path: tuple[Path, ...] = opt(
+        (),
+        "Try folders as the NVMe tier, one on each drive: direct I/O, room; and a durable store in them.",
+        None,
+        several=True,
     )
-    measure: bool = opt(False, "Measure the machine's speeds as well; with --nvme-path the drive's too.", None)
+    measure: bool = opt(
+        False, "Measure the machine's speeds as well; with --nvme-path those of the first one's drive too.", None
+    )
     json: Path | None = opt(None, "Write what was measured to this file, for --machine of gemini plan.", None)
 
     def check(self) -> None:

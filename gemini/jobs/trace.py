@@ -12,7 +12,7 @@ from rich.console import Console
 
 import gemini
 from gemini.errors import human_bytes
-from gemini.jobs.errors import JobError
+from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.screen import answer, check_files, progress, row
 from gemini.jobs.settings import MOST_POSITIONS, SimulateSettings, TraceSettings
 from gemini.planning import document
@@ -34,7 +34,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     assert settings.config is not None
     settings.check()
     # The imports of seconds: a command line that is refused before does not pay for them.
-    from gemini.jobs.models import find_config, hush, lora_on, only_refusing
+    from gemini.jobs.models import find_config, hush, lora_on
     from gemini.tracing.batches import batch_for, model_class_for
     from gemini.train.loading.attention import FLASH, supports_flash
     from gemini.train.loading.from_config import skeleton_from_config
@@ -44,7 +44,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
     seq_len = _seq_len(config, settings.seq_len)
     hush()
     config.use_cache = False
-    with only_refusing(source, "traced"):
+    with refusing(f"{source.label} cannot be traced"):
         model_class = model_class_for(config)
         if settings.attn_implementation not in (None, "auto"):
             config._attn_implementation = settings.attn_implementation
@@ -75,7 +75,7 @@ def take_trace(settings: TraceSettings) -> MemoryTrace:
 
 def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
     """The model of a config as a trace without work: its params, to compare with."""
-    from gemini.jobs.models import find_config, hush, only_refusing
+    from gemini.jobs.models import find_config, hush
     from gemini.memory.chunks.chunk import COMPUTE_DTYPES
     from gemini.tracing.batches import model_class_for
     from gemini.train.loading.from_config import skeleton_from_config
@@ -83,7 +83,7 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
 
     source = find_config(name, layers)
     hush()
-    with only_refusing(source, "built"):
+    with refusing(f"{source.label} cannot be built"):
         model_class = model_class_for(source.config)
         model = skeleton_from_config(source.config, model_class=model_class, dtype=COMPUTE_DTYPES[precision]).model
         return structural_trace(model, precision)

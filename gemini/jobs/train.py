@@ -31,17 +31,15 @@ from gemini.integrations.huggingface_durable import store_behind
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
-from gemini.jobs.data import CountsRows, open_data, refusing_rows, words_of
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.data import CountsRows, open_data, words_of
+from gemini.jobs.errors import JobError, as_job_error, refusing
 from gemini.jobs.models import (
     ModelSource,
     byte_tokenizer,
-    draw_from,
     find_model,
     hush,
     load_tokenizer,
     name_the_loss,
-    only_refusing,
 )
 from gemini.jobs.screen import budget_lines, refusing_in_options, shares
 from gemini.jobs.team import Team, join
@@ -88,11 +86,12 @@ def train(kind: str, words: Sequence[str], console: Console) -> int:
     with join(asked.values.ddp_timeout, cuda=cuda) as team, team.speaking(), ExitStack() as until_end:
         with team.all_or_none("the options"):
             options = options_of(asked, team.size)
+            rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             if team.is_first:
                 until_end.enter_context(checkpoints.claimed(Path(options.args.output_dir)))
         if not team.is_first:
             console = Console(quiet=True, force_terminal=False)
-        return Run(kind, options, console, team).go(launch.again(command_again(kind, words)))
+        return Run(kind, options, console, team, rewards).go(launch.again(command_again(kind, words)))
 
 
 def command_again(kind: str, words: Sequence[str]) -> str:
@@ -109,11 +108,12 @@ class Run:
         gemini.GeminiError: if the model cannot fit the budgets, or the NVMe folder or a checkpoint is unusable.
     """
 
-    def __init__(self, kind: str, options: Options, console: Console, team: Team) -> None:
+    def __init__(
+        self, kind: str, options: Options, console: Console, team: Team, rewards: Mapping[str, Any] | None = None
+    ) -> None:
         self.kind, self.options, self.team, self._console = kind, options, team, console
-        self.begun_at, args, self.out = 0, options.args, Path(options.args.output_dir)
+        self.begun_at, args, self.out, self._more = 0, options.args, Path(options.args.output_dir), rewards or {}
         with team.all_or_none("the preparation of the job"):
-            self._rewards = {"reward_funcs": reward_functions(options.script)} if kind in ("grpo", "rloo") else {}
             checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
@@ -139,7 +139,6 @@ class Run:
         self.model = self._managed(source)
         self._wish = StopWish(_STOPPING if team.is_first else "")
         self._stop = Stop(self._wish, team, console)
-        self._shown = Shown(console, self.out / "metrics.jsonl" if team.is_first else None)
         self.trainer = self._trainer(data, tokenizer)
         if self._resume is not None:
             self.position.check(self._resume)
@@ -195,7 +194,7 @@ class Run:
         config = make_config(self.kind, self.options, source, notes)
         self._console.print(*notes, sep="\n", end="\n" if notes else "")
         mesh = mesh_of(self.options, self.team.size)
-        draw_from(args.seed)  # drawn weights must not depend on what ran before
+        transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         with refusing_in_options("--nvme_path FOLDER --nvme_memory", f"Other ways: {plan_command(self.options)}"):
             with nullcontext() if mesh is None else as_job_error(asked="The model cannot be dealt out"):
                 is_built = isinstance(outline, nn.Module)
@@ -227,14 +226,14 @@ class Run:
 
     def _trainer(self, data: dict[str, Any], tokenizer: Any) -> Any:
         args, script, ours = self.options.args, self.options.script, self.options.ours
-        callbacks: list[Any] = [MetricsCallback(), self._shown, self._stop, self.position]
+        callbacks: list[Any] = [MetricsCallback(), Shown(self._console), self._stop, self.position]
         if ours.patience is not None:
             callbacks.append(transformers.EarlyStoppingCallback(ours.patience))
         use_cache = getattr(self.model.config, "use_cache", None)
         if getattr(args, "precompute_ref_log_probs", False):
             self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
         marks = getattr(args, "assistant_only_loss", False)
-        with refusing_rows(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
+        with refusing(f"gemini {self.kind}", MARKS if marks else "", innermost=True), _base_as_reference(self.model):
             trainer = trainer_class(self.kind)(
                 model=self.model,
                 args=args,
@@ -242,7 +241,7 @@ class Run:
                 eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
                 processing_class=tokenizer,
                 callbacks=callbacks,
-                **self._rewards,
+                **self._more,
             )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
@@ -252,7 +251,7 @@ class Run:
             self._console.print(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
-            draw_from(args.seed + self.team.rank // ours.tp)
+            transformers.set_seed(args.seed + self.team.rank // ours.tp)
         return trainer
 
     # ---- the steps ---------------------------------------------------------------------------------------------------
@@ -281,6 +280,7 @@ class Run:
         past = self.begun_at > state.max_steps
         if finished and not past:
             self.trainer.save_model(str(self.out))
+            self.trainer.save_state()
         memory = self.model.memory_report()
         lines, all_within = budget_lines(*self.team.tell(shares(memory), "the end of the job"))
         self._console.print(str(memory), *lines, sep="\n")
@@ -312,7 +312,6 @@ class Run:
             self._console.print(f"no checkpoint in {self.out}: starting anew")
         if self.team.is_first:
             (self.out / "gemini.yaml").write_text(to_yaml(self.options.said), encoding="utf-8")
-            self._shown.rewind(step)
         return step
 
 
@@ -349,8 +348,8 @@ def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, l
         if "lora_task_type" not in options.said:
             asked.lora_task_type = "SEQ_CLS"
     attention = Attention(asked.attn_implementation, precision_of(args), args.device)
-    draw_from(args.seed)  # adapters
-    with only_refusing(source, "built"):
+    transformers.set_seed(args.seed)  # adapters
+    with refusing(f"{source.label} cannot be built"):
         adapters, codes = trl.get_peft_config(asked), trl.get_quantization_config(asked)
         adapt = None if adapters is None else partial(_get_peft_model(), peft_config=adapters)
         if source.weights is None:
@@ -401,8 +400,7 @@ def make_config(kind: str, options: Options, source: ModelSource, notes: list[st
     if ours.plan is not None:
         plan = document.load(Path(ours.plan), "--plan", gemini.Plan.from_json)
         budgets, gradients = plan.problem.budgets, plan.problem.gradients
-        ranks = launch.num_processes() // ours.replicas
-        notes += check_step(plan, options, ranks=ranks, computes=Tier(args.device.type.replace("cuda", "gpu")))
+        notes += check_step(plan, options)
     trace = None
     if plan is None and ours.activations is None and args.device.type == "cuda":
         if ours.ep > 1 or kind in ("grpo", "rloo"):

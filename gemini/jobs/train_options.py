@@ -5,13 +5,12 @@ from the command line and from YAML, and Gemini's beside them.
 from __future__ import annotations
 
 import copy
-import difflib
 import shlex
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import trl
@@ -21,7 +20,7 @@ from accelerate import ParallelismConfig
 from gemini.config import contradictions
 from gemini.jobs.data import text_files
 from gemini.jobs.errors import JobError, as_job_error
-from gemini.jobs.options import check_size, tiles_of
+from gemini.jobs.options import Refusing, check_size, tiles_of
 from gemini.planning import document
 from gemini.planning.compact import STATES
 from gemini.planning.plan import Plan
@@ -91,28 +90,7 @@ _OURS = {
 }
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
-_RENAMED = (
-    "model=model_name_or_path data=dataset_name seq_len=max_length batch_size=per_device_train_batch_size "
-    "accumulate=gradient_accumulation_steps steps=max_steps epochs=num_train_epochs lr=learning_rate "
-    "warmup=warmup_steps schedule=lr_scheduler_type clip=max_grad_norm out=output_dir save_every=save_steps "
-    "keep=save_total_limit resume=resume_from_checkpoint log_every=logging_steps eval_every=eval_steps "
-    "chat_template=chat_template_path rank_timeout=ddp_timeout compile=torch_compile validation=test_split_size "
-    "cpu=cpu_memory gpu=gpu_memory nvme=nvme_memory"
-)
-_ELSEWHERE = {
-    **{old: f"Here it is --{new}." for old, new in (pair.split("=") for pair in _RENAMED.split())},
-    "precision": "Here it is --bf16 true (the default), --fp16 true, or --bf16 false for fp32.",
-    "lora": "Here it is --use_peft --lora_r 16 --lora_target_modules all-linear.",
-    "device": "Here it is --use_cpu, or nothing.",
-    "loss_on": "Here it is --completion_only_loss, or --assistant_only_loss for chats.",
-    "eval_data": "A folder with a train.jsonl and a test.jsonl has both: --dataset_name FOLDER --eval_strategy steps.",
-    "glob": "Here --dataset_name takes the pattern: --dataset_name 'texts/**/*.py'.",
-    "preset": "Here it is --model_name_or_path gpt2-small.",
-    "layers": "Write the number into a copy of the model's config.json.",
-    "sample_every": "There is none: `generate` of the model in a checkpoint says what it writes.",
-    "prompt": "There is none: `generate` of the model in a checkpoint says what it writes.",
-}
-"""What options of `gemini train` before it took TRL's are called now."""
+_TrlParser: Any = trl.TrlParser
 
 
 class Options(NamedTuple):
@@ -145,8 +123,8 @@ class Asked(NamedTuple):
     said: dict[str, Any]
 
 
-class Parser(trl.TrlParser):  # type: ignore[misc]
-    """TRL's, which says what is wrong in one paragraph, and keeps apart what was said from what is a default."""
+class Parser(Refusing, _TrlParser):
+    """TRL's, which keeps apart what was said from what is a default."""
 
     def __init__(self, kind: str) -> None:
         scripts: Any = trl.ScriptArguments
@@ -154,15 +132,10 @@ class Parser(trl.TrlParser):  # type: ignore[misc]
             module = __import__(f"trl.scripts.{kind}", fromlist=["scripts"])
             scripts = getattr(module, f"{kind.upper()}ScriptArguments")
         config = getattr(trl, f"{'Reward' if kind == 'reward' else kind.upper()}Config")
-        super().__init__(
-            (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments),
-            prog=f"gemini {kind}", allow_abbrev=False,
-        )  # fmt: skip
+        records = (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments)
+        _TrlParser.__init__(self, records, prog=f"gemini {kind}", allow_abbrev=False)
         self.said: dict[str, Any] = {}
         super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available())
-
-    def error(self, message: str) -> NoReturn:
-        raise JobError(f"{message}. `{self.prog} --help` lists all options.")
 
     def set_defaults_with_config(self, **given: Any) -> list[str]:
         self.said = given
@@ -192,17 +165,9 @@ class Parser(trl.TrlParser):  # type: ignore[misc]
             except yaml.YAMLError as e:
                 raise JobError(f"--config: this is not YAML: {' '.join(str(e).split())}") from e
         for word in (*of_file[::2], *rest):
-            self._refuse(word)
+            self.refuse(word)
         _check_alone(values)
         return Asked(self, values, copy.deepcopy(self.said))  # records are made of the values, in place
-
-    def _refuse(self, word: str) -> NoReturn:
-        name = word.partition("=")[0].lstrip("-").replace("-", "_")
-        known = [action.dest for action in self._actions]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = _ELSEWHERE.get(name) or (f"Is it --{near[0]}?" if near else f"`{self.prog} --help` lists all options.")
-        what = f"No such option: {word}" if word.startswith("-") else f"{word!r} is the value of no option"
-        raise JobError(f"{what}. {hint}")
 
 
 def options_of(asked: Asked, num_processes: int = 1) -> Options:
@@ -367,13 +332,10 @@ def step_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def check_step(plan: Plan, options: Options, *, ranks: int, computes: Tier) -> Iterator[str]:
+def check_step(plan: Plan, options: Options) -> Iterator[str]:
     """What a job that runs a plan makes otherwise than it was planned, where it may: what is larger was not planned
-    for, and another kind of step has other planes.
-
-    Args:
-        ranks: that divide the model.
-        computes: where forward and backward run.
+    for, and another kind of step has other planes. Ranks, the tier that computes and the store are compared when the
+    model is made.
 
     Raises:
         JobError: naming the option, what it is here and what it was for the plan.
@@ -389,20 +351,6 @@ def check_step(plan: Plan, options: Options, *, ranks: int, computes: Tier) -> I
         if not sums and not shorter:
             raise JobError(f"{words}. Leave it out here, and it is as in the plan; or make a plan for this step.")
         yield f"{words}: its speed is not the planned one"
-    if plan.problem.gradients == "transient":
-        raise JobError(f"{made} with --gradients transient, and a trainer keeps them until it has clipped them.")
-    if plan.layout.ranks != ranks:
-        raise JobError(
-            f"{made} for {plan.layout.ranks} processes that divide the model (--gpus), and here there are {ranks}: "
-            "start as many (torchrun --nproc-per-node), or make a plan for these."
-        )
-    if plan.problem.compute is not computes:
-        raise JobError(
-            f"{made} for computing on {plan.problem.compute.value}, and this job computes on {computes.value}: "
-            "make a plan for this one (--compute)."
-        )
-    if options.ours.durable_every and not plan.problem.durable:
-        raise JobError(f"{made} without a durable store: leave --durable_every out, or --plan.")
     if Tier.NVME in plan.problem.budgets and options.ours.nvme_path is None:
         raise JobError(f"--plan {options.ours.plan} keeps some of the model on NVMe: give --nvme_path, a folder there.")
 

@@ -1,4 +1,4 @@
-"""What happens between the steps of a training job: lines and rows of metrics, and the wish to stop."""
+"""What happens between the steps of a training job: the lines of what is logged, and the wish to stop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import time
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -83,25 +82,15 @@ def identity_of(dataset: Any, seed: int, length: int | None) -> dict[str, Any]:
 
 
 class Shown(TrainerCallback):
-    """A line for each row that is logged, and the row in ``metrics.jsonl``.
+    """A line for each row that is logged.
 
     Raises:
         JobError: if the loss stays inf or NaN.
     """
 
-    def __init__(self, console: Console, metrics: Path | None) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._metrics = metrics
         self._good = 0  # the last step whose loss was finite
-
-    def rewind(self, step: int) -> None:
-        """Drop the rows of steps that are made again: the run goes on after ``step``."""
-        if self._metrics is None or not self._metrics.exists():
-            return
-        kept = [line for line in self._metrics.read_text(encoding="utf-8").splitlines() if _is_row_until(step, line)]
-        new = self._metrics.with_name(f".{self._metrics.name}.new")
-        new.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(new, self._metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._good = state.global_step
@@ -114,8 +103,8 @@ class Shown(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         step = state.global_step
         if "eval_loss" in logs:
-            logs["eval_perplexity"] = math.exp(min(logs["eval_loss"], 700.0))
-            self._console.print(f"evaluation after step {step}: loss {logs['eval_loss']:.4f}{_more(logs, 'eval_')}")
+            more = {**logs, "eval_perplexity": math.exp(min(logs["eval_loss"], 700.0))}
+            self._console.print(f"evaluation after step {step}: loss {logs['eval_loss']:.4f}{_more(more, 'eval_')}")
         elif "loss" in logs:
             if math.isfinite(logs["loss"]):
                 self._good = step
@@ -125,11 +114,6 @@ class Shown(TrainerCallback):
                     "--learning_rate may help, or --bf16 true. Checkpoints that were saved before are in --output_dir."
                 )
             self._console.print(f"step {step}/{state.max_steps}  {_line(logs)}")
-        else:
-            return
-        if self._metrics is not None:
-            with open(self._metrics, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "time": round(time.time(), 3), **logs}, default=float) + "\n")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._console.print(f"saved {Path(args.output_dir, f'checkpoint-{state.global_step}')}")
@@ -146,7 +130,7 @@ def _more(logs: dict[str, Any], prefix: str = "") -> str:
 
 def _line(logs: dict[str, Any]) -> str:
     """The figures of a row, those that a person looks at first."""
-    words = [f"loss {logs['loss']:.4f}{_more(logs)}"]
+    words = [f"loss {round(logs['loss'], 4) + 0.0:.4f}{_more(logs)}"]  # of -0.0 it makes 0.0
     if logs.get("grad_norm") is not None:
         words.append(f"grad norm {logs['grad_norm']:.3g}")
     if "tokens_per_second" in logs:
@@ -159,14 +143,6 @@ def _line(logs: dict[str, Any]) -> str:
         words.append(f"waits {min(1, share):.0%} for {cause.replace('_', ' ')}")
     words.append(f"{timedelta(seconds=round(logs.get('seconds_left', 0)))} left")
     return "  ".join([*words, f"lr {logs.get('learning_rate', 0.0):.3g}"])
-
-
-def _is_row_until(step: int, line: str) -> bool:
-    """Whether a line is a whole row, and of a step up to that: one may have been cut by a kill."""
-    try:
-        return bool(json.loads(line)["step"] <= step)
-    except (ValueError, TypeError, KeyError):
-        return False
 
 
 # ---- Ctrl-C, and a polite kill ---------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ class GeminiDDP(nn.Module):
 
         Updates in flight end first. Weights, states and gradients that live on the GPU wait in host memory as far as
         the cpu budget has room, else on the drive. Params are read and written by name as ever (``full_param``,
-        ``state_dict``); a forward, a backward, ``gathered()`` and ``optimizer.step()`` are
+        ``state_dict``, :func:`gemini.weights_for`); a forward, a backward, ``gathered()`` and ``optimizer.step()`` are
         refused. With several ranks all of them park together. A block inside another one has no effect.
 
         Raises:

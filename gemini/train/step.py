@@ -534,7 +534,7 @@ class StepState:
             raise GeminiError(
                 "the model is parked (inside `with model.parked()`): it has given the memory back that it computes "
                 "in. Leave the block first (if an error kept it from coming back: `with model.parked(): pass` tries "
-                "again); read weights with model.full_param(name) or model.state_dict()"
+                "again); read weights with gemini.weights_for(model), model.full_param(name) or model.state_dict()"
             )
 
     def check_whole(self) -> None:

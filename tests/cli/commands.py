@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
+
+
+class Tee(io.StringIO):
+    """A text file in memory whose text goes to others."""
+
+    def __init__(self, *files: io.StringIO):
+        super().__init__()
+        self._files = files
+
+    def write(self, text: str) -> int:
+        return max(file.write(text) for file in self._files)
 
 
 class Command:
@@ -23,7 +37,16 @@ class Command:
     def __call__(self, *words: object) -> Any:
         from gemini.cli import app
 
-        return CliRunner().invoke(app, [str(word) for word in (*self.words, *words)])
+        out, err, both = io.StringIO(), io.StringIO(), io.StringIO()
+        code, exception = 1, None
+        with redirect_stdout(Tee(out, both)), redirect_stderr(Tee(err, both)):
+            try:
+                code = app([str(word) for word in (*self.words, *words)])
+            except Exception as e:
+                exception = e
+                traceback.print_exc()
+        said = {"stdout": out.getvalue(), "stderr": err.getvalue(), "output": both.getvalue()}
+        return SimpleNamespace(exit_code=code, exception=exception, **said)
 
     def ok(self, *words: object) -> Any:
         """A run that ends well."""

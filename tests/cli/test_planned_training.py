@@ -53,7 +53,7 @@ def test_a_plan_for_another_step_is_refused(
     twice = refuse(*there, "--gradient_accumulation_steps", 2)
     assert "with --gradient_accumulation_steps 1, and this job has 2" in twice
     assert "with --states exact, and this job has compact" in refuse(*there, "--states", "compact")
-    assert "without a durable store: leave --durable_every out" in refuse(*there, "--durable_every", 1)
+    assert "the plan was made for durable=False, and here it is True" in refuse(*there, "--durable_every", 1)
     assert "batch_size 2, and this job has 3" in refuse(*there, "--per_device_train_batch_size", 3)
     assert "--gradient_checkpointing False" in refuse(*there, "--gradient_checkpointing")
     assert "--activations and --offload_activations are the plan's" in refuse(*there, "--activations", "1MiB")

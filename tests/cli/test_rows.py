@@ -35,7 +35,7 @@ def train(tmp_path: Path, tiny_values: dict[str, Any], chats: Path) -> Command:
 
 
 def loss_of(out: Path) -> float:
-    return float(json.loads((out / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    return float(json.loads((out / "trainer_state.json").read_text())["log_history"][0]["loss"])
 
 
 def test_only_the_answers_are_learned_where_that_is_asked(train: Command, tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,20 +185,17 @@ def check_command(command: str, page: Path) -> None:
 
 
 def _check_gemini(words: list[str], whole: bool) -> None:
-    import typer
+    from gemini.cli.app import COMMANDS
+    from gemini.jobs.options import RecordParser
 
-    from gemini.cli import app
-
-    group = typer.main.get_command(app)
     if not words or words[0].startswith("-"):
         assert set(words) <= {"--help", "-h"}, words
         return
-    command = group.commands[words[0]]  # type: ignore[attr-defined]
-    if words[0] in ("train", "sft", "dpo", "kto", "reward", "grpo", "rloo"):
+    command, rest = COMMANDS[words[0]], [word for word in words[1:] if word not in ("--help", "...")]
+    if command.record is None:
         from gemini.jobs.train_options import Parser, options_of
 
         parser = Parser("sft" if words[0] == "train" else words[0])
-        rest = [word for word in words[1:] if word not in ("--help", "...")]
         from_file = "--config" in rest
         if from_file:
             at = rest.index("--config")
@@ -208,21 +204,11 @@ def _check_gemini(words: list[str], whole: bool) -> None:
         if whole and not from_file:
             num = max(1, given.values.tp * given.values.cp * given.values.ep * given.values.replicas)
             options_of(given, num)
-        return
-    try:
-        context = command.make_context(words[0], [word for word in words[1:] if word != "--help"])
-    except Exception as e:  # typer may bring a click of its own, so its classes are known by name
-        if whole or type(e).__name__ != "MissingParameter":
-            raise
-        return
-    if whole:
-        from gemini.jobs.options import record_of
-        from gemini.jobs.settings import PlanSettings, SimulateSettings, TraceSettings
-
-        records = {"trace": TraceSettings, "plan": PlanSettings, "simulate": SimulateSettings}
-        if record := records.get(words[0]):
-            known = {field.name for field in fields(record)}
-            record_of(record, {name: value for name, value in context.params.items() if name in known}).check()
+    elif whole:
+        RecordParser(words[0], "", command.record).read(rest)
+    else:
+        unknown = RecordParser(words[0], "", command.record).parse_known_args([*rest, "config.json"])[1]
+        assert not [word for word in unknown if word.startswith("-")], words
 
 
 def _check_torchrun(words: list[str], whole: bool, page: Path) -> None:

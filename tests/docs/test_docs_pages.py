@@ -11,10 +11,12 @@ import from_source
 import pytest
 import torch
 from doc_blocks import PAGES, ROOT
-from from_source import GAP, WARNING, commands, error_classes, first_sentence, folders, messages
+from from_source import GAP, WARNING, error_classes, first_sentence, folders, messages
 
 import gemini
 import gemini.errors
+from gemini.cli.app import COMMANDS
+from gemini.jobs.options import options, spelled
 
 DOCS = ROOT / "docs"
 CONFIGS = (gemini.GeminiConfig, gemini.MemoryBudget, gemini.StaticPlacement)
@@ -151,7 +153,7 @@ def test_every_field_of_the_config_is_described() -> None:
 
 def test_every_command_is_in_the_reference() -> None:
     page = directives("cli.md")
-    for name, _ in commands():
+    for name in COMMANDS:
         assert f"```{{command-help}} {name}\n" in page, f"docs/reference/cli.md does not have `gemini {name}`"
 
 
@@ -226,8 +228,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         body = re.sub(r"<(pre|script|style)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert not re.search(r":(?:class|func|meth|attr):|``", body), f"{path.name} has markup left over"
     cli = pages[tmp_path / "html" / "reference" / "cli.html"]
-    for _, command_ in commands():
-        for option in command_.params:
-            assert max(option.opts, key=len) in cli
+    for command_ in COMMANDS.values():
+        for name, (declared, _) in options(command_.record).items() if command_.record else ():
+            assert (name.upper() if "argument" in declared.metadata else spelled(name)) in cli
     errors = pages[tmp_path / "html" / "errors.html"]
     assert errors.count("<li><p>") > 180 and GAP in errors

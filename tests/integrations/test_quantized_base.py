@@ -16,6 +16,7 @@ import transformers
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch
 from gemini.planning.trace import scale_bytes, with_4bit_base
+from gemini.tiers import Tier
 from tests.docs.doc_blocks import ROOT, blocks_of
 from tests.train import helpers
 
@@ -318,3 +319,24 @@ def test_stages_and_slices_are_refused(base: Path) -> None:
 
     with pytest.raises(ValueError, match="tensor parallel does not slice 4-bit weights .*Use dp"):
         _cut_params(model, Slices.__new__(Slices))
+
+
+def test_codes_are_parked_and_handed_out_apart(base: Path, tmp_path: Path) -> None:
+    def run(*, parks: bool) -> Any:
+        memory = gemini.MemoryBudget(gpu="64MiB", cpu="64MiB")
+        model = gemini.GeminiDDP(quantized(base), gemini.GeminiConfig(memory=memory, device="standin"))
+        optimizer, losses = adam_of(model), list[float]()
+        for step in range(3):
+            if parks:
+                with model.parked():
+                    assert world_of(model).used(Tier.GPU) == 0
+                    weights = dict(gemini.weights_for(model, adapters="apart"))
+                    with pytest.raises(GeminiError, match="a base of 4-bit codes"):
+                        gemini.weights_for(model)
+                assert_same({name: weights[name] for name in (NAME,)}, {NAME: model.state_dict()[NAME]})
+            losses += losses_of(model, optimizer, range(step, step + 1))
+        return losses, model.state_dict()
+
+    wanted, found = run(parks=False), run(parks=True)
+    assert found[0] == wanted[0]
+    assert_same(found[1], wanted[1])

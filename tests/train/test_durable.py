@@ -23,6 +23,7 @@ from rich.console import Console
 
 import gemini
 from gemini.jobs.doctor import doctor
+from gemini.jobs.settings import DoctorSettings
 from gemini.memory import nvme
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable import folder
@@ -127,15 +128,18 @@ def test_without_a_budget_for_it_the_store_is_a_checkpoint(tmp_path: Path) -> No
     gemini.load_checkpoint(tmp_path, other, adam(other))
     assert_same_snapshot(snapshot(other), expected)
     console = Console(record=True, width=300, file=io.StringIO())
-    assert doctor(console, nvme_path=tmp_path) == 0 and "last: commit 1, step 2" in console.export_text()
+    assert (
+        doctor(DoctorSettings(nvme_path=(tmp_path,)), console) == 0
+        and "last: commit 1, step 2" in console.export_text()
+    )
     _cut_slots(tmp_path / "store-0001")
-    assert doctor(console, nvme_path=tmp_path) == 1 and "cut short" in console.export_text()
+    assert doctor(DoctorSettings(nvme_path=(tmp_path,)), console) == 1 and "cut short" in console.export_text()
 
 
 def said_of(store: Path) -> str:
     """By the doctor, of a store that is whole."""
     console = Console(record=True, width=300, file=io.StringIO())
-    assert doctor(console, store=store) == 0
+    assert doctor(DoctorSettings(store=store), console) == 0
     return console.export_text()
 
 

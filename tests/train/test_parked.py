@@ -17,6 +17,7 @@ from gemini.errors import BudgetExceeded, GeminiError
 from gemini.planning import compact
 from gemini.testing import StandinDevice
 from gemini.tiers import Tier
+from tests.scaling import backward, clip_grads, make_step, new_scaler
 from tests.train import helpers
 from tests.train.helpers import batch, llama
 from tests.world import world_of
@@ -295,3 +296,49 @@ def test_others_that_hold_the_memory_keep_it_parked(tmp_path: Path, monkeypatch:
     with model.parked():
         assert world_of(model).used(Tier.GPU) == 0
     helpers.assert_same_snapshot(train(model, parks=False), train(wanted, parks=False))
+
+
+# ---- what is special about some models -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [RESIDENT, HALF])
+def test_a_loss_scale_and_masters_that_are_cast(how: dict[str, Any], tmp_path: Path) -> None:
+    def run(*, parks: bool) -> Any:
+        model = wrap(tmp_path, precision="fp16", **how)
+        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-2)
+        new_scaler(model, 2.0**10)
+        for step in range(3):
+            loss = model(**batch(step)).loss
+            backward(model, loss)
+            del loss
+            if parks:
+                with parked(model):
+                    weights = dict(gemini.weights_for(model))
+                assert weights["model.norm.weight"].dtype == torch.float16
+            clip_grads(model, optimizer, 1.0)
+            make_step(model, optimizer)
+            optimizer.zero_grad()
+            if parks:
+                with parked(model):
+                    pass
+        return helpers.snapshot(model)
+
+    helpers.assert_same_snapshot(run(parks=True), run(parks=False))
+
+
+def test_windows_that_are_cut_out_of_one_piece(tmp_path: Path) -> None:
+    def run(*, parks: bool) -> Any:
+        device = StandinDevice(in_pieces=True, poison=True)
+        model = wrap(tmp_path, device=device, placement=gemini.StaticPlacement())
+        pieces, optimizer = device.pieces, gemini.HybridAdam(model.parameters(), lr=1e-2)
+        assert pieces is not None and pieces.num_bytes > 0
+        for step in range(4):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if parks:
+                with model.parked():
+                    assert pieces.num_bytes == world_of(model).used(Tier.GPU) == 0
+        return helpers.snapshot(model)
+
+    helpers.assert_same_snapshot(run(parks=True), run(parks=False))

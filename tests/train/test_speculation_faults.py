@@ -13,6 +13,7 @@ import gemini
 from gemini import kernels
 from gemini.errors import GeminiError, NonFiniteGradient, StorageError
 from gemini.jobs.doctor import doctor
+from gemini.jobs.settings import DoctorSettings
 from gemini.memory.nvme import SpillFile
 from gemini.tiers import Tier
 from gemini.train.update.guess import HOLDER, Guess, GuessRecord
@@ -445,7 +446,7 @@ def test_sums_of_a_store_are_those_of_what_was_kept(tmp_path: Path, monkeypatch:
     assert_same_state(model, plain)
     world_of(model).close()
     console = Console(record=True, width=300, file=io.StringIO())
-    assert doctor(console, store=tmp_path) == 0, console.export_text()
+    assert doctor(DoctorSettings(store=tmp_path), console) == 0, console.export_text()
     model, optimizer = guessing(tmp_path)
     assert gemini.load_checkpoint(tmp_path, model, optimizer) == 5
     assert_same_state(model, plain)

@@ -176,8 +176,7 @@ class Export:
         if self._ranks.size == 1 and plane.dtype == dtype:
             if isinstance(plane, FilePlane):
                 return plane.mapped(slot.start, slot.stop)
-            view = plane.host_view(slot.start, slot.stop)
-            if view is not None:
+            if (view := self._by_names.in_place(handle, dtype)) is not None:
                 buffer = (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
                 # torch.frombuffer keeps the buffer, and this keeps the plane's memory for it.
                 buffer.owner = view  # type: ignore[attr-defined]

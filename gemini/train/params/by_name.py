@@ -110,6 +110,15 @@ class ByName:
         """Do :meth:`read` of the whole param where it is a slice of one."""
         return self.joined(handle, self.read(handle, dtype))
 
+    @alone
+    def in_place(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor | None:
+        """Find the weights where they stand, if that is in host memory, in this dtype and all of them; else None."""
+        handle.chunk.settle()
+        plane, slot = handle.chunk.weights, handle.slot
+        is_here = plane.dtype == dtype and not self._company.divides
+        view = plane.host_view(slot.start, slot.stop) if is_here else None
+        return None if view is None else view.view(handle.own_shape)
+
     def joined(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """Join the whole value of a param, of which ``own``, in its shape, is what is here."""
         return own if handle.cut is None or self._slices is None else self._slices.join(handle, own)
