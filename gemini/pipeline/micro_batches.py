@@ -141,9 +141,6 @@ def _entry(values: list[torch.Tensor | None], grads: list[torch.Tensor | None], 
     return (_Entry.apply(anchor, value, grads, number),)  # type: ignore[no-untyped-call]
 
 
-# ---- what can be cut -------------------------------------------------------------------------------------------------
-
-
 def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> list[Stage] | str:
     """A stage for each block, or why depth first; that is warned of once."""
     if why := _why_not_now(model):
