@@ -52,6 +52,7 @@ _WHERE = {
     "sequence_batch": "gemini.train.context.parallel",
     "slice_tensors": "gemini.train.slices.slicing",
     "Pipeline": "gemini.pipeline.pipeline",
+    "train_step": "gemini.pipeline.micro_batches",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from gemini.errors import RankLost as RankLost
     from gemini.errors import RankMismatch as RankMismatch
     from gemini.errors import StorageError as StorageError
+    from gemini.pipeline.micro_batches import train_step as train_step
     from gemini.pipeline.pipeline import Pipeline as Pipeline
     from gemini.planning.hardware import Hardware as Hardware
     from gemini.planning.placement import StaticPlacement as StaticPlacement

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class Course(NamedTuple):
         gives_tuple: whether a block gives a tuple that begins with the hidden states.
         width: of hidden states.
         flops: of each block, and at last of what comes after them.
+        is_random: whether a forward draws random numbers.
     """
 
     twin: nn.Module
@@ -40,10 +41,16 @@ class Course(NamedTuple):
     gives_tuple: bool
     width: int
     flops: tuple[int, ...]
+    is_random: bool
 
 
-def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
+def course_of(
+    model: nn.Module, batch: Mapping[str, Any], loss_from: Callable[[Any], torch.Tensor] | None = None
+) -> Course:
     """Run ``model`` on ``batch``, without values.
+
+    Args:
+        loss_from: makes a loss of what forward returns, where that has none.
 
     Raises:
         ValueError: for a model whose blocks do not follow each other with nothing but hidden states between them.
@@ -74,8 +81,8 @@ def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
             if name in blocks:
                 module.register_forward_hook(_keeping(name, given))
         try:
-            with _Counting(FakeRunner(mode), flops, order):
-                loss = loss_of(fake, fake(**inputs), None)
+            with _Counting(FakeRunner(mode), flops, order) as counting:
+                loss = loss_of(fake, fake(**inputs), loss_from)
         except GeminiError:
             raise
         except Exception as e:
@@ -104,7 +111,7 @@ def course_of(model: nn.Module, batch: Mapping[str, Any]) -> Course:
     gives = given[f"{blocks[0]} gives"]
     width = (gives[0] if isinstance(gives, tuple) else gives).shape[-1]
     weights = (*(flops[name] for name in blocks), sum(flops[name] for name in after))
-    return Course(_twin_of(model), blocks, before, after, isinstance(gives, tuple), width, weights)
+    return Course(_twin_of(model), blocks, before, after, isinstance(gives, tuple), width, weights, counting.is_random)
 
 
 class _Counting(TorchDispatchMode):
@@ -113,11 +120,21 @@ class _Counting(TorchDispatchMode):
     def __init__(self, runner: FakeRunner, flops: Counter[str], order: list[str]):
         super().__init__()
         self._runner, self._flops, self._order = runner, flops, order
+        self.is_random = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = self._runner(func, args, kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.is_random |= _drops_something(func, args, kwargs or {})
         self._flops[self._order[-1] if self._order else ""] += flops_of(func, args, kwargs or {}, out)
         return out
+
+
+def _drops_something(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation that may draw random numbers does: attention with a dropout of 0 does not."""
+    given = {own.name: own.default_value for own in func._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
+    return bool(given.get("dropout_p", True))
 
 
 def _noting(name: str, order: list[str], given: dict[str, Any]) -> Any:

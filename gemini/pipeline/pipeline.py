@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import Course, course_of
-from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
+from gemini.pipeline.micro_batches import breadth_first
+from gemini.pipeline.stages import Numbered, Stage, left_out, loss_in, micro_batches_of, params_of_stages
 from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.group import names_of, place_in, size_of
@@ -244,7 +244,7 @@ class Pipeline:
         # In no step_scope(): a stage reads its weights again and again, so those that were read last are to be kept.
         # Planned over all micro-batches of a step, more was fetched (docs/decisions/2026-11-24-pipelines.md).
         self._backwards_left = len(parts) * len(self._stages)
-        loss = self._breadth_first(parts) if self._size == 1 else self._over_ranks(parts)
+        loss = self._over_ranks(parts) if self._size > 1 else self._breadth_first(parts)
         ranks = self.model._gemini_engine.ranks
         if ranks.context.size == 1:
             return loss
@@ -272,33 +272,11 @@ class Pipeline:
             return self.model.no_sync()  # type: ignore[no-any-return]
         return nullcontext()
 
-    # ---- in one process -----------------------------------------------------------------------------------------
-
     def _breadth_first(self, parts: list[dict[str, Any]]) -> torch.Tensor:
-        values: list[torch.Tensor | None] = [None] * len(parts)
-        held: list[list[tuple[torch.Tensor | None, Any]]] = []
-        losses = []
-        for stage in self._stages:
-            row: list[tuple[torch.Tensor | None, Any]] = []
-            for number, part in enumerate(parts):
-                received = values[number]
-                if received is not None:
-                    received = received.detach().requires_grad_()
-                output = stage(*(() if received is None else (received,)), **part)
-                if stage.is_last:
-                    output = output / len(parts)
-                    losses.append(output.detach())
-                # Of what goes on only the way back is kept here; its values are the next stage's.
-                row.append((received, get_gradient_edge(output)))
-                values[number] = output.detach()
-            held.append(row)
-        grads: list[torch.Tensor | None] = [None] * len(parts)
-        while held:
-            for number, (received, edge) in enumerate(held.pop()):
-                with self._in_backward():
-                    torch.autograd.backward([edge], None if grads[number] is None else [grads[number]])
-                grads[number] = None if received is None else received.grad
-        return torch.stack(losses).sum()
+        def share_of(output: Any, number: int) -> torch.Tensor:
+            return loss_in(output) / len(parts)
+
+        return breadth_first(self.model, self._stages, parts, share_of, self._in_backward).sum()
 
     # ---- over ranks ---------------------------------------------------------------------------------------------
 

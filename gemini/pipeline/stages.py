@@ -35,14 +35,20 @@ def params_of_stages(
 
 def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> int:
     """Which stage runs the module of a param; the first one for what never runs."""
-
-    def is_in(modules: Iterable[str]) -> bool:
-        return any(name.startswith(f"{module}.") for module in modules)
-
     for number, (start, stop) in enumerate(ranges):
-        if is_in(course.blocks[start:stop]):
+        if is_in(name, course.blocks[start:stop]):
             return number
-    return len(ranges) - 1 if is_in(course.after) else 0
+    return len(ranges) - 1 if is_in(name, course.after) else 0
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a param is in one of these modules, by their names."""
+    return any(name.startswith(f"{module}.") for module in modules)
+
+
+def loss_in(output: Any) -> torch.Tensor:
+    """The loss that a forward returns, alone or beside other things."""
+    return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
 class _StandIn(nn.Module):
@@ -92,7 +98,8 @@ _LABELS = ("labels", "shift_labels")
 
 class Stage(nn.Module):
     """Blocks ``[start, stop)`` of a model, with what comes before or after them at its ends. Called with the hidden
-    states of the stage before (none on the first) and a micro-batch; gives hidden states, or on the last one the loss.
+    states of the stage before (none on the first) and a micro-batch; gives hidden states, or on the last one what the
+    model returns.
     """
 
     def __init__(self, model: Any, course: Course, start: int, stop: int):
@@ -118,7 +125,7 @@ class Stage(nn.Module):
         """Names of the modules that do not run in this stage."""
         return set(self._stand_ins)
 
-    def forward(self, *received: torch.Tensor, **batch: Any) -> torch.Tensor:
+    def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
         for name in _LABELS if self._drops_labels else ():
             batch.pop(name, None)
         if self._entry is not None:
@@ -127,8 +134,8 @@ class Stage(nn.Module):
             with self._standing_in():
                 output = self.__dict__["model"](**batch)
             if self._exit is not None:
-                return self._exit.__dict__["seen"]  # type: ignore[no-any-return]
-            return output if isinstance(output, torch.Tensor) else output["loss"]
+                return self._exit.__dict__["seen"]
+            return output
         finally:
             for end in (self._entry, self._exit):
                 if end is not None:
@@ -158,7 +165,8 @@ class Numbered(nn.Module):
         self.parts: Sequence[Mapping[str, Any]] = ()
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.stage(*received, **self.parts[int(number)])  # type: ignore[no-any-return]
+        output = self.stage(*received, **self.parts[int(number)])
+        return loss_in(output) if self.stage.is_last else output  # type: ignore[no-any-return]
 
 
 @contextmanager

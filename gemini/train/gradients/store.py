@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
@@ -34,11 +35,11 @@ from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneSpec
+from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import OF_BUDGET, WELCOME, Tier, Turn, Want
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.params.by_name import read_range
+from gemini.train.params.by_name import host_part, read_range, store_tile
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 
 HOLDER = "gradients in flight"
@@ -482,6 +483,85 @@ class GradientStore:
             # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
             self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
             raise
+
+    @contextlib.contextmanager
+    def at_hand(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """Keep the gradients of these chunks where modules compute, as far as there is room: the backwards inside add
+        to them there, and they go home once. The bits are the same.
+
+        Raises:
+            BudgetExceeded: as :meth:`promote`.
+            StorageError: if the disk fails.
+        """
+        self.promote(list(chunks))
+        # Their weights stay there for all backwards inside: fetched again for each, more would be lost than is won.
+        needed = self._working_set + sum(chunk.weights.num_bytes for chunk in chunks if not chunk.resident)
+        moved: list[tuple[Chunk, dict[PlaneKind, Plane]]] = []
+        try:
+            for chunk in chunks:
+                homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
+                if self._has_room_for(homes.values(), needed):
+                    self._bring(chunk, homes, moved)
+            yield
+        finally:
+            try:
+                self.drain()  # what lands writes to the planes that go
+            finally:
+                while moved:
+                    self._send_home(*moved.pop())
+
+    def _has_room_for(self, homes: Collection[Plane], needed: int) -> bool:
+        """Whether the device can have what these planes hold beside ``needed``, and does not already."""
+        is_away = any(plane.tier is not self._device.tier for plane in homes)
+        return is_away and sum(plane.num_bytes for plane in homes) <= self._manager.room.left_beside(needed)
+
+    def _bring(
+        self, chunk: Chunk, homes: dict[PlaneKind, Plane], moved: list[tuple[Chunk, dict[PlaneKind, Plane]]]
+    ) -> None:
+        """Put planes of the device in the place of a chunk's grad planes, if there is room."""
+        tier = self._device.tier
+        chunk.settle()  # an update of the step before may still read them
+        self.drain()
+        near: dict[PlaneKind, Plane] = {}
+        with WHOLE:
+            for kind, home in homes.items():
+                if not self._ledger.reserve_if_room(tier, home.num_bytes, GRAD, WELCOME):
+                    break
+                try:
+                    spec = PlaneSpec(kind, str(home.dtype).removeprefix("torch."))
+                    near[kind] = make_plane(spec, home.numel, tier, self._device, self._files)
+                except BaseException:
+                    self._ledger.release(tier, home.num_bytes, GRAD)
+                    self._end(*near.values())
+                    raise
+            if len(near) < len(homes):
+                self._end(*near.values())
+                return
+            chunk.change_planes(near)
+            moved.append((chunk, homes))
+        if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
+            for kind, home in homes.items():
+                self._copy_plane(home, near[kind])
+
+    def _send_home(self, chunk: Chunk, homes: dict[PlaneKind, Plane]) -> None:
+        near = {kind: chunk.planes[kind] for kind in homes}
+        own = [handle for handle in self._handles if handle.chunk is chunk]
+        try:
+            if any(handle.has_grad for handle in own):
+                for kind, home in homes.items():
+                    self._copy_plane(near[kind], home)
+        except BaseException:
+            for handle in own:
+                handle.norm_sums = None  # what is there of it may be torn
+            raise
+        finally:
+            with WHOLE:
+                chunk.change_planes(homes)
+                self._end(*near.values())
+
+    def _copy_plane(self, source: Plane, target: Plane) -> None:
+        for start, stop in tiles(0, source.numel, self._mover.tile):
+            store_tile(self._mover, [(target, host_part(self._mover, source, start, stop))], start, stop)
 
     def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
         """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.

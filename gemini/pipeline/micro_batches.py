@@ -1,0 +1,218 @@
+"""``gemini.train_step``: the micro-batches of a step pass block by block, so that each block's weights are fetched once
+for all of them in forward and once in backward, and its gradients land once.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from gemini.errors import GeminiError
+from gemini.memory.chunks.chunk import Chunk
+from gemini.pipeline.course import Course, course_of
+from gemini.pipeline.stages import Stage, is_in, loss_in
+from gemini.train.params.handle import stepping_in_backward
+
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+_found: weakref.WeakKeyDictionary[nn.Module, list[Stage] | str] = weakref.WeakKeyDictionary()
+"""Of each model its stages, or why there are none."""
+
+
+def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
+    """Run forward and backward of all micro-batches of a step, block by block. Call the optimizer's ``step()`` after.
+
+    Losses and gradients have the bits of ``for batch in micro_batches: loss(model(**batch), batch).backward()``. What
+    cannot be computed otherwise with the same bits (models that cannot be cut into blocks, embeddings tied to the head,
+    dropout, fp16, updates inside backward, several ranks) is computed in that order, and a warning says why, once.
+
+    Args:
+        model: a managed model, in training mode.
+        micro_batches: what forward takes by name, of each micro-batch. Sizes may differ.
+        loss: makes of what forward returns, and the micro-batch, what is differentiated: the losses of all are added
+            up. By default forward's own loss over the number of micro-batches.
+
+    Returns:
+        The loss of each micro-batch, as ``loss`` gave it, without a graph. Their sum is the loss of the step.
+
+    Raises:
+        ValueError: without micro-batches, and for a model that is not managed.
+        GeminiError: if forward gives no loss, and none is given.
+        BudgetExceeded: if there is no room to add up gradients.
+    """
+    parts = list(micro_batches)
+    if not parts:
+        raise ValueError("train_step() takes the micro-batches of a step, and was given none")
+    if "_gemini_engine" not in model.__dict__:
+        raise ValueError(f"train_step() of a {type(model).__name__} that is not managed: wrap it with GeminiDDP first")
+
+    def loss_of(output: Any, number: int) -> torch.Tensor:
+        return loss_in(output) / len(parts) if loss is None else loss(output, parts[number])
+
+    stages = _stages_for(model, parts[0], loss) if len(parts) > 1 else "one micro-batch"
+    if not isinstance(stages, str):
+        return breadth_first(model, stages, parts, loss_of, nullcontext)
+    losses = []
+    for number, part in enumerate(parts):
+        with nullcontext() if number == len(parts) - 1 else model.no_sync():  # type: ignore[operator]
+            own = loss_of(model(**part), number)
+            own.backward()
+        losses.append(own.detach())
+    return torch.stack(losses)
+
+
+def breadth_first(
+    model: Any,
+    stages: Sequence[Stage],
+    parts: Sequence[Mapping[str, Any]],
+    loss_of: Callable[[Any, int], torch.Tensor],
+    in_backward: Callable[[], AbstractContextManager[None]],
+) -> torch.Tensor:
+    """Let each stage take all micro-batches before the next one does: the losses.
+
+    Args:
+        loss_of: makes the loss of what forward returns and the number of a micro-batch.
+        in_backward: entered for each backward.
+    """
+    gradients = model._gemini_engine.backward.gradients
+    chunks = [_chunks_of(model, stage) for stage in stages]
+    values: list[torch.Tensor | None] = [None] * len(parts)
+    grads: list[torch.Tensor | None] = [None] * len(parts)
+    held: list[list[Any]] = []
+    for stage in stages[:-1]:
+        row: list[Any] = []
+        for number, part in enumerate(parts):
+            output = stage(*_entry(values, grads, number), **part)
+            # Of what goes on only the way back is kept here; its values are the next stage's.
+            row.append(get_gradient_edge(output))
+            values[number] = output.detach()
+            del output
+        held.append(row)
+    losses = []
+    with gradients.at_hand(chunks[-1]):
+        for number, part in enumerate(parts):
+            # One micro-batch after another: logits are as large as nothing else, and never there for two.
+            own = loss_of(stages[-1](*_entry(values, grads, number), **part), number)
+            values[number] = None
+            with in_backward():
+                own.backward()
+            losses.append(own.detach())
+            del own
+    while held:
+        with gradients.at_hand(chunks[len(held) - 1]):
+            for number, edge in enumerate(held.pop()):
+                grad, grads[number] = grads[number], None
+                with in_backward():
+                    torch.autograd.backward([edge], [grad])
+    return torch.stack(losses)
+
+
+class _Entry(torch.autograd.Function):
+    """Hidden states of the stage before, whose gradient is put into ``grads``. A leaf would be kept by its graph on the
+    device that computes, where checkpointing may have sent them to a slower tier.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, grads: list[Any], number: int) -> torch.Tensor:
+        ctx.place = grads, number
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        grads, number = ctx.place
+        grads[number] = grad
+        return None, None, None, None
+
+
+def _entry(values: list[torch.Tensor | None], grads: list[torch.Tensor | None], number: int) -> tuple[Any, ...]:
+    value = values[number]
+    if value is None:
+        return ()
+    anchor = torch.empty(0, device=value.device, requires_grad=True)
+    return (_Entry.apply(anchor, value, grads, number),)  # type: ignore[no-untyped-call]
+
+
+def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> list[Stage] | str:
+    """A stage for each block, or why depth first; that is warned of once."""
+    if why := _why_not_now(model):
+        return _warned(model, why)
+    found = _found.get(model)
+    if found is None:
+        try:
+            course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
+            found = _why_not(model, course) or [Stage(model, course, i, i + 1) for i in range(len(course.blocks))]
+        except (ValueError, GeminiError) as e:
+            found = str(e)
+        _found[model] = found
+    return _warned(model, found) if isinstance(found, str) else found
+
+
+def _why_not_now(model: Any) -> str | None:
+    engine = model._gemini_engine
+    if engine.config.precision == "fp16":
+        return 'precision="fp16": the loss scale may change between micro-batches'
+    if engine.config.gradients == "transient" or stepping_in_backward:
+        return "an optimizer steps inside backward"
+    return None if engine.ranks.are_alone else "there are several ranks: use gemini.Pipeline"
+
+
+def _why_not(model: nn.Module, course: Course) -> str | None:
+    if course.is_random:
+        return "its forward draws random numbers (dropout), in another order block by block: the bits would be others"
+    last = (course.blocks[-1], *course.after)
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for own in names.values():
+        if len({is_in(name, last) for name in own}) > 1:
+            return (
+                f"{own[0]} is also {own[1]}: block by block the gradients of both uses would be added up in another "
+                "order, with other bits"
+            )
+    return None
+
+
+def _warned(model: nn.Module, why: str) -> str:
+    if model.__dict__.get("_gemini_depth_first") != why:
+        model.__dict__["_gemini_depth_first"] = why
+        warnings.warn(
+            f"train_step() computes micro-batches of this {type(model).__name__} one after another, which fetches its "
+            f"weights for each: {why}",
+            stacklevel=4,
+        )
+    return why
+
+
+def _plain_twin(model: Any) -> nn.Module:
+    """The model as it was before it was managed, on the meta device."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") and isinstance(value, dict):
+                memo[id(value)] = OrderedDict()  # they gather, and belong to the engine
+    twin: Any = object.__new__(type(model)._gemini_original)
+    memo[id(model)] = twin
+    own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}
+    twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+    return twin  # type: ignore[no-any-return]
+
+
+def _chunks_of(model: Any, stage: Stage) -> list[Chunk]:
+    """The chunks with params of a stage, in their order."""
+    handles = (h for h in model._gemini_engine.params.handles if not is_in(h.name, stage.leaves_out()))
+    return list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())

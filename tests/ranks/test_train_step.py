@@ -1,0 +1,166 @@
+"""``gemini.train_step``: micro-batches block by block have the bits of one after another, and fetch weights once."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gemini
+from tests.ranks.parallel_cases import Found, config_for, hybrid_adam, train
+from tests.ranks.pipeline_cases import STEPS, half
+from tests.ranks.test_slices import small
+from tests.train import helpers
+from tests.world import world_of
+
+QUICK = ("llama", "gpt_neox")
+MORE = ("qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "starcoder2", "gemma2")
+"""With heads of their own here. Together ten families."""
+
+
+def unequal(step: int, number: int = 4) -> list[dict[str, Any]]:
+    """Micro-batches with labels of unequal counts."""
+    draw = torch.Generator().manual_seed(step)
+    batches = []
+    for i in range(number):
+        ids = torch.randint(3, 128, (2, 12), generator=draw)
+        labels = ids.clone()
+        labels[:, : 2 * i] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def per_token(batches: list[dict[str, Any]]) -> Any:
+    total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+
+    def loss(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+        logits = output.logits[:, :-1].float().flatten(0, 1)
+        losses: torch.Tensor = nn.functional.cross_entropy(logits, batch["labels"][:, 1:].flatten(), reduction="sum")
+        return losses / total
+
+    return loss
+
+
+def untied(kind: str) -> Any:
+    """A small model of a family, whose head is its own and which drops nothing."""
+    model = small(kind)
+    config = model.config
+    for name, value in vars(config).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    config.tie_word_embeddings = False
+    return type(model)(config).train()
+
+
+def both(make: Any, where: str, folder: str, *, own_loss: bool = False, **settings: Any) -> tuple[Found, Found]:
+    """Steps block by block, and by the ordinary loop."""
+    found = []
+    for by_block in (True, False):
+        torch.manual_seed(0)
+        model: Any = gemini.GeminiDDP(make(), config_for(where, folder, **settings))
+        world, fetched = world_of(model), 0
+
+        def compute(step: int, model: Any = model, by_block: bool = by_block, world: Any = world) -> float:
+            nonlocal fetched
+            batches, before = unequal(step), world.num_gathers
+            loss = per_token(batches) if own_loss else lambda output, batch: output.loss / 4
+            if by_block:
+                losses = gemini.train_step(model, batches, loss if own_loss else None)
+            else:
+                parts = []
+                for batch in batches:
+                    own = loss(model(**batch), batch)
+                    own.backward()
+                    parts.append(own.detach())
+                losses = torch.stack(parts)
+            fetched = world.num_gathers - before
+            return losses.sum().item()
+
+        found.append(train(model, hybrid_adam(model), compute, steps=STEPS)._replace(fetched=fetched))
+    return found[0], found[1]
+
+
+def assert_same(found: Found, plain: Found) -> None:
+    assert (found.losses, found.norms) == (plain.losses, plain.norms)
+    assert found.state.keys() == plain.state.keys()
+    assert all(helpers.same_bits(value, plain.state[name]) for name, value in found.state.items())
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_said() -> Iterator[None]:
+    """A model that is computed in the ordinary order by mistake would pass all comparisons."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="train_step")
+        yield
+
+
+@pytest.mark.parametrize("own_loss", [False, True], ids=["mean", "per token"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradients": "accumulate"}, {"precision": "bf16"},
+        {"precision": "bf16", "states": "compact", "gradients": "accumulate_bf16"},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_the_bits_of_accumulation(where: str, settings: dict[str, Any], own_loss: bool, tmp_path: Any) -> None:
+    def make() -> Any:
+        model = half().train()
+        model.activation_checkpointing_enable() if own_loss else None
+        return model
+
+    assert_same(*both(make, where, str(tmp_path), own_loss=own_loss, **settings))
+
+
+def test_each_block_is_read_twice_and_its_gradients_land_once(tmp_path: Any) -> None:
+    """On a drive: eight micro-batches read and write what two do."""
+    moved = []
+    for number in (2, 8):
+        config = config_for("serial", str(tmp_path), precision="bf16", gradients="accumulate")
+        model: Any = gemini.GeminiDDP(half().train(), config)
+        optimizer = hybrid_adam(model)
+        gemini.train_step(model, unequal(0, number))
+        optimizer.step()
+        optimizer.zero_grad()
+        moved.append(model.memory_report()["moved"])
+    assert moved[0] == moved[1] and moved[0]["nvme->cpu"] > 0
+
+
+@pytest.mark.parametrize(
+    "make, settings, why",
+    [
+        (partial(half, tie_word_embeddings=True), {}, "is also"),
+        (partial(half, attention_dropout=0.1), {}, "dropout"),
+        (partial(small, "t5"), {}, "encoder-decoder"),
+        (half, {"precision": "fp16"}, "loss scale"),
+    ],
+    ids=["tied", "dropout", "encoder-decoder", "fp16"],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_computed_one_after_another(make: Any, settings: Any, why: str, tmp_path: Any) -> None:
+    config = config_for("ram", str(tmp_path), **{"gradients": "accumulate", **settings})
+    model: Any = gemini.GeminiDDP(make().train(), config)
+    scaler = gemini.GradScaler(enabled="precision" in settings)
+
+    def scaled(output: Any, batch: Any) -> torch.Tensor:
+        return scaler.scale(output.loss / 4)  # type: ignore[no-any-return]
+
+    with pytest.warns(UserWarning, match=f"one after another.*{why}"):
+        losses = gemini.train_step(model, unequal(0), scaled)
+    assert losses.shape == (4,) and not losses.requires_grad
+    gemini.train_step(model, unequal(1), scaled)  # said once: a warning would be an error
+
+
+def test_refusals(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="given none"):
+        gemini.train_step(half(), [])
+    with pytest.raises(ValueError, match="not managed"):
+        gemini.train_step(half(), unequal(0))
+
+
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
+def test_families(kind: str, tmp_path: Any) -> None:
+    assert_same(*both(partial(untied, kind), "disk", str(tmp_path), own_loss=True, precision="bf16"))
