@@ -24,8 +24,8 @@ from gemini.train.params.handle import stepping_in_backward
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
-_found: weakref.WeakKeyDictionary[nn.Module, list[Stage] | str] = weakref.WeakKeyDictionary()
-"""Of each model its stages, or why there are none."""
+_found: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Stage] | str]] = weakref.WeakKeyDictionary()
+"""Of each model its stages, or why there are none, and what that was found for (:func:`_settings`)."""
 
 
 def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
@@ -145,15 +145,26 @@ def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) ->
     """A stage for each block, or why depth first; that is warned of once."""
     if why := _why_not_now(model):
         return _warned(model, why)
-    found = _found.get(model)
-    if found is None:
+    settings = _settings(model, loss)
+    known, found = _found.get(model, (None, ""))
+    if known != settings:
         try:
             course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
             found = _why_not(model, course) or [Stage(model, course, i, i + 1) for i in range(len(course.blocks))]
         except (ValueError, GeminiError) as e:
             found = str(e)
-        _found[model] = found
+        _found[model] = settings, found
     return _warned(model, found) if isinstance(found, str) else found
+
+
+def _settings(model: nn.Module, loss: Loss | None) -> Any:
+    """What the way of a forward depends on and a program may change between steps: a dropout, what is trained."""
+    of_modules = [
+        [(name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str)]
+        for module in model.modules()
+    ]
+    trained = [param.requires_grad for param in model.parameters()]
+    return of_modules, trained, str(getattr(model, "config", "")), getattr(loss, "__code__", type(loss))
 
 
 def _why_not_now(model: Any) -> str | None:

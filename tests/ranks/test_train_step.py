@@ -154,6 +154,16 @@ def test_what_cannot_be_cut_is_computed_one_after_another(make: Any, settings: A
     gemini.train_step(model, unequal(1), scaled)  # said once: a warning would be an error
 
 
+def test_what_changes_between_steps_is_looked_at(tmp_path: Any) -> None:
+    model: Any = gemini.GeminiDDP(half().train(), config_for("ram", str(tmp_path), gradients="accumulate"))
+    gemini.train_step(model, unequal(0))
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.warns(UserWarning, match="one after another.*dropout"):
+        gemini.train_step(model, unequal(1))
+
+
 def test_refusals(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="given none"):
         gemini.train_step(half(), [])
