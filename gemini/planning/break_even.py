@@ -165,7 +165,7 @@ def played_break_even(
     # Scales between which the answer is, each with by how many seconds a step is longer there than it may be.
     costs: tuple[float, float] | None = None
     free: tuple[float, float] | None = None
-    scale = 1.0
+    was_free, part, scale = False, 0.0, 1.0
     for _ in range(plays + 1):
         played = timeline if scale == 1.0 else play(with_work(plan, scale))
         compute = played.busy[Track.COMPUTE]
@@ -173,7 +173,7 @@ def played_break_even(
         if over > 0:
             costs = (scale, over)
         else:
-            free = (scale, over)
+            free, part = (scale, over), played.step_seconds / compute - 1
             if -over <= accuracy * compute:
                 break
         if costs is None:  # as it is: fewer tokens are nothing that anyone asks for
@@ -183,12 +183,15 @@ def played_break_even(
             more = min(max((played.step_seconds / compute - 1) / tolerance, 1.25), 64.0)
             scale = max(first / timeline.tokens, 1.02 * more * scale if scale > 1.0 else 1.25)
         elif costs[0] < free[0] / 4:
-            scale = max(0.95 * free[0] * (played.step_seconds / compute - 1) / tolerance, math.sqrt(costs[0] * free[0]))
+            scale = max(0.95 * free[0] * part / tolerance, math.sqrt(costs[0] * free[0]))
             scale = min(scale, 0.9 * free[0])
+        elif was_free and over <= 0:
+            scale = math.sqrt(costs[0] * free[0])  # a line did not come to the other side: something jumps between
         else:
             # Both are near: a straight line, and a little to the side on which it is free.
             scale = costs[0] + (free[0] - costs[0]) * costs[1] / (costs[1] - free[1])
             scale = min(1.01 * scale, (scale + free[0]) / 2)
+        was_free = over <= 0
     return None if free is None else math.ceil(free[0] * timeline.tokens)
 
 
