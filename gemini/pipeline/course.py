@@ -192,8 +192,8 @@ def _leaves_between(start: torch.Tensor, end: torch.Tensor) -> Iterator[torch.Te
         open_ += [following for following, _ in node.next_functions]
 
 
-def _twin_of(model: nn.Module) -> nn.Module:
-    """A copy on the meta device, which takes no memory."""
+def on_meta(model: nn.Module) -> dict[int, Any]:
+    """What stands for its params and buffers in a deep copy of a model that takes no memory: its ``memo``."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for param in module._parameters.values():
@@ -202,6 +202,12 @@ def _twin_of(model: nn.Module) -> nn.Module:
         for buffer in module._buffers.values():
             if buffer is not None:
                 memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return memo
+
+
+def _twin_of(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, which takes no memory."""
+    memo = on_meta(model)
     try:
         return copy.deepcopy(model, memo)
     except Exception as e:

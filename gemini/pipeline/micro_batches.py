@@ -17,8 +17,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import GeminiError
-from gemini.memory.chunks.chunk import Chunk
-from gemini.pipeline.course import Course, course_of
+from gemini.pipeline.course import Course, course_of, on_meta
 from gemini.pipeline.stages import Stage, is_in, loss_in
 from gemini.train.params.handle import stepping_in_backward
 
@@ -84,7 +83,7 @@ def breadth_first(
         in_backward: entered for each backward.
     """
     gradients = model._gemini_engine.backward.gradients
-    chunks = [_chunks_of(model, stage) for stage in stages]
+    chunks = [stage.chunks for stage in stages]
     values: list[torch.Tensor | None] = [None] * len(parts)
     grads: list[torch.Tensor | None] = [None] * len(parts)
     held: list[list[Any]] = []
@@ -205,14 +204,8 @@ def _warned(model: nn.Module, why: str) -> str:
 
 def _plain_twin(model: Any) -> nn.Module:
     """The model as it was before it was managed, on the meta device."""
-    memo: dict[int, Any] = {}
+    memo = on_meta(model)
     for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 memo[id(value)] = OrderedDict()  # they gather, and belong to the engine
@@ -221,9 +214,3 @@ def _plain_twin(model: Any) -> nn.Module:
     own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})
     return twin  # type: ignore[no-any-return]
-
-
-def _chunks_of(model: Any, stage: Stage) -> list[Chunk]:
-    """The chunks with params of a stage, in their order."""
-    handles = (h for h in model._gemini_engine.params.handles if not is_in(h.name, stage.leaves_out()))
-    return list({handle.chunk.spec.index: handle.chunk for handle in handles}.values())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import Course
 from gemini.train.params.handle import StageParam
 
@@ -124,6 +126,14 @@ class Stage(nn.Module):
     def leaves_out(self) -> set[str]:
         """Names of the modules that do not run in this stage."""
         return set(self._stand_ins)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks with params of this stage of a managed model, in their order."""
+        handles = (
+            h for h in self.__dict__["model"]._gemini_engine.params.handles if not is_in(h.name, self._stand_ins)
+        )
+        return tuple(dict.fromkeys(handle.chunk for handle in handles))
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
         for name in _LABELS if self._drops_labels else ():

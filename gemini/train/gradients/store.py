@@ -39,7 +39,7 @@ from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
 from gemini.ranks.wire import Tag, Wire
 from gemini.tiers import OF_BUDGET, WELCOME, Tier, Turn, Want
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.params.by_name import host_part, read_range, store_tile
+from gemini.train.params.by_name import copy_plane, read_range
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 
 HOLDER = "gradients in flight"
@@ -541,7 +541,7 @@ class GradientStore:
             moved.append((chunk, homes))
         if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
             for kind, home in homes.items():
-                self._copy_plane(home, near[kind])
+                copy_plane(self._mover, home, near[kind])
 
     def _send_home(self, chunk: Chunk, homes: dict[PlaneKind, Plane]) -> None:
         near = {kind: chunk.planes[kind] for kind in homes}
@@ -549,7 +549,7 @@ class GradientStore:
         try:
             if any(handle.has_grad for handle in own):
                 for kind, home in homes.items():
-                    self._copy_plane(near[kind], home)
+                    copy_plane(self._mover, near[kind], home)
         except BaseException:
             for handle in own:
                 handle.norm_sums = None  # what is there of it may be torn
@@ -558,10 +558,6 @@ class GradientStore:
             with WHOLE:
                 chunk.change_planes(homes)
                 self._end(*near.values())
-
-    def _copy_plane(self, source: Plane, target: Plane) -> None:
-        for start, stop in tiles(0, source.numel, self._mover.tile):
-            store_tile(self._mover, [(target, host_part(self._mover, source, start, stop))], start, stop)
 
     def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
         """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.

@@ -448,6 +448,12 @@ def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> 
         store_tile(mover, [(plane, items)], base + start, base + stop)
 
 
+def copy_plane(mover: Mover, source: Plane, target: Plane) -> None:
+    """Overwrite a plane with another one of its size and dtype, tile by tile."""
+    for start, stop in tiles(0, source.numel, mover.tile):
+        store_tile(mover, [(target, host_part(mover, source, start, stop))], start, stop)
+
+
 def store_tile(mover: Mover, parts: Parts, start: int, stop: int) -> None:
     """Overwrite at most a tile of these planes, cast to their dtypes."""
     staged: dict[int, list[tuple[Plane, torch.Tensor]]] = {}

@@ -17,7 +17,7 @@ from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane, Plane, make_plane
-from gemini.memory.movement.mover import Working, tiles
+from gemini.memory.movement.mover import Working
 from gemini.memory.watching import Moved
 from gemini.planning.placement import Problem
 from gemini.planning.planes import WEIGHTS, PlaneKind, PlaneSpec
@@ -25,7 +25,7 @@ from gemini.ranks.agree import Attempt, Facts
 from gemini.ranks.agreement import Point
 from gemini.tiers import FILED, WELCOME, Tier
 from gemini.train.gradients.store import HOLDER
-from gemini.train.params.by_name import host_part, store_tile
+from gemini.train.params.by_name import copy_plane
 from gemini.train.params.exposure import expose, hide
 from gemini.train.passes.parts import Parts
 from gemini.train.setup.build import begin_budget
@@ -168,8 +168,7 @@ class Parking:
         """Copy a whole plane, tile by tile. It is no part of any step, and counts in none."""
         mover = self._store.mover
         with mover.working(Working(Moved())):
-            for start, stop in tiles(0, source.numel, mover.tile):
-                store_tile(mover, [(target, host_part(mover, source, start, stop))], start, stop)
+            copy_plane(mover, source, target)
 
     def _drop(self, away: list[_Away]) -> None:
         """Give back what was made below."""
