@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,8 +22,10 @@ from gemini.train.params.handle import stepping_in_backward
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
-_found: weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Stage] | str]] = weakref.WeakKeyDictionary()
-"""Of each model its stages, or why there are none, and what that was found for (:func:`_settings`)."""
+_FOUND = "_gemini_stages"
+"""Attribute of a model: its stages, or why there are none, and what that was found for (:func:`_settings`). Stages know
+the model, so whoever has them would keep it alive; their cycle goes with it.
+"""
 
 
 def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
@@ -145,14 +146,14 @@ def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) ->
     if why := _why_not_now(model):
         return _warned(model, why)
     settings = _settings(model, loss)
-    known, found = _found.get(model, (None, ""))
+    known, found = model.__dict__.get(_FOUND, (None, ""))
     if known != settings:
         try:
             course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
             found = _why_not(model, course) or [Stage(model, course, i, i + 1) for i in range(len(course.blocks))]
         except (ValueError, GeminiError) as e:
             found = str(e)
-        _found[model] = settings, found
+        model.__dict__[_FOUND] = settings, found
     return _warned(model, found) if isinstance(found, str) else found
 
 

@@ -1,6 +1,8 @@
 """``gemini.train_step``: micro-batches block by block have the bits of one after another, and fetch weights once."""
 
+import gc
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -162,6 +164,15 @@ def test_what_changes_between_steps_is_looked_at(tmp_path: Any) -> None:
             module.attention_dropout = 0.1
     with pytest.warns(UserWarning, match="one after another.*dropout"):
         gemini.train_step(model, unequal(1))
+
+
+def test_a_model_is_freed(tmp_path: Any) -> None:
+    model: Any = gemini.GeminiDDP(half().train(), config_for("ram", str(tmp_path), gradients="accumulate"))
+    gemini.train_step(model, unequal(0))
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
 
 
 def test_refusals(tmp_path: Any) -> None:
