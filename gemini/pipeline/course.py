@@ -5,19 +5,18 @@ tensors without values.
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemini.errors import GeminiError
+from gemini.pipeline.flow import Flow
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
-from gemini.tracing.formulas import flops_of
 from gemini.train.loading.skeleton import generators_kept
+from gemini.train.passes.again import marks_of
 
 
 class Course(NamedTuple):
@@ -28,7 +27,8 @@ class Course(NamedTuple):
         blocks: names of the blocks, in their order.
         before, after: names of the outermost modules with params of their own that run before the first block, and
             after the last one.
-        gives_tuple: whether a block gives a tuple that begins with the hidden states.
+        num_given: of each block, the length of the tuple, beginning with the hidden states, that it gives; 0 if it
+            gives them alone.
         width: of hidden states.
         flops: of each block, and at last of what comes after them.
         is_random: whether a forward draws random numbers.
@@ -38,7 +38,7 @@ class Course(NamedTuple):
     blocks: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
-    gives_tuple: bool
+    num_given: tuple[int, ...]
     width: int
     flops: tuple[int, ...]
     is_random: bool
@@ -66,23 +66,20 @@ def course_of(
             f"{type(model).__name__} adds a loss of its routers (output_router_logits=True), to which every block "
             "contributes and which pipeline stages do not pass on. Set it to False"
         )
-    order, given, flops = list[str](), dict[str, Any](), Counter[str]()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with generators_kept(), nothing_collected(), mode:
         fake = fake_copy(model, mode).train()
         blocks = _blocks_in(fake)
         known: dict[int, torch.Tensor] = {}
         inputs = {name: fake_input(value, mode, known) for name, value in batch.items()}
-        for name, module in fake.named_modules():
+        for module in fake.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
-            if name in blocks or (any(True for _ in module._parameters.values()) and not _inside(name, blocks)):
-                module.register_forward_pre_hook(_noting(name, order, given), with_kwargs=True)
-            if name in blocks:
-                module.register_forward_hook(_keeping(name, given))
+        kept = _kept_by(fake, blocks)
+        flow = Flow(FakeRunner(mode), fake, blocks)
         try:
-            with _Counting(FakeRunner(mode), flops, order) as counting:
-                loss = loss_of(fake, fake(**inputs), loss_from)
+            with flow:
+                loss_of(fake, fake(**inputs), loss_from)
         except GeminiError:
             raise
         except Exception as e:
@@ -90,106 +87,48 @@ def course_of(
                 f"{type(model).__name__} could not be run without values to see how a forward runs through it "
                 f"({type(e).__name__}: {e}). Give Pipeline an example= batch that it takes"
             ) from e
-    ran = [name for name in order if name in blocks]
+        changed = [name for name, marks in _kept_by(fake, blocks).items() if marks != kept.get(name)]
+    ran = [name for name in flow.order if name in blocks]
     if ran != list(blocks):
         raise ValueError(
             f"{type(model).__name__} does not run each of its blocks {blocks[0]} to {blocks[-1]} once and in order, so "
             "they cannot be divided into pipeline stages. Use dp or tp"
         )
-    _check_crossings(fake, blocks, given, loss)
-    first, last = order.index(blocks[0]), order.index(blocks[-1])
-    outermost = _outermost(name for name in order if name not in blocks)
-    before = tuple(name for name in outermost if order.index(name) < first)
-    after = tuple(name for name in outermost if order.index(name) > last)
+    outermost = _outermost(name for name in flow.order if name not in blocks)
+    first, last = flow.order.index(blocks[0]), flow.order.index(blocks[-1])
+    before = tuple(name for name in outermost if flow.order.index(name) < first)
+    after = tuple(name for name in outermost if flow.order.index(name) > last)
     between = [name for name in outermost if name not in before and name not in after]
-    again = [name for name in before if name in order[last:]]
+    again = [name for name in before if name in flow.order[last:]]
     if between or again:
         raise ValueError(
             f"{type(model).__name__} runs {(between or again)[0]} between its blocks, or both before and after them, "
             "so several stages would need it. Use dp or tp"
         )
-    gives = given[f"{blocks[0]} gives"]
-    width = (gives[0] if isinstance(gives, tuple) else gives).shape[-1]
-    weights = (*(flops[name] for name in blocks), sum(flops[name] for name in after))
-    return Course(_twin_of(model), blocks, before, after, isinstance(gives, tuple), width, weights, counting.is_random)
+    fault = flow.fault
+    if changed and not fault:
+        fault = f"{changed[0] or 'it'} keeps something that a forward has made"
+    if fault:
+        raise ValueError(
+            f"in {type(model).__name__} {fault}, and pipeline stages pass on hidden states alone. Use dp or tp"
+        )
+    given = [flow.gives[block] for block in blocks]
+    num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
+    width = (given[0][0] if num_given[0] else given[0]).shape[-1]
+    weights = (*(flow.flops[name] for name in blocks), sum(flow.flops[name] for name in after))
+    return Course(_twin_of(model), blocks, before, after, num_given, width, weights, flow.is_random)
 
 
-class _Counting(TorchDispatchMode):
-    """Runs operations without values, and counts what they take by the module that began last."""
-
-    def __init__(self, runner: FakeRunner, flops: Counter[str], order: list[str]):
-        super().__init__()
-        self._runner, self._flops, self._order = runner, flops, order
-        self.is_random = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = self._runner(func, args, kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.is_random |= _drops_something(func, args, kwargs or {})
-        self._flops[self._order[-1] if self._order else ""] += flops_of(func, args, kwargs or {}, out)
-        return out
-
-
-def _drops_something(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation that may draw random numbers does: attention with a dropout of 0 does not."""
-    given = {own.name: own.default_value for own in func._schema.arguments}
-    given |= dict(zip(given, args, strict=False)) | kwargs
-    return bool(given.get("dropout_p", True))
-
-
-def _noting(name: str, order: list[str], given: dict[str, Any]) -> Any:
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        order.append(name)
-        given[name] = (args, kwargs)
-
-    return note
-
-
-def _keeping(name: str, given: dict[str, Any]) -> Any:
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        given[f"{name} gives"] = output
-
-    return keep
-
-
-def _check_crossings(model: nn.Module, blocks: tuple[str, ...], given: Mapping[str, Any], loss: torch.Tensor) -> None:
-    """Nothing but hidden states carries gradients from block to block: between those that a block is given and those
-    that it gives stand its own params alone.
-    """
-    names = {id(param): name for name, param in model.named_parameters()}
-    ends: list[torch.Tensor] = []
-    for name in blocks:
-        args, kwargs = given[name]
-        hidden = args[0] if args else kwargs.get("hidden_states")
-        if not isinstance(hidden, torch.Tensor):
-            raise ValueError(f"{name} of {type(model).__name__} is not given hidden states: it cannot be a stage")
-        ends.append(hidden)
-    segments = list(zip(blocks, ends, [*ends[1:], loss], strict=True))
-    for name, start, end in segments:
-        for param in _leaves_between(start, end):
-            found = names.get(id(param), "an input")
-            is_last = name == blocks[-1]
-            own = found.startswith(f"{name}.") or (is_last and not _inside(found, blocks))
-            if not own:
-                raise ValueError(
-                    f"{type(model).__name__} passes something with gradients ({found}) across {name} besides the "
-                    "hidden states, and pipeline stages pass on hidden states alone. Use dp or tp"
-                )
-
-
-def _leaves_between(start: torch.Tensor, end: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Leaves that ``end`` was made of, other than through ``start``."""
-    stop = start.grad_fn
-    seen, open_ = {stop}, [end.grad_fn]
-    while open_:
-        node = open_.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            yield variable
-        open_ += [following for following, _ in node.next_functions]
+def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:
+    """Tells whether modules keep something else than before. The buffers of a block are its own."""
+    return {
+        name: {
+            key: mark
+            for key, mark in marks_of(module).items()
+            if not (key in module._buffers and _inside(f"{name}.", blocks))
+        }
+        for name, module in model.named_modules()
+    }
 
 
 def on_meta(model: nn.Module) -> dict[int, Any]:

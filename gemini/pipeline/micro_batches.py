@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from gemini.errors import GeminiError
 from gemini.pipeline.course import Course, course_of, on_meta
 from gemini.pipeline.stages import Stage, is_in, loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
+from gemini.train.passes.again import own_hooks
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -39,7 +41,8 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         model: a managed model, in training mode.
         micro_batches: what forward takes by name, of each micro-batch. Sizes may differ.
         loss: makes of what forward returns, and the micro-batch, what is differentiated: the losses of all are added
-            up. By default forward's own loss over the number of micro-batches.
+            up. By default forward's own loss over the number of micro-batches. It is called once more, on tensors
+            without values, when a model comes here first or has changed.
 
     Returns:
         The loss of each micro-batch, as ``loss`` gave it, without a graph. Their sum is the loss of the step.
@@ -87,13 +90,13 @@ def breadth_first(
     chunks = [stage.chunks for stage in stages]
     values: list[torch.Tensor | None] = [None] * len(parts)
     grads: list[torch.Tensor | None] = [None] * len(parts)
-    held: list[list[Any]] = []
+    held: list[list[Any]] = []  # by stage and micro-batch; None where nothing before is trained
     for stage in stages[:-1]:
         row: list[Any] = []
         for number, part in enumerate(parts):
-            output = stage(*_entry(values, grads, number), **part)
+            output = stage(*_entry(values, grads, number, held), **part)
             # Of what goes on only the way back is kept here; its values are the next stage's.
-            row.append(get_gradient_edge(output))
+            row.append(get_gradient_edge(output) if output.requires_grad else None)
             values[number] = output.detach()
             del output
         held.append(row)
@@ -101,13 +104,13 @@ def breadth_first(
     with gradients.homes.at_hand(chunks[-1]):
         for number, part in enumerate(parts):
             # One micro-batch after another: logits are as large as nothing else, and never there for two.
-            own = loss_of(stages[-1](*_entry(values, grads, number), **part), number)
+            own = loss_of(stages[-1](*_entry(values, grads, number, held), **part), number)
             values[number] = None
             with in_backward():
                 own.backward()
             losses.append(own.detach())
             del own
-    while held:
+    while held and None not in held[-1]:
         with gradients.homes.at_hand(chunks[len(held) - 1]):
             for number, edge in enumerate(held.pop()):
                 grad, grads[number] = grads[number], None
@@ -133,10 +136,14 @@ class _Entry(torch.autograd.Function):
         return None, None, None, None
 
 
-def _entry(values: list[torch.Tensor | None], grads: list[torch.Tensor | None], number: int) -> tuple[Any, ...]:
+def _entry(
+    values: list[torch.Tensor | None], grads: list[torch.Tensor | None], number: int, held: list[list[Any]]
+) -> tuple[Any, ...]:
     value = values[number]
     if value is None:
         return ()
+    if held[-1][number] is None:
+        return (value,)
     anchor = torch.empty(0, device=value.device, requires_grad=True)
     return (_Entry.apply(anchor, value, grads, number),)  # type: ignore[no-untyped-call]
 
@@ -151,8 +158,8 @@ def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) ->
         try:
             course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
             found = _why_not(model, course) or [Stage(model, course, i, i + 1) for i in range(len(course.blocks))]
-        except (ValueError, GeminiError) as e:
-            found = str(e)
+        except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none
+            found = str(e) if isinstance(e, (ValueError, GeminiError)) else f"{type(e).__name__}: {e}"
         model.__dict__[_FOUND] = settings, found
     return _warned(model, found) if isinstance(found, str) else found
 
@@ -173,7 +180,14 @@ def _why_not_now(model: Any) -> str | None:
         return 'precision="fp16": the loss scale may change between micro-batches'
     if engine.config.gradients == "transient" or stepping_in_backward:
         return "an optimizer steps inside backward"
-    return None if engine.ranks.are_alone else "there are several ranks: use gemini.Pipeline"
+    if not engine.ranks.are_alone:
+        return "there are several ranks: use gemini.Pipeline"
+    ours = own_hooks(model)
+    for module in model.modules():
+        hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+        if not ours.issuperset(chain(*hooks)):
+            return f"the program has hooked a {type(module).__name__}, whose hooks would be called in another order"
+    return None
 
 
 def _why_not(model: nn.Module, course: Course) -> str | None:

@@ -69,16 +69,16 @@ class _StandIn(nn.Module):
 class Passing(_StandIn):
     """A block of another stage: hands hidden states on. The last stay in ``seen``; ``given`` go on in their place."""
 
-    def __init__(self, twin: nn.Module, *, gives_tuple: bool):
+    def __init__(self, twin: nn.Module, *, num_given: int):
         super().__init__(twin)
-        self.__dict__.update(gives_tuple=gives_tuple, seen=None, given=None)
+        self.__dict__.update(num_given=num_given, seen=None, given=None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
         own = self.__dict__
         own["seen"] = hidden
         hidden = hidden if own["given"] is None else own["given"]
-        return (hidden,) if own["gives_tuple"] else hidden
+        return (hidden, *[None] * (own["num_given"] - 1)) if own["num_given"] else hidden
 
 
 class Placeholder(_StandIn):
@@ -108,9 +108,10 @@ class Stage(nn.Module):
         super().__init__()
         self.__dict__["model"] = model  # no submodule: its params are the model's
         self.is_first, self.is_last = start == 0, stop == len(course.blocks)
-        others = [name for name in course.blocks if name not in course.blocks[start:stop]]
         self._stand_ins: dict[str, nn.Module] = {
-            name: Passing(course.twin.get_submodule(name), gives_tuple=course.gives_tuple) for name in others
+            name: Passing(course.twin.get_submodule(name), num_given=course.num_given[number])
+            for number, name in enumerate(course.blocks)
+            if not start <= number < stop
         }
         if not self.is_first:
             self._stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
@@ -119,7 +120,7 @@ class Stage(nn.Module):
         for name in () if self.is_last else course.after:
             # A loss of what is no result needs its shape at least; without labels there is none.
             twin = course.twin.get_submodule(name)
-            self._stand_ins[name] = Passing(twin, gives_tuple=False) if self._drops_labels else Placeholder(twin)
+            self._stand_ins[name] = Passing(twin, num_given=0) if self._drops_labels else Placeholder(twin)
         self._entry = None if self.is_first else self._stand_ins[course.blocks[start - 1]]
         self._exit = None if self.is_last else self._stand_ins[course.blocks[stop]]
 

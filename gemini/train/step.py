@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial, wraps
+from types import FrameType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -98,7 +99,7 @@ class Occupancy:
                 self.parts.add(own)
             # Before the look, as `begin_alone` looks behind its own mark: one of two that come at once sees the other.
             self.inside[own] = threading.current_thread()
-            if not self._alone or not self._must_wait():
+            if not self._alone or not self._must_wait(is_part):
                 return
             self.leave()
             place = object()
@@ -106,14 +107,18 @@ class Occupancy:
                 self._queue.add(place)
                 if is_part:
                     self._parked.add(own)  # whose forward waits for it meanwhile does not count
-                self._wait(self._must_wait)
+                self._wait(partial(self._must_wait, is_part))
             finally:
                 self._parked.discard(own)
                 self._queue.discard(place)
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, is_part: bool) -> bool:
+        if self._is_taken("is"):
+            mark = self._alone.get("is")
+            # A backward that computes a forward again (checkpointing) may wait for this thread, which runs a part.
+            return not (is_part and mark is not None and _waits_in_module_call(mark.thread.ident))
         # A forward that stands still may wait for this thread, and who wants to be alone waits for that forward.
-        return self._is_taken("is") or (self._is_taken("wants") and not any(map(_stands_still, self._others())))
+        return self._is_taken("wants") and not any(map(_stands_still, self._others()))
 
     def leave(self) -> None:
         """End the forward of this thread."""
@@ -150,7 +155,7 @@ class Occupancy:
                 return
             self.end_alone(works)
         own = threading.get_ident() if inside is None else inside
-        if own in self.inside or _is_in_module_call():
+        if own in self.inside or _is_in_module_call(sys._getframe()):
             self._begin_inside(own, mark)
         else:
             self._begin_outside(mark)
@@ -269,11 +274,14 @@ _WAITS = frozenset({"threading", "concurrent", "multiprocessing", "queue", "asyn
 """Packages of Python's in which a thread stands that waits for another."""
 
 
-def _is_in_module_call() -> bool:
-    frame = sys._getframe()
+def _is_in_module_call(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return frame is not None
+
+
+def _waits_in_module_call(ident: int | None) -> bool:
+    return ident is not None and _stands_still(ident) and _is_in_module_call(sys._current_frames().get(ident))
 
 
 def _stands_still(ident: int) -> bool:

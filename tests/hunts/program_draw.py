@@ -48,7 +48,7 @@ ROOTS = (
     "embedding", "tied", "own_param", "regularizer", "stacked_regularizer", "unet", "recurrent", "state", "forces",
     "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first", "generic_first",
     "generic_last", "abstract_first", "protocol_last", "mixin_first", "slotted",
-    "kept_by_name",
+    "kept_by_name", "chain",
 )  # fmt: skip
 """What the model around the blocks does."""
 
@@ -172,6 +172,8 @@ def fitted(program: Program) -> Program:
     if {"embedding", "forces"} & root and (OBJECTIVES[program.objective].floats or "forces" in root):
         root -= {"embedding", "tied", "fused_head"}
     blocks = tuple(b if KINDS[b.kind].own else replace(b, late="", aux="") for b in program.blocks)
+    if "chain" in root:  # so that they can be stages
+        blocks = tuple(replace(block, numbered=True) for block in blocks)
     if all(block.frozen for block in blocks):
         blocks = (*blocks[:-1], replace(blocks[-1], frozen=False))
     habits = tuple(name for name in program.habits if program.adapter or HABITS[name].needs != "adapter")
@@ -179,6 +181,15 @@ def fitted(program: Program) -> Program:
         blocks = (*blocks, Block("linear"))
     program = replace(program, root=tuple(sorted(root)), blocks=blocks, habits=habits)
     return replace(program, target=min(program.target, len(blocks) - 1))
+
+
+def with_part(program: Program, name: str) -> Program:
+    """The program with this objective, root or habit, if one is named."""
+    if name in OBJECTIVES:
+        return fitted(replace(program, objective=name))
+    if name in ROOTS:
+        return fitted(replace(program, root=tuple(sorted({*program.root, name}))))
+    return fitted(replace(program, habits=tuple(dict.fromkeys((*program.habits, name))))) if name else program
 
 
 def each_part() -> list[Program]:

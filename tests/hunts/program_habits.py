@@ -90,6 +90,12 @@ HABITS: dict[str, Habit] = {
     "full_params": stepped(
         'for name, _ in model.named_parameters():\n    side.see(f"full {name}", side.full_param(name))'
     ),
+    "weights_for": stepped('for name, value in side.weights():\n    side.see(f"weights for {name}", value)'),
+    "parked": stepped("""
+        with side.parked():
+            for name, _ in model.named_parameters():
+                side.see(f"parked {name}", side.full_param(name))
+        """),
     "step_twice": stepped("optimizer.zero_grad()\nscaler.step(optimizer) if side.dtype != torch.float16 else None"),
     "new_optimizer": stepped("if step == 0:\n    optimizer = side.adam(model.parameters())"),
     # How gradients are forgotten.

@@ -2,6 +2,7 @@
 
     python tests/hunts/program_hunt.py --seeds 0:1000 --placements all --precisions all --jobs 2 --out report.json
     python tests/hunts/program_hunt.py --seeds 0:20000 --one-each --jobs 2
+    python tests/hunts/program_hunt.py --seeds 0:2000 --one-each --drawn-with train_step chain
     python tests/hunts/program_hunt.py --replay 17:nvme:bf16
     python tests/hunts/program_hunt.py --shrink 17:nvme:bf16
     python tests/hunts/program_hunt.py --program some.py --placements nvme --precisions fp32
@@ -17,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests import plain_programs  # noqa: E402
 from tests.hunts import program_ranks  # noqa: E402
 from tests.hunts import program_report as report  # noqa: E402
-from tests.hunts.program_draw import Program, each_part, program_of  # noqa: E402
+from tests.hunts.program_draw import Program, each_part, program_of, with_part  # noqa: E402
 from tests.hunts.program_run import FAILURES, GOES_ON, Result, run_managed, run_plain  # noqa: E402
 from tests.hunts.program_sides import PLACEMENTS, PRECISIONS, STEPPING  # noqa: E402
 from tests.hunts.program_source import source  # noqa: E402
@@ -46,7 +49,8 @@ def tasks_of(program: Program, precisions: list[str], placements: list[str], ran
             if not (p in STEPPING and precision == "fp16") and (p != "transient" or program.may_step_in_backward)
         ]  # fmt: skip
         if fit:
-            found.append(Task(program.seed, precision, tuple(fit)))
+            own = program_of(program.seed)
+            found.append(Task(program.seed, precision, tuple(fit), "" if program == own else source(program)))
     return found
 
 
@@ -54,14 +58,15 @@ def one_each(tasks: list[Task]) -> list[Task]:
     """Of each program's runs one, in turn another placement and precision."""
     of_seed: dict[int, list[Task]] = {}
     for task in tasks:
-        of_seed.setdefault(task.seed, []).extend(Task(task.seed, task.precision, (p,)) for p in task.placements)
+        of_seed.setdefault(task.seed, []).extend(replace(task, placements=(p,)) for p in task.placements)
     return [runs[seed % len(runs)] for seed, runs in of_seed.items()]
 
 
 def hunt(args: argparse.Namespace) -> int:
     first, _, last = args.seeds.partition(":")
     seeds = [p.seed for p in each_part()] if args.parts else range(int(first), int(last or int(first) + 1))
-    tasks = [t for seed in seeds for t in tasks_of(program_of(seed), args.precisions, args.placements, args.ranks)]
+    drawn = (reduce(with_part, args.drawn_with, program_of(seed)) for seed in seeds)
+    tasks = [t for program in drawn for t in tasks_of(program, args.precisions, args.placements, args.ranks)]
     if args.one_each:
         tasks = one_each(tasks)
     planned, results, start = sum(len(t.placements) for t in tasks), [], time.monotonic()
@@ -102,7 +107,7 @@ def one_of(spoken: str, args: argparse.Namespace) -> tuple[int, list[str], list[
 
 def replay(args: argparse.Namespace) -> int:
     seed, placements, precisions = one_of(args.replay, args)
-    text = source(program_of(seed))
+    text = source(reduce(with_part, args.drawn_with, program_of(seed)))
     print(text)
     return show(text, seed, placements, precisions)
 
@@ -123,7 +128,7 @@ def shrink(args: argparse.Namespace) -> int:
     """In this process: a program that hangs or crashes is shrunk by hand."""
     seed, placements, precisions = one_of(args.shrink, args)
     placement, precision = placements[0], precisions[0]
-    program = program_of(seed)
+    program = reduce(with_part, args.drawn_with, program_of(seed))
     wanted = run_here(source(program), seed, precision, placement)
 
     def still(text: str) -> bool:
@@ -139,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:100", help="programs to draw, FIRST:LAST (LAST is left out)")
     parser.add_argument("--parts", action="store_true", help="instead of drawn programs one for each part there is")
+    parser.add_argument("--drawn-with", nargs="+", default=[], help="objective, roots, habits of every program")
     parser.add_argument("--placements", default="all", help=f"all, or some of {','.join(PLACEMENTS)}")
     parser.add_argument("--precisions", default="all", help=f"all, or some of {','.join(PRECISIONS)}")
     parser.add_argument(

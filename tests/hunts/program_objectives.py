@@ -40,6 +40,18 @@ for micro in range(2):
     side.see("loss", loss)
     scaler.scale(loss).backward()
 
+## train_step none
+parts = [{"x": x}, {"x": batch(side, step + 20)}, {"x": batch(side, step + 40)}]
+keys = {id(part["x"]): step + 20 * at for at, part in enumerate(parts)}
+side.see("losses", side.train_step(parts, lambda r, part: scaler.scale(loss_of(model, r, keys[id(part["x"])]) / 3)))
+
+## micro_batch once none
+def micro_batch():
+    loss = loss_of(model, {call}(x), step)
+    scaler.scale(loss).backward()
+    return loss.detach()
+side.see("loss", side.micro_batch(micro_batch))
+
 ## two_forwards once
 loss = loss_of(model, {call}(x), step) + loss_of(model, {call}(batch(side, step + 50)), step)
 

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -360,6 +360,28 @@ class PlainSide(Side):
             for param, old in zip(params, before, strict=True):
                 self._note_rewritten(param, old)
 
+    def train_step(self, parts: list[dict[str, Any]], loss: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+        losses = []
+        for part in parts:
+            own = loss(self.model(**part), part)
+            own.backward()
+            losses.append(own.detach())
+        return torch.stack(losses)
+
+    def micro_batch(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return call()
+
+    def parked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What an inference engine loads: each tensor once."""
+        seen: set[int] = set()
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield name, value
+
     def full_param(self, name: str) -> torch.Tensor:
         return self.model.get_parameter(name).detach().clone()
 
@@ -456,6 +478,18 @@ class ManagedSide(Side):
 
     def writing(self, params: list[nn.Parameter], *, whole: bool = False) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def train_step(self, parts: list[dict[str, Any]], loss: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+        return gemini.train_step(self.model, parts, loss)
+
+    def micro_batch(self, call: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return self.model.micro_batch(call)  # type: ignore[operator,no-any-return]
+
+    def parked(self) -> contextlib.AbstractContextManager[None]:
+        return self.model.parked()  # type: ignore[operator,no-any-return]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return gemini.weights_for(self.model, adapters="apart")
 
     def full_param(self, name: str) -> torch.Tensor:
         try:

@@ -226,7 +226,7 @@ def _model_class(program: Program) -> str:
         body.append("self.skips = []")
     calls = []
     for at in range(len(blocks)):
-        calls.append(f"{_call_of(program, at)}\nx = x + y")
+        calls.append(f"{_call_of(program, at)}\nx = {'y' if 'chain' in root else 'x + y'}")
         if "unet" in root:
             calls.append("self.skips.append(y)")
     if "residual_list" in root:

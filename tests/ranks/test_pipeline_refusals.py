@@ -4,6 +4,7 @@ And which blocks a stage has: by operations, and by seconds that were measured.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,19 +45,40 @@ def test_nan_on_one_stage_is_found_on_all(sizes: dict[str, int], pool_of: Pools,
         assert ("another stage of this pipeline" in said) == (rank < 2)
 
 
-class Skipping(nn.Module):
-    """A stack whose second block reads what the first has made besides hidden states."""
+class Chain(nn.Module):
+    """A chain of blocks, but for something that no gradient shows: what goes before them is frozen."""
 
-    def __init__(self) -> None:
+    def __init__(self, but: str) -> None:
         super().__init__()
-        self.first = nn.Linear(8, 8)
+        self.but, self.kept, self.steps = but, None, nn.Buffer(torch.zeros(1))
+        self.first = nn.Linear(8, 8).requires_grad_(False)
         self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        if but == "reads first":
+            self.blocks = nn.ModuleList([_ReadsMore() for _ in range(4)])
+        if but == "keeps in a block":
+            self.blocks[0].register_forward_hook(lambda module, _, output: setattr(module, "said", output))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = kept = self.first(x)
         for block in self.blocks:
-            x = block(x) + kept
+            x = block(x, kept) if self.but == "reads first" else block(x)
+            x = x + 1 if self.but == "residual" else x
+            kept = x.detach() if block is self.blocks[1] else kept
+        x = x + kept if self.but == "reads the way" else x
+        x = x * self.blocks[0].bias if self.but == "weight of another" else x
+        if self.but == "keeps":
+            self.kept = x.detach()
+        if self.but == "counts":
+            self.steps += 1
         return (x - labels).square().mean()
+
+
+class _ReadsMore(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + more)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +89,19 @@ class Skipping(nn.Module):
         ({"micro_batches": 0}, "micro_batches=0"),
         ({"stages": 9}, "9 stages .* which has 8 blocks"),
         ({"model": "t5"}, "is an encoder-decoder"),
-        ({"model": Skipping}, r"passes something with gradients \(first\..* across blocks.1"),
+        ({"model": partial(Chain, "residual")}, "blocks.1 is given something else than what the block before it gives"),
+        (
+            {"model": partial(Chain, "reads first")},
+            r"blocks.0 is given or gives is read in blocks.1, and .* hidden states alone",
+        ),
+        (
+            {"model": partial(Chain, "reads the way")},
+            r"blocks.2 is given or gives is read in what comes after",
+        ),
+        ({"model": partial(Chain, "weight of another")}, r"something of blocks.0 is read outside of it"),
+        ({"model": partial(Chain, "keeps")}, r"it keeps something that a forward has made"),
+        ({"model": partial(Chain, "keeps in a block")}, r"blocks.0 keeps something that a forward has made"),
+        ({"model": partial(Chain, "counts")}, r"it writes to what is there before it, outside of its blocks"),
         ({"model": Stack, "example": None}, "give it an example= batch"),
         ({"gradients": "transient"}, 'gradients="transient" in a pipeline'),
         ({"rows": 15}, "input_ids has 15 samples, which micro_batches=4 does not divide: give a batch of 16"),
@@ -78,7 +112,7 @@ def test_what_cannot_be_a_pipeline_is_refused(how: dict[str, Any], says: str, tm
     how = {"schedule": "bfs", "micro_batches": 4, **how}
     config = config_for("ram", str(tmp_path), gradients=how.pop("gradients", "retain"))
     make, rows = how.pop("model", deep), how.pop("rows", 16)
-    if make is Skipping:
+    if isinstance(make, partial) and make.func is Chain:
         how["example"] = {"x": torch.randn(4, 8), "labels": torch.randn(4, 8)}
     model = small("t5") if make == "t5" else make()
     with pytest.raises(ValueError, match=says):

@@ -1,5 +1,6 @@
 """One model in several threads: forwards run at once, all else runs alone, and the bits are those of one thread."""
 
+import copy
 import random
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gemini
 from benchmarks._progress import PATIENCE
@@ -207,6 +209,43 @@ def test_a_forward_may_wait_for_another_thread_s(where: str, tmp_path: Path) -> 
     assert errors == [] and loss.item() == wanted
     loss.backward()
     adam(model).step()
+    world_of(model).check()
+
+
+class BlockInThread(nn.Module):
+    """A part of the forward runs in a thread, also when checkpointing computes it again inside backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        with ThreadPoolExecutor(1) as pool:
+            x = x + pool.submit(enabled(self.second), x).result(PATIENCE)
+        return torch.tanh(x)
+
+
+def enabled(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor, enabled: bool = torch.is_grad_enabled()) -> torch.Tensor:
+        with torch.set_grad_enabled(enabled):
+            return module(x)
+
+    return call
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_a_backward_waits_for_the_thread_of_what_it_computes_again(where: str, tmp_path: Path) -> None:
+    def grads(model: Any) -> list[torch.Tensor]:
+        x = noise(4, 32, dtype=torch.float32)
+        checkpoint(model, x, use_reentrant=False).square().mean().backward()
+        names = [name for name, _ in model.named_parameters()]
+        return [model.full_grad(n) if hasattr(model, "full_grad") else model.get_parameter(n).grad for n in names]
+
+    torch.manual_seed(0)
+    plain = BlockInThread()
+    model = wrap(copy.deepcopy(plain), where, tmp_path, precision="fp32")
+    assert all(map(same_bits, grads(model), grads(plain)))
     world_of(model).check()
 
 

@@ -74,7 +74,7 @@ class Beginning:
         self._modules, self.draws, self._backward_number = _modules_of(model), draws, backward_number
         self._given = tree_leaves(batch)
         self._versions = [*map(_version, self._given)]
-        self._kept = [*map(_marks, self._modules)]
+        self._kept = [*map(marks_of, self._modules)]
 
     def change(self, batch: Any, backward_number: int) -> str | None:
         """Say what is not as it was, or may not be; None if the forward can begin again."""
@@ -86,10 +86,10 @@ class Beginning:
             return f"it was called with a {type(strange).__name__}, which it may have changed"
         if backward_number != self._backward_number:
             return "a backward has run in it"
-        ours = {hook.id for hook in vars(self._modules[0])["_gemini_hooks"] if hasattr(hook, "id")}
+        ours = own_hooks(self._modules[0])
         for module, before in zip(self._modules, self._kept, strict=True):
             name = type(module).__name__
-            if (marks := _marks(module)) != before:
+            if (marks := marks_of(module)) != before:
                 changed = [key for key in marks.keys() | before.keys() if marks.get(key) != before.get(key)]
                 return f"it has changed {' and '.join(sorted(changed))} of a {name}"
             # torch counts no writes to it; nn.BatchNorm counts its batches itself.
@@ -116,7 +116,12 @@ def _version(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
-def _marks(module: nn.Module) -> dict[str, Any]:
+def own_hooks(model: nn.Module) -> set[int]:
+    """Identifiers of the hooks that a managed model has of Gemini's."""
+    return {hook.id for hook in vars(model)["_gemini_hooks"] if hasattr(hook, "id")}
+
+
+def marks_of(module: nn.Module) -> dict[str, Any]:
     """What tells whether a module's attributes and buffers are other ones. References would keep activations alive that
     it keeps itself, so their identities do.
     """
