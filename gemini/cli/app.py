@@ -86,7 +86,7 @@ def app(words: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if words is None else words) or [""]
     try:
         return _run(name, rest)
-    except (JobError, GeminiError) as e:
+    except GeminiError as e:
         return _say(str(e), e, exit_code_of(e))
     except ImportError as e:
         if e.name not in ("transformers", "accelerate", "datasets", "trl", "yaml"):

@@ -79,8 +79,7 @@ def demo(asked: DemoSettings, console: Console) -> int:
         given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
         run = Run("sft", options_of(given), console, Team())
         first = _mean_loss(run.model, held_out.to(run.device))
-        code = run.go("gemini demo")
-        if code == 130:
+        if (code := run.go("gemini demo")) == 130:
             return code
         last = _mean_loss(run.model, held_out.to(run.device))
     plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)

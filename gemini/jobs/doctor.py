@@ -13,7 +13,7 @@ import importlib.metadata
 import math
 import os
 import platform
-import subprocess
+import shutil
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -33,7 +33,6 @@ from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory.devices.cuda import prefer_expandable_segments
-from gemini.memory.devices.pinned import seconds_to_register
 from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
@@ -72,7 +71,6 @@ def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
     yield Section("Native kernels", _kernels())
     yield Section("Memory", _memory())
     yield Section("GPU", _gpus())
-    yield Section("Processes", _processes())
     usable = True
     for path in asked.nvme_path or (None,):
         for section in chain([_nvme(path)], store_report(path) if path is not None and is_store(path) else ()):
@@ -129,11 +127,6 @@ def _kernels() -> Iterator[str]:
     yield from str(kernels.capabilities()).splitlines()
 
 
-_MODELS = {"8B model": 8_030_000_000, "70B model": 70_550_000_000}
-_BYTES_PER_PARAM, _CROSSING_PER_PARAM = 14, 4
-"""bf16 with Adam's exact states and gradients that are kept, all on the host; weights and gradients cross the bus."""
-
-
 def _memory() -> Iterator[str]:
     memory = psutil.virtual_memory()
     yield f"{human_bytes(memory.available)} available of {human_bytes(memory.total)}"
@@ -143,13 +136,6 @@ def _memory() -> Iterator[str]:
     nodes = memory_nodes()
     if len(nodes) > 1:
         yield f"of {len(nodes)} NUMA nodes: states are spread over them, weights and gradients are near their GPU"
-    for name, params in _MODELS.items():
-        whole, crossing = _BYTES_PER_PARAM * params, _CROSSING_PER_PARAM * params
-        yield (
-            f"a GPU's driver registers {human_bytes(crossing)} of the {human_bytes(whole)} of an exact {name} in about "
-            f"{seconds_to_register(crossing):.0f} s (by one thread and all of it "
-            f"{seconds_to_register(whole, touched=False):.0f} s; published rates, not measured here)"
-        )
 
 
 def _gpus() -> Iterator[str]:
@@ -159,30 +145,11 @@ def _gpus() -> Iterator[str]:
         yield f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no usable GPU"
     else:
         yield f"torch's allocator: {prefer_expandable_segments()}"
-    query = "--query-gpu=index,name,memory.free,memory.total,driver_version"
-    try:
-        asked = ["nvidia-smi", query, "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
-    except FileNotFoundError:
-        yield "none found: there is no nvidia-smi, which comes with NVIDIA's driver"
-        return
-    except (OSError, subprocess.SubprocessError) as e:  # no permission, a driver without a card: each is an answer
-        yield f"none found ({getattr(e, 'stderr', '') or getattr(e, 'stdout', '') or e})".rstrip()
-        return
-    for line in said.splitlines():
-        index, name, free, total, driver = line.split(", ")
-        yield f"{index}: {name}, {free} free of {total}, driver {driver}"
-
-
-def _processes() -> Iterator[str]:
-    if not torch.distributed.is_available():
-        yield "one: this build of torch cannot connect several"
-        return
-    found = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
-    wires = ", ".join(f"{name} {'is' if there else 'is not'} there" for name, there in found.items())
-    several = "`torchrun --nproc-per-node N -m gemini sft ...` starts several"
-    num_here, num = launch.local_size(), launch.num_processes()
-    yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
+        for index in range(torch.cuda.device_count()):
+            free, total = map(human_bytes, torch.cuda.mem_get_info(index))
+            yield f"{index}: {torch.cuda.get_device_name(index)}, {free} free of {total}"
+    if shutil.which("nvidia-smi") is None:
+        yield "there is no nvidia-smi, which comes with NVIDIA's driver"
 
 
 def _nvme(path: Path | None) -> Section:
@@ -255,13 +222,10 @@ def store_report(directory: Path) -> Iterator[Section]:
     problems: list[str] = []
     try:
         user, (*older, newest) = holder(directory), [store.name for store in stores(directory)]
-        lines = [
-            f"{directory.resolve()}",
-            f"in use by {user}: this is what it has committed so far" if user else "in use by nobody",
-            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
-            "newest",
-        ]
-        yield Section("Durable store", lines if older else lines[:2])
+        lines = [f"{directory.resolve()}", f"in use by {user or 'nobody'}"]
+        if older:
+            lines.append(f"{', '.join(older)} beside {newest}: gone with the first commit to the newest")
+        yield Section("Durable store", lines)
         records: dict[Path, Record | None] = {}  # None: not whole
         for path in _record_files(directory):
             try:
@@ -271,7 +235,6 @@ def store_report(directory: Path) -> Iterator[Section]:
         yield Section("Commits", [*_commits(records)])
         stored = open_store(directory)
         yield Section("To be resumed", [*_resumed(stored)])
-        yield Section("Slots", [*_slots(stored)])
         yield Section("Check", _check(directory, stored, records, problems))
     except (StorageError, OSError) as e:
         problems += [str(e)] if str(e) not in problems else []
@@ -291,10 +254,8 @@ def _commits(records: dict[Path, Record | None]) -> Iterator[str]:
     own.sort(key=lambda found: -found[0].sequence)
     for what, (record, path) in zip(("last", "before"), own, strict=False):
         ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
-        yield (
-            f"{what}: commit {record.sequence}, step {_step_of(record)}, {ago} ago, format version {record.version} "
-            f"({path.name})"
-        )
+        step = _step_of(record)
+        yield f"{what}: commit {record.sequence}, step {step}, {ago} ago, format version {record.version} ({path.name})"
     if not own:
         yield "none"
 
@@ -309,36 +270,24 @@ def _step_of(record: Record) -> str:
 
 def _resumed(stored: Stored) -> Iterator[str]:
     manifest, commit = stored.manifest, stored.commit
-    text: Any = commit.records[0].text
-    ranks = counted(len(commit.records), "rank")
+    ranks, numel = counted(len(commit.records), "rank"), sum(math.prod(p.shape) for p in manifest.params.values())
     yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
-    numel = sum(math.prod(param.shape) for param in manifest.params.values())
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield (
-        f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}"
-        f"{compact}, checkpoint version {text['manifest'].get('version', 'unknown')}"
+        f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule "
+        f"{manifest.rule.name}{compact}; {human_bytes(2 * _num_bytes(stored))} on the drive, where each is twice"
     )
     with as_damage(commit.folder):
         extra = Decoder(stored.values).decode(manifest.extra, "extra")
-    is_of_trainer = isinstance(extra, dict) and {"global_step", "run"} <= extra.keys()
-    if is_of_trainer:
-        yield f"of a Trainer: step {extra['global_step']} of the run in {extra['run']}"
-    store = commit.folder.parent
-    resume = f"gemini sft --resume_from_checkpoint {store}"
-    yield f"by {resume if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
+    if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
+        yield f"of a Trainer, step {extra['global_step']} of the run in {extra['run']}:"
+        yield f"gemini sft --resume_from_checkpoint {commit.folder.parent}"
+    else:
+        yield f"by gemini.load_checkpoint({str(commit.folder.parent)!r}, ...)"
 
 
-def _slots(stored: Stored) -> Iterator[str]:
-    """Bytes by kind of plane, of one slot."""
-    by_kind: dict[str, int] = {}
-    for file in stored.opened.values():
-        for name, (_, _, size) in file.slots.items():
-            kind = name.rpartition("/")[0]
-            by_kind[kind] = by_kind.get(kind, 0) + size
-    for kind, size in by_kind.items():
-        yield f"{kind:<12} {human_bytes(size):>10}"
-    total = sum(by_kind.values())
-    yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
+def _num_bytes(stored: Stored) -> int:
+    return sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
 
 
 def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], problems: list[str]) -> Iterator[str]:
@@ -347,8 +296,7 @@ def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], 
     yield f"records: {len(records) - len(torn)} of {len(records)} whole"
     for name in torn:
         yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
-    size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))
-    yield f"data: reading {size}"
+    yield f"data: reading {human_bytes(_num_bytes(stored))}"
     damaged = [words for file in stored.opened.values() for words in file.damage()]
     if not damaged:
         is_old = min(record.version for record in stored.commit.records) == 1

@@ -10,7 +10,7 @@ from gemini.errors import GeminiError, RankLost
 REFUSED, BROKEN = 2, 1
 
 
-class JobError(Exception):
+class JobError(GeminiError):
     """The request or its files are at fault. The message says what was asked, what is there and what to do."""
 
 

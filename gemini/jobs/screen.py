@@ -14,10 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from gemini.errors import BudgetExceeded, human_bytes
+from gemini.errors import human_bytes
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.planning.timeline import Timeline
-from gemini.tiers import Tier
 
 WIDEST = 100
 """Columns that are used at most."""
@@ -194,39 +193,19 @@ def in_options(remedy: str, drive: str) -> str:
     return _DRIVE.sub(rf"{drive} \1\2", remedy)
 
 
-@contextmanager
-def refusing_in_options(drive: str, more: str) -> Iterator[None]:
-    """Say of a model that does not fit what options do, and nothing of one that is not trained; ``more`` stands behind.
+def budget_lines(*ranks: dict[str, tuple[int, int]]) -> tuple[list[str], bool]:
+    """For each tier whether its peak stayed within its budget on all ranks, and whether all did.
 
-    Raises:
-        JobError: in the place of ``BudgetExceeded``.
+    Args:
+        *ranks: of each, by tier, the peak and the budget in bytes.
     """
-    try:
-        yield
-    except BudgetExceeded as e:
-        refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
-        raise JobError(f"{in_options(refusal, drive)}. {more}") from e
-
-
-def shares(memory: Any) -> dict[str, Any]:
-    """What ``budget_lines`` needs of a memory report, as plain values for the other ranks."""
-    tiers = [tier.value for tier in Tier if tier.value in memory]
-    return {tier: {"peak": memory[tier]["peak"], "budget": memory[tier]["budget"]} for tier in tiers}
-
-
-def budget_lines(*reports: Any) -> tuple[list[str], bool]:
-    """For each tier whether its peak stayed within its budget, in the reports of all ranks, and whether all did."""
     lines, all_within = [], True
-    num = len(reports)
-    for tier in shares(reports[0]):
-        tiers = [report[tier] for report in reports]
-        within = all(tier["peak"] <= tier["budget"] for tier in tiers)
-        all_within = all_within and within
+    for tier in ranks[0]:
         # Where all kept to it, the one that came closest; else the one that went furthest over.
-        rank, most = max(enumerate(tiers), key=lambda item: item[1]["peak"] - item[1]["budget"])
+        rank, (peak, budget) = max(enumerate(r[tier] for r in ranks), key=lambda item: item[1][0] - item[1][1])
+        within = peak <= budget
+        all_within = all_within and within
+        who = f" on {len(ranks)} ranks, rank {rank}" if len(ranks) > 1 else ","
         verdict = "stayed within" if within else "WENT OVER"
-        where = "" if num == 1 else f" on {'each' if within else 'some'} of {num} ranks"
-        who = "" if num == 1 else f"rank {rank} "
-        peak, budget = human_bytes(most["peak"]), human_bytes(most["budget"])
-        lines.append(f"{tier}: {verdict} its budget{where}, {who}peak {peak} of {budget}")
+        lines.append(f"{tier}: {verdict} its budget{who} peak {human_bytes(peak)} of {human_bytes(budget)}")
     return lines, all_within

@@ -5,7 +5,7 @@ from the command line and from YAML, and Gemini's beside them.
 from __future__ import annotations
 
 import copy
-import shlex
+import math
 from argparse import SUPPRESS, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,7 +18,7 @@ import yaml
 from accelerate import ParallelismConfig
 
 from gemini.config import contradictions
-from gemini.jobs.data import text_files
+from gemini.jobs.data import is_text
 from gemini.jobs.errors import JobError, as_job_error
 from gemini.jobs.options import Refusing, check_size, tiles_of
 from gemini.planning import document
@@ -55,9 +55,15 @@ class GeminiArguments:
         choices=("cpu", "nvme"),
     )
     states: str = _opt(
-        "exact", "How optimizer states and masters are kept: exact, or compact (8 bits, 5 bytes per param in all)."
+        "exact",
+        "How optimizer states and masters are kept; compact is 8 bits, 5 bytes per param in all.",
+        choices=STATES,
     )
-    optimizer: str | None = _opt(None, f"The update rule, where --optim has no name for it: {', '.join(RULES)}.")
+    optimizer: str | None = _opt(
+        None,
+        "The update rule, where --optim has no name for it.",
+        choices=tuple(name for name, rule in RULES.items() if rule.unattended),
+    )
     tile_tokens: str | None = _opt(
         None,
         "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
@@ -69,10 +75,6 @@ class GeminiArguments:
         "where no options describe another.",
     )
     bytes: bool = _opt(False, "Every byte of the text is a token, whatever tokenizer the model has.")
-    patience: int | None = _opt(
-        None,
-        "Stop after so many evaluations without a lower loss; with --load_best_model_at_end keep the best weights.",
-    )
     durable_every: int = _opt(0, "Steps between commits to a store in --nvme_path that outlives a kill; 0 for none.")
     replicas: int = _opt(1, "Groups of processes that keep a whole model each; a group shares its model.")
     tp: int = _opt(1, "Processes that share each layer, in slices (tensor parallel).")
@@ -81,13 +83,9 @@ class GeminiArguments:
 
 
 _OURS = {
-    "disable_tqdm": True,
-    "logging_first_step": True,
-    "logging_nan_inf_filter": False,
-    "report_to": "none",
-    "log_level": "error",
-    "log_level_replica": "error",
-}
+    "disable_tqdm": True, "logging_first_step": True, "logging_nan_inf_filter": False, "report_to": "none",
+    "log_level": "error", "log_level_replica": "error",
+}  # fmt: skip
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
 _TrlParser: Any = trl.TrlParser
@@ -115,16 +113,16 @@ class Options(NamedTuple):
     compiles: bool
 
 
-class Asked(NamedTuple):
-    """What a parser has read: a value for every option, of the ``said`` ones the given one."""
-
-    parser: Parser
-    values: Namespace
-    said: dict[str, Any]
-
-
 class Parser(Refusing, _TrlParser):
-    """TRL's, which keeps apart what was said from what is a default."""
+    """TRL's, which keeps apart what was said from what is a default.
+
+    Attributes:
+        kind: "sft", "dpo", ...
+        values: of every option, once words are read.
+        said: those that were given, by name.
+    """
+
+    values: Namespace
 
     def __init__(self, kind: str) -> None:
         scripts: Any = trl.ScriptArguments
@@ -133,6 +131,7 @@ class Parser(Refusing, _TrlParser):
             scripts = getattr(module, f"{kind.upper()}ScriptArguments")
         config = getattr(trl, f"{'Reward' if kind == 'reward' else kind.upper()}Config")
         records = (scripts, config, trl.ModelConfig, trl.DatasetMixtureConfig, GeminiArguments)
+        self.kind = kind
         _TrlParser.__init__(self, records, prog=f"gemini {kind}", allow_abbrev=False)
         self.said: dict[str, Any] = {}
         super().set_defaults_with_config(**_OURS, use_cpu=not torch.cuda.is_available())
@@ -148,8 +147,8 @@ class Parser(Refusing, _TrlParser):
         self.said |= vars(self.parse_known_args(args)[0])
         return values, rest
 
-    def read(self, words: Sequence[str]) -> Asked:
-        """The value of every option.
+    def read(self, words: Sequence[str]) -> Parser:
+        """Take the value of every option; the parser itself.
 
         Raises:
             JobError: for options that there are not, or that are no values of their kind.
@@ -167,41 +166,41 @@ class Parser(Refusing, _TrlParser):
         for word in (*of_file[::2], *rest):
             self.refuse(word)
         _check_alone(values)
-        return Asked(self, values, copy.deepcopy(self.said))  # records are made of the values, in place
+        self.values, self.said = values, copy.deepcopy(self.said)  # records are made of the values, in place
+        return self
 
 
-def options_of(asked: Asked, num_processes: int = 1) -> Options:
+def options_of(asked: Parser, num_processes: int = 1) -> Options:
     """The records of what so many processes were asked, checked against each other. What was left out is a plan's, if
     there is one, and otherwise what the kind of the data needs.
 
     Raises:
         JobError: for options that do not go together.
     """
-    parser, values, said = asked
-    kind = parser.prog.split()[1]
+    kind, values, said = asked.kind, asked.values, asked.said
     unsaid: dict[str, Any] = {"data_seed": values.seed}  # all ranks draw the same order, whatever else they draw
-    if kind == "sft" and text_files(values.dataset_name):
+    if kind == "sft" and is_text(values.dataset_name):
         unsaid |= {"packing": True, "packing_strategy": "wrapped"}  # a document is no example
     if values.cp > 1:
         unsaid["pad_to_multiple_of"] = values.cp
     if kind in ("dpo", "kto") and not (values.use_peft or values.sync_ref_model):
         unsaid["precompute_ref_log_probs"] = True  # by the model itself, before its first step: no second one in memory
-    if values.patience is not None:
-        unsaid |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": False}
-        unsaid["save_steps"] = values.eval_steps or values.logging_steps
     if values.plan is not None:
         unsaid |= step_of(document.load(Path(values.plan), "--plan", Plan.from_json))
     for name, value in unsaid.items():
         if name not in said:
             setattr(values, name, value)
     compiles, values.torch_compile = bool(values.torch_compile), False
-    with as_job_error(asked=parser.prog):
+    with as_job_error(asked=asked.prog):
         made: list[Any] = [
             record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
-            for record in parser.dataclass_types
+            for record in asked.dataclass_types
         ]
     options = Options(made[0], made[1], made[2], made[3], made[4], said, compiles)
-    _check(kind, options)
+    if kind != "sft" and max(values.tp, values.cp, values.ep) > 1:
+        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers and sequences.")
+    for pair in contradictions(options, _APART):
+        raise JobError(_APART[pair].format(o=options))
     options.args.parallelism_config = parallelism_of(options.ours, num_processes)
     return options
 
@@ -254,26 +253,7 @@ def _check_alone(values: Namespace) -> None:
     for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
         if (size := getattr(values, name)) is not None:
             check_size(f"--{name}", str(size))
-    least = {"replicas": 1, "tp": 1, "cp": 1, "ep": 1, "patience": 1, "durable_every": 0}
-    for name, number in least.items():
-        if (given := getattr(values, name)) is not None and given < number:
-            raise JobError(f"--{name} must be at least {number}, got {given}.")
-    for name, known in {"states": STATES, "optimizer": (None, *RULES)}.items():
-        if getattr(values, name) not in known:
-            raise JobError(f"--{name} must be one of {', '.join(filter(None, known))}, got {getattr(values, name)!r}.")
-    if values.optimizer is not None and not RULES[values.optimizer].unattended:
-        raise JobError(f"--optimizer {values.optimizer} needs a loop of its own: docs/optimizers.md has it.")
-    if values.patience is not None and getattr(values.eval_strategy, "value", values.eval_strategy) == "no":
-        raise JobError("--patience needs something to evaluate on: --eval_strategy steps, and a split of the data.")
     values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
-
-
-def _check(kind: str, options: Options) -> None:
-    ours = options.ours
-    if kind != "sft" and max(ours.tp, ours.cp, ours.ep) > 1:
-        raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers and sequences.")
-    for pair in contradictions(options, _APART):
-        raise JobError(_APART[pair].format(o=options))
 
 
 def precision_of(args: Any) -> str:
@@ -291,7 +271,10 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
         JobError: for numbers of processes that do not go together.
     """
     sizes = {name: getattr(ours, name) for name in ("replicas", "tp", "cp", "ep")}
-    groups = sizes["replicas"] * sizes["tp"] * sizes["cp"] * sizes["ep"]
+    for name, size in sizes.items():
+        if size < 1:
+            raise JobError(f"--{name} must be at least 1, got {size}.")
+    groups = math.prod(sizes.values())
     if num_processes % groups:
         asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)
         raise JobError(
@@ -300,20 +283,13 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
         )
     if sizes["tp"] * sizes["cp"] == 1:
         return None
-    if sizes["replicas"] > 1 and num_processes == groups:  # accelerate does not know replicas that shard nothing
-        raise JobError(
-            f"--replicas {sizes['replicas']} leaves each of {num_processes} processes without another one to share its "
-            "part of the model with: leave --replicas out, or start more processes."
-        )
-    return ParallelismConfig(
-        dp_replicate_size=sizes["replicas"],
-        dp_shard_size=num_processes // groups,
-        cp_size=sizes["cp"],
-        tp_size=sizes["tp"],
-    )
+    shared = num_processes // groups
+    if sizes["replicas"] > 1 and shared == 1:  # accelerate does not know replicas that shard nothing
+        raise JobError(f"--replicas {ours.replicas} leaves a process nobody to share its part of the model with.")
+    return ParallelismConfig(dp_replicate_size=ours.replicas, dp_shard_size=shared, cp_size=ours.cp, tp_size=ours.tp)
 
 
-# ---- a plan's step, and a plan for a step ----------------------------------------------------------------------------
+# ---- a plan's step --------------------------------------------------------------------------------------------------
 
 
 def step_of(plan: Plan) -> dict[str, Any]:
@@ -353,32 +329,3 @@ def check_step(plan: Plan, options: Options) -> Iterator[str]:
         yield f"{words}: its speed is not the planned one"
     if Tier.NVME in plan.problem.budgets and options.ours.nvme_path is None:
         raise JobError(f"--plan {options.ours.plan} keeps some of the model on NVMe: give --nvme_path, a folder there.")
-
-
-def plan_command(options: Options) -> str:
-    """How ``gemini plan`` is asked what else would do for the job."""
-    args, ours = options.args, options.ours
-    asked: dict[str, Any] = {
-        "seq-len": getattr(args, "max_length", None),
-        "batch-size": args.per_device_train_batch_size,
-        "accumulate": args.gradient_accumulation_steps if args.gradient_accumulation_steps > 1 else None,
-        "precision": None if args.bf16 else precision_of(args),
-        "optimizer": ours.optimizer,
-        "states": None if ours.states == "exact" else ours.states,
-        "gradient-checkpointing": args.gradient_checkpointing,
-        "tile-tokens": ours.tile_tokens,
-        "lora": options.model.lora_r if options.model.use_peft else None,
-        "load-in-4bit": options.model.load_in_4bit,
-        "offload-activations": ours.offload_activations,
-        **{tier.value: getattr(ours, f"{tier.value}_memory") for tier in Tier},
-    }
-    words = ["gemini", "plan", str(options.model.model_name_or_path)]
-    for name, value in asked.items():
-        words += [f"--{name}"] if value is True else [] if value in (None, False) else [f"--{name}", str(value)]
-    return shlex.join([*words, "--alternatives"])
-
-
-def to_yaml(said: dict[str, Any]) -> str:
-    """What was said, as ``--config`` reads it."""
-    plain = {name: value for name, value in said.items() if name != "resume_from_checkpoint"}
-    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)) if plain else "{}\n"
