@@ -45,7 +45,7 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
     name, size = script.dataset_name, mixture.test_split_size
-    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets", innermost=True):
+    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
         found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split

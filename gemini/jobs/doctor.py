@@ -1,5 +1,5 @@
 """What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier, speeds; or
-what is in a durable store: who uses it, which steps its commits are of, how large it is, and what is broken.
+what is in a durable store: who uses it, what would be resumed from it, and what is broken.
 
 Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
 Nothing is written to a store, and no lock is kept: a run may use it meanwhile. What it overwrites while it is read here
@@ -33,7 +33,7 @@ from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory.devices.cuda import prefer_expandable_segments
-from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
+from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
@@ -171,34 +171,28 @@ _BUSY = 0.5
 
 def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
-    written to ``file``.
+    written to ``--json``.
     """
-    load, nvme_path, file = os.getloadavg()[0], next(iter(asked.nvme_path), None), asked.json
-    today = datetime.date.today()
+    load, nvme_path, today = os.getloadavg()[0], next(iter(asked.nvme_path), None), datetime.date.today()
     sides = -max(map(len, FIGURES)), 14
     figures: dict[str, Figure] = {}
     for key, figure in measure(nvme_path):
         figures[key] = figure
-        begin = row(sides, key, human_figure(key, figure.value))
+        begin = row(sides, key, human_figure(key, figure.value)) + "  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
-        indent = " " * (len(begin) + 2)
-        first, *rest = textwrap.wrap(source, max(20, width - len(indent) - 2), break_on_hyphens=False) or [""]
-        yield f"{begin}  {first}"
-        yield from (indent + line for line in rest)
-    cores = kernels.get_num_threads()
-    if load > _BUSY * cores:
-        yield (
-            f"the machine was busy, a load of {load:.1f} on {cores} cores in the last minute: what was measured is "
-            "less than it can do"
+        yield from textwrap.wrap(
+            begin + source, width - 2, subsequent_indent=" " * len(begin), drop_whitespace=False, break_on_hyphens=False
         )
+    if load > (cores := kernels.get_num_threads()) * _BUSY:
+        yield f"the machine was busy, a load of {load:.1f} on {cores} cores: what was measured is less than it can do"
     if nvme_path is None:
         yield "the drive was not measured: add --nvme-path FOLDER"
     if not torch.cuda.is_available():
         yield "there is no GPU to measure"
-    if file is not None:
+    if asked.json is not None:
         hardware = Hardware(_name(), {key: figures[key] for key in FIGURES if key in figures})
-        write_file(file, hardware.to_json() + "\n", "--json")
-        yield f"written to {file}"
+        write_file(asked.json, hardware.to_json() + "\n", "--json")
+        yield f"written to {asked.json}"
 
 
 # ---- what is in a durable store --------------------------------------------------------------------------------------
@@ -213,98 +207,68 @@ class Section(NamedTuple):
 
 
 def store_report(directory: Path) -> Iterator[Section]:
-    """What is in a store, as it is found; the last section is a refusal if there are problems."""
+    """What would be resumed from a store, and whether all of it is what was written; a refusal if it is not."""
     if not is_store(directory):
         what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
         words = f"{directory} is no durable store: it {what}. Give the nvme_path of a run"
         yield Section("Problems", [words], is_refusal=True)
         return
-    problems: list[str] = []
+    damaged: list[str] = []
     try:
-        user, (*older, newest) = holder(directory), [store.name for store in stores(directory)]
-        lines = [f"{directory.resolve()}", f"in use by {user or 'nobody'}"]
-        if older:
-            lines.append(f"{', '.join(older)} beside {newest}: gone with the first commit to the newest")
-        yield Section("Durable store", lines)
-        records: dict[Path, Record | None] = {}  # None: not whole
-        for path in _record_files(directory):
-            try:
-                records[path] = read_record(path)
-            except StorageError as e:
-                problems.append(str(e))
-        yield Section("Commits", [*_commits(records)])
         stored = open_store(directory)
-        yield Section("To be resumed", [*_resumed(stored)])
-        yield Section("Check", _check(directory, stored, records, problems))
+        yield Section("Durable store", _resumed(directory, stored))
+        yield Section("Check", _check(directory, stored, damaged))
     except (StorageError, OSError) as e:
-        problems += [str(e)] if str(e) not in problems else []
-    if problems:
-        yield Section("Problems", problems, is_refusal=True)
+        damaged.append(str(e))
+    if damaged:
+        yield Section("Problems", damaged, is_refusal=True)
 
 
-def _record_files(directory: Path) -> list[Path]:
-    """Of the newest store that has any."""
-    found = [sorted(store.glob("record-*")) for store in stores(directory)]
-    return next((paths for paths in reversed(found) if paths), [])
-
-
-def _commits(records: dict[Path, Record | None]) -> Iterator[str]:
-    """The commits of the first rank, the last one first."""
-    own = [(record, path) for path, record in records.items() if "record-00000-" in path.name and record is not None]
-    own.sort(key=lambda found: -found[0].sequence)
-    for what, (record, path) in zip(("last", "before"), own, strict=False):
-        ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
-        step = _step_of(record)
-        yield f"{what}: commit {record.sequence}, step {step}, {ago} ago, format version {record.version} ({path.name})"
-    if not own:
-        yield "none"
-
-
-def _step_of(record: Record) -> str:
-    """The largest step count of a param; a record is not known to have any."""
-    try:
-        return str(max(param["step"] for param in record.text["manifest"]["params"].values()))
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return "unknown"
-
-
-def _resumed(stored: Stored) -> Iterator[str]:
-    manifest, commit = stored.manifest, stored.commit
-    ranks, numel = counted(len(commit.records), "rank"), sum(math.prod(p.shape) for p in manifest.params.values())
-    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
+def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
+    """Its user, its last commit, and how to go on from that."""
+    manifest, (record, *_) = stored.manifest, stored.commit.records
+    yield f"{directory.resolve()}, in use by {holder(directory) or 'nobody'}"
+    if len(found := [store.name for store in stores(directory)]) > 1:
+        yield f"{', '.join(found[:-1])} beside {found[-1]}: gone with the first commit to the newest"
+    steps, saved = [param.step for param in manifest.params.values()], max(p.stat().st_mtime for p in _records(stored))
+    yield (
+        f"commit {stored.commit.sequence}, step {max(steps)}, {timedelta(seconds=max(0, round(time.time() - saved)))} "
+        f"ago, saved by {counted(len(stored.commit.records), 'rank')}; by any number of ranks"
+    )
+    numel = sum(math.prod(param.shape) for param in manifest.params.values())
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield (
-        f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule "
-        f"{manifest.rule.name}{compact}; {human_bytes(2 * _num_bytes(stored))} on the drive, where each is twice"
+        f"{len(steps)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}{compact}, "
+        f"format version {record.version}; {human_bytes(2 * _num_bytes(stored))} on the drive, where each is twice"
     )
-    with as_damage(commit.folder):
+    with as_damage(stored.commit.folder):
         extra = Decoder(stored.values).decode(manifest.extra, "extra")
+    store = stored.commit.folder.parent
     if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
         yield f"of a Trainer, step {extra['global_step']} of the run in {extra['run']}:"
-        yield f"gemini sft --resume_from_checkpoint {commit.folder.parent}"
+        yield f"gemini sft --resume_from_checkpoint {store}"
     else:
-        yield f"by gemini.load_checkpoint({str(commit.folder.parent)!r}, ...)"
+        yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
+
+
+def _records(stored: Stored) -> list[Path]:
+    return [*stored.commit.folder.glob("record-*")]
 
 
 def _num_bytes(stored: Stored) -> int:
     return sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
 
 
-def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], problems: list[str]) -> Iterator[str]:
+def _check(directory: Path, stored: Stored, damaged: list[str]) -> Iterator[str]:
     """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
-    torn = [path.name for path, record in records.items() if record is None]
-    yield f"records: {len(records) - len(torn)} of {len(records)} whole"
-    for name in torn:
-        yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
-    yield f"data: reading {human_bytes(_num_bytes(stored))}"
-    damaged = [words for file in stored.opened.values() for words in file.damage()]
-    if not damaged:
-        is_old = min(record.version for record in stored.commit.records) == 1
-        yield f"data: {'can be read; version 1 has no checksums of it' if is_old else 'all of it is what was written'}"
-        return
+    yield f"reading {human_bytes(_num_bytes(stored))}"
+    found = [words for file in stored.opened.values() for words in file.damage()]
     now = last_commit(directory)
-    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
-        yield "data: the run has overwritten it since. Ask again when the run has ended"
+    if not found:
+        is_old = min(record.version for record in stored.commit.records) == 1
+        yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
+    elif (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
+        yield "the run has overwritten it since. Ask again when the run has ended"
     else:
-        yield f"data: {len(damaged)} damaged"
-        problems += damaged
+        yield f"{len(found)} damaged"
+        damaged += found

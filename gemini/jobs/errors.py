@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from gemini.errors import GeminiError, RankLost
 
@@ -30,30 +30,27 @@ def exit_code_of(error: Exception) -> int:
 
 
 @contextmanager
-def as_job_error(*, asked: str) -> Iterator[None]:
-    """Turn a ``ValueError``, ``TypeError`` or ``OSError`` of checked input into a ``JobError`` naming what was asked.
+def refusing(
+    asked: str, hint: str = "", *, only: type[Exception] | tuple[type[Exception], ...] = Exception
+) -> Iterator[None]:
+    """Turn what another library trips over in the block, which comes from the files and options that it was given, into
+    a ``JobError`` naming what was asked and its first cause, with a ``hint`` behind it.
 
     Wrap only code whose errors are about the user's values, never the training itself: a bug must keep its traceback.
     """
     try:
         yield
-    except (ValueError, TypeError, OSError) as e:
-        raise JobError(f"{asked}: {e}") from e
-
-
-@contextmanager
-def refusing(asked: str, hint: str = "", *, innermost: bool = False) -> Iterator[None]:
-    """Turn whatever another library trips over in the block, which comes from the files and options that it was given,
-    into a ``JobError`` naming what was asked, with a ``hint`` behind it. ``innermost``: say its first cause.
-    """
-    try:
-        yield
     except (JobError, MemoryError):
         raise
-    except Exception as e:
+    except only as e:
         cause: BaseException = e
-        while innermost and cause.__cause__ is not None:
+        while cause.__cause__ is not None and not isinstance(cause, GeminiError):
             cause = cause.__cause__
-        words = " ".join(str(cause).split())[:400]
-        said = str(e) if isinstance(e, GeminiError) else f"{type(cause).__name__}: {words}"
-        raise JobError(f"{asked}: {said}{hint}") from e
+        words = str(cause) if isinstance(cause, GeminiError) else " ".join(str(cause).split())[:400]
+        kind = "" if isinstance(cause, GeminiError | ValueError | TypeError | OSError) else f"{type(cause).__name__}: "
+        raise JobError(f"{asked}: {kind}{words}{hint}") from e
+
+
+def as_job_error(*, asked: str) -> AbstractContextManager[None]:
+    """The same where values are checked, and nothing else is meant."""
+    return refusing(asked, only=(ValueError, TypeError, OSError))

@@ -135,8 +135,7 @@ def _set_layers(config: Any, layers: int) -> None:
     if getattr(config, "num_hidden_layers", None) is None:
         raise JobError(f"--layers {layers}: {config.model_type} configs have no single number of layers to change.")
     # Some families list a kind for each layer; a shorter model keeps the first ones.
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
+    if (kinds := getattr(config, "layer_types", None)) is not None:
         if layers > len(kinds):
             raise JobError(f"--layers {layers}: the config names the kinds of {len(kinds)} layers; at most so many.")
         config.layer_types = kinds[:layers]

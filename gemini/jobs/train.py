@@ -14,8 +14,10 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,14 +35,12 @@ from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
 from gemini.jobs.data import CountsRows, open_data, words_of
-from gemini.jobs.errors import JobError, as_job_error, refusing
+from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer, name_the_loss
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.team import Team, join
-from gemini.jobs.train_options import Options, Parser, check_step, options_of, precision_of
+from gemini.jobs.train_options import Options, Parser, options_of, precision_of
 from gemini.jobs.watch import Position, Shown, Stop, identity_of
-from gemini.planning import document
-from gemini.planning.rules import rule_named
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
@@ -169,7 +169,7 @@ class Run:
             outline, lacking = outline_of(self.kind, source, self.options)
             if self.options.compiles:
                 _compile(outline)
-        config = make_config(self.kind, self.options, source, say)
+            config = replace(self.options.config, trace=trace_of(self.kind, self.options, source))
         mesh = mesh_of(self.options, size)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
@@ -208,7 +208,7 @@ class Run:
         if getattr(args, "precompute_ref_log_probs", False):
             self._console.print("the reference is the model itself as it is now: what it says of each row is kept")
         marks = getattr(args, "assistant_only_loss", False)
-        with refusing(f"gemini {self.kind}", MARKS if marks else "", innermost=True), _base_as_reference(self.model):
+        with refusing(f"gemini {self.kind}", MARKS if marks else ""), _base_as_reference(self.model):
             trainer = trainer_class(self.kind)(
                 model=self.model,
                 args=args,
@@ -349,53 +349,17 @@ def _compile(model: Any) -> None:
         raise JobError(f"--torch_compile: {e}") from e
 
 
-def make_config(kind: str, options: Options, source: ModelSource, say: Callable[[str], None]) -> gemini.GeminiConfig:
-    """How the model of a job is managed: its options, or a plan that ``gemini plan`` wrote. ``say`` is told what a
-    job that runs a plan makes otherwise.
+def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
+    """One micro-batch of the job's step, traced on fake tensors; None where nobody asks how large it is.
 
     Raises:
-        JobError: for options that cannot be used together.
-        PlanMismatch: for a plan that cannot be read.
+        JobError: for a step on a GPU that cannot be traced.
     """
     args, ours = options.args, options.ours
-    plan: gemini.Plan | None = None
-    budgets: Mapping[Tier, int] = {}
-    gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
-    if ours.plan is not None:
-        plan = document.load(Path(ours.plan), "--plan", gemini.Plan.from_json)
-        budgets, gradients = plan.problem.budgets, plan.problem.gradients
-        for note in check_step(plan, options):
-            say(note)
-    trace = None
-    if plan is None and ours.activations is None and args.device.type == "cuda":
-        if ours.ep > 1 or kind in ("grpo", "rloo"):
-            raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
-        trace = trace_of(kind, options, source)
-    with as_job_error(asked="The options cannot be used together"):
-        return gemini.GeminiConfig(
-            precision=precision_of(args),
-            states=ours.states,
-            memory=gemini.MemoryBudget(
-                gpu=ours.gpu_memory or budgets.get(Tier.GPU),
-                cpu=ours.cpu_memory or budgets.get(Tier.CPU),
-                nvme=ours.nvme_memory or budgets.get(Tier.NVME),
-                nvme_path=ours.nvme_path,
-                durable=ours.durable_every > 0,
-            ),
-            placement="auto" if plan is None else plan,
-            gradients=gradients,
-            device=str(args.device),
-            activations=ours.activations,
-            offload_activations=ours.offload_activations,
-            trace=trace,
-            tile_tokens=ours.tile_tokens,
-            optimizer=rule_named(ours.optimizer or "adamw"),
-        )
-
-
-def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace:
-    """One micro-batch of the job's step, traced on fake tensors."""
-    args, ours = options.args, options.ours
+    if args.device.type != "cuda" or ours.plan is not None or ours.activations is not None:
+        return None
+    if ours.ep > 1 or kind in ("grpo", "rloo"):
+        raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
     config = copy.deepcopy(source.config)
     if options.model.attn_implementation is not None:
         config._attn_implementation = options.model.attn_implementation
@@ -466,19 +430,9 @@ def _base_as_reference(model: Any) -> Iterator[None]:
     if not hasattr(model, "peft_config"):
         yield
         return
-    with replaced(model, "add_adapter", lambda *_: None), replaced(model, "get_parameter", lambda _: _Nowhere()):
+    nowhere = SimpleNamespace(data=SimpleNamespace(copy_=lambda _: None))
+    with replaced(model, "add_adapter", lambda *_: None), replaced(model, "get_parameter", lambda _: nowhere):
         yield
-
-
-class _Nowhere:
-    """Where a copy goes that is not needed."""
-
-    @property
-    def data(self) -> _Nowhere:
-        return self
-
-    def copy_(self, other: Any) -> None:
-        pass
 
 
 def outside(trainer: Any) -> Iterator[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from argparse import SUPPRESS, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -17,14 +17,14 @@ import trl
 import yaml
 from accelerate import ParallelismConfig
 
-from gemini.config import contradictions
+from gemini.config import GeminiConfig, MemoryBudget, contradictions
 from gemini.jobs.data import is_text
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, as_job_error, refusing
 from gemini.jobs.options import Refusing, check_size, tiles_of
 from gemini.planning import document
 from gemini.planning.compact import STATES
 from gemini.planning.plan import Plan
-from gemini.planning.rules import RULES, name_of
+from gemini.planning.rules import RULES, name_of, rule_named
 from gemini.tiers import Tier
 
 
@@ -102,6 +102,7 @@ class Options(NamedTuple):
         ours: Gemini's.
         said: what was given, by name; all else is a default.
         compiles: whether the blocks are compiled. To the Trainer ``torch_compile`` means the whole model.
+        config: how the model is managed.
     """
 
     script: Any
@@ -111,6 +112,7 @@ class Options(NamedTuple):
     ours: GeminiArguments
     said: dict[str, Any]
     compiles: bool
+    config: GeminiConfig
 
 
 class Parser(Refusing, _TrlParser):
@@ -153,16 +155,10 @@ class Parser(Refusing, _TrlParser):
         Raises:
             JobError: for options that there are not, or that are no values of their kind.
         """
-        dashed = [word.replace("_", "-") for word in words]
-        if "--config" in dashed and dashed[-1] == "--config":
-            self.error("--config needs a file")
-        with as_job_error(asked="--config"):
-            try:
-                values, of_file, rest = self.parse_args_and_config(
-                    words, return_remaining_strings=True, separate_remaining_strings=True
-                )
-            except yaml.YAMLError as e:
-                raise JobError(f"--config: this is not YAML: {' '.join(str(e).split())}") from e
+        with refusing("--config", only=(ValueError, TypeError, OSError, IndexError, yaml.YAMLError)):
+            values, of_file, rest = self.parse_args_and_config(
+                words, return_remaining_strings=True, separate_remaining_strings=True
+            )
         for word in (*of_file[::2], *rest):
             self.refuse(word)
         _check_alone(values)
@@ -185,47 +181,96 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
         unsaid["pad_to_multiple_of"] = values.cp
     if kind in ("dpo", "kto") and not (values.use_peft or values.sync_ref_model):
         unsaid["precompute_ref_log_probs"] = True  # by the model itself, before its first step: no second one in memory
-    if values.plan is not None:
-        unsaid |= step_of(document.load(Path(values.plan), "--plan", Plan.from_json))
-    for name, value in unsaid.items():
+    plan = None if values.plan is None else document.load(Path(values.plan), "--plan", Plan.from_json)
+    planned = {} if plan is None else step_of(plan)
+    for name, value in (unsaid | planned).items():
         if name not in said:
             setattr(values, name, value)
+        elif name in planned and getattr(values, name) != value:
+            raise JobError(
+                f"--plan {values.plan} was made with --{name} {value}, and this job has {getattr(values, name)}. Leave "
+                "it out here, and it is as in the plan; or make a plan for this step."
+            )
     compiles, values.torch_compile = bool(values.torch_compile), False
     with as_job_error(asked=asked.prog):
         made: list[Any] = [
             record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
             for record in asked.dataclass_types
         ]
-    options = Options(made[0], made[1], made[2], made[3], made[4], said, compiles)
+        script, args, model, mixture, ours = made
+        config = config_of(args, ours, plan)
+    options = Options(script, args, model, mixture, ours, said, compiles, config)
     if kind != "sft" and max(values.tp, values.cp, values.ep) > 1:
         raise JobError(f"--tp, --cp and --ep are for gemini sft; gemini {kind} computes whole layers and sequences.")
     for pair in contradictions(options, _APART):
         raise JobError(_APART[pair].format(o=options))
-    options.args.parallelism_config = parallelism_of(options.ours, num_processes)
+    args.parallelism_config = parallelism_of(ours, num_processes)
     return options
+
+
+def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConfig:
+    """How the model of a job is managed, as its options or a plan say it.
+
+    Raises:
+        ValueError: for options that cannot be used together.
+    """
+    budgets = {} if plan is None else plan.problem.budgets
+    return GeminiConfig(
+        precision=precision_of(args),
+        states=ours.states,
+        memory=MemoryBudget(
+            gpu=ours.gpu_memory or budgets.get(Tier.GPU),
+            cpu=ours.cpu_memory or budgets.get(Tier.CPU),
+            nvme=ours.nvme_memory or budgets.get(Tier.NVME),
+            nvme_path=ours.nvme_path,
+            durable=ours.durable_every > 0,
+        ),
+        placement="auto" if plan is None else plan,
+        gradients=plan.problem.gradients
+        if plan
+        else "accumulate"
+        if args.gradient_accumulation_steps > 1
+        else "retain",
+        device=str(args.device),
+        activations=ours.activations,
+        offload_activations=ours.offload_activations,
+        tile_tokens=ours.tile_tokens,
+        optimizer=rule_named(ours.optimizer or "adamw"),
+    )
+
+
+def precision_of(args: Any) -> str:
+    """What is computed in."""
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+
+
+def step_of(plan: Plan) -> dict[str, Any]:
+    """The options that describe a plan's step."""
+    trace, rule = plan.trace, plan.problem.rule
+    sizes = trace.batch.get("input_ids", ())
+    names = ("per_device_train_batch_size", "max_length")
+    return (dict(zip(names, sizes, strict=True)) if len(sizes) == 2 else {}) | {
+        "gradient_accumulation_steps": plan.accumulate,
+        "gradient_checkpointing": bool(trace.checkpointing),
+        "tile_tokens": trace.tile_tokens,
+        "bf16": plan.problem.precision == "bf16",
+        "fp16": plan.problem.precision == "fp16",
+        "optimizer": name_of(rule),
+        "states": "exact" if rule.exact is None else "compact",
+    }
 
 
 # ---- what does not go together ---------------------------------------------------------------------------------------
 
 _APART = {
-    (
-        "!model.model_name_or_path",
-        "ours",
-    ): "Say what to train with --model_name_or_path: a folder, a config.json, a name.",
+    ("!model.model_name_or_path", "ours"): (
+        "Say what to train with --model_name_or_path: a folder, a config.json, a name."
+    ),
     ("!script.dataset_name", "!mixture.datasets"): (
         "Say what to train on with --dataset_name: a file of rows or text, a folder, a pattern, a name."
     ),
-    ("ours.nvme_memory", "!ours.nvme_path"): (
-        "--nvme_memory {o.ours.nvme_memory} needs --nvme_path: a folder on the drive that is to hold them."
-    ),
-    ("ours.durable_every", "!ours.nvme_path"): (
-        "--durable_every needs --nvme_path: a folder on the drive that is to hold the store."
-    ),
     ("ours.offload_activations", "!args.gradient_checkpointing"): (
         "--offload_activations {o.ours.offload_activations} moves what --gradient_checkpointing keeps: give both."
-    ),
-    ("ours.offload_activations=nvme", "!ours.nvme_path"): (
-        "--offload_activations nvme needs --nvme_path: a folder on the drive that is to hold them."
     ),
     ("ours.plan", "ours.activations|ours.offload_activations"): (
         "--activations and --offload_activations are the plan's to say where there is one: leave them out."
@@ -233,32 +278,25 @@ _APART = {
     ("model.load_in_4bit|model.load_in_8bit", "!model.use_peft"): (
         "--load_in_4bit freezes the weights in 4 bits: give --use_peft as well, which is trained then."
     ),
-    (
-        "ours.ep>1",
-        "ours.tp>1|ours.cp>1",
-    ): "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp.",
+    ("ours.ep>1", "ours.tp>1|ours.cp>1"): (
+        "--ep {o.ours.ep} goes with --replicas alone: leave it out, or --tp and --cp."
+    ),
     ("ours.tp>1|ours.ep>1", "model.use_peft|ours.tile_tokens|ours.durable_every"): (
         "--tp and --ep cut layers, which have no --use_peft, --tile_tokens or --durable_every. Leave one out."
     ),
     ("ours.tp>1|ours.ep>1|ours.cp>1", "ours.plan"): "--tp, --cp and --ep and --plan: a plan is of a whole model.",
-    ("ours.states=compact", "args.fp16"): "--states compact keeps bf16 weights, which does not go with --fp16.",
 }
 """Two conditions, as :func:`gemini.config.contradictions` reads them, and what is said of them together."""
 
 
 def _check_alone(values: Namespace) -> None:
-    """What can be refused before processes meet."""
+    """Refuse what can be before processes meet."""
     if isinstance(values.nvme_path, str):  # in YAML
         values.nvme_path = [values.nvme_path]
     for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
         if (size := getattr(values, name)) is not None:
             check_size(f"--{name}", str(size))
     values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
-
-
-def precision_of(args: Any) -> str:
-    """What is computed in."""
-    return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
 # ---- several processes -------------------------------------------------------------------------------------------
@@ -287,45 +325,3 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
     if sizes["replicas"] > 1 and shared == 1:  # accelerate does not know replicas that shard nothing
         raise JobError(f"--replicas {ours.replicas} leaves a process nobody to share its part of the model with.")
     return ParallelismConfig(dp_replicate_size=ours.replicas, dp_shard_size=shared, cp_size=ours.cp, tp_size=ours.tp)
-
-
-# ---- a plan's step --------------------------------------------------------------------------------------------------
-
-
-def step_of(plan: Plan) -> dict[str, Any]:
-    """The options that describe a plan's step."""
-    trace, rule = plan.trace, plan.problem.rule
-    sizes = trace.batch.get("input_ids", ())
-    names = ("per_device_train_batch_size", "max_length")
-    return (dict(zip(names, sizes, strict=True)) if len(sizes) == 2 else {}) | {
-        "gradient_accumulation_steps": plan.accumulate,
-        "gradient_checkpointing": bool(trace.checkpointing),
-        "tile_tokens": trace.tile_tokens,
-        "bf16": plan.problem.precision == "bf16",
-        "fp16": plan.problem.precision == "fp16",
-        "optimizer": None if name_of(rule) == "adamw" else name_of(rule),
-        "states": "exact" if rule.exact is None else "compact",
-    }
-
-
-def check_step(plan: Plan, options: Options) -> Iterator[str]:
-    """What a job that runs a plan makes otherwise than it was planned, where it may: what is larger was not planned
-    for, and another kind of step has other planes. Ranks, the tier that computes and the store are compared when the
-    model is made.
-
-    Raises:
-        JobError: naming the option, what it is here and what it was for the plan.
-    """
-    made = f"--plan {options.ours.plan} was made"
-    for name, planned in step_of(plan).items():
-        here = getattr(options.args if hasattr(options.args, name) else options.ours, name)
-        if here == planned or (name, here) == ("tile_tokens", "auto"):
-            continue
-        words = f"{made} with --{name} {planned}, and this job has {here}"
-        sums = name == "gradient_accumulation_steps" and plan.problem.gradients != "retain"
-        shorter = name in ("per_device_train_batch_size", "max_length") and here is not None and here < planned
-        if not sums and not shorter:
-            raise JobError(f"{words}. Leave it out here, and it is as in the plan; or make a plan for this step.")
-        yield f"{words}: its speed is not the planned one"
-    if Tier.NVME in plan.problem.budgets and options.ours.nvme_path is None:
-        raise JobError(f"--plan {options.ours.plan} keeps some of the model on NVMe: give --nvme_path, a folder there.")
