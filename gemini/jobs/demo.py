@@ -19,7 +19,7 @@ from rich.console import Console
 from gemini.errors import human_bytes, parse_bytes
 from gemini.jobs.checkpoints import prepare_out
 from gemini.jobs.errors import JobError
-from gemini.jobs.models import find_model, hush, name_the_loss
+from gemini.jobs.models import find_model, hush
 from gemini.jobs.settings import DemoSettings
 from gemini.jobs.team import Team
 from gemini.jobs.train import Run
@@ -78,12 +78,12 @@ def demo(asked: DemoSettings, console: Console) -> int:
         }
         given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
         run = Run("sft", options_of(given), console, Team())
-        first = _mean_loss(run.model, held_out.to(run.device))
+        first = _mean_loss(run.model, held_out.to(run.options.args.device))
         if (code := run.go("gemini demo")) == 130:
             return code
-        last = _mean_loss(run.model, held_out.to(run.device))
+        last = _mean_loss(run.model, held_out.to(run.options.args.device))
     plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)
-    reloaded = _mean_loss(name_the_loss(plain), held_out)
+    reloaded = _mean_loss(plain, held_out)
     fell = "it fell" if last < first else "IT DID NOT FALL"
     console.print(f"loss on held-out text: {first:.4f} before, {last:.4f} after: {fell}")
     console.print(

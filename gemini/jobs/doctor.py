@@ -81,23 +81,19 @@ def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
 
 
 def _versions() -> Iterator[str]:
-    yield f"gemini {_version('gemini-offload') or 'from a source folder, not installed'}"
+    found = {name: _version(name) for name in ("gemini-offload", *_PACKAGES)}
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
+    yield ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
     others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
     if others:
         yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
         yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
-    present = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
-    yield ", ".join(present)
-    if absent := [name for name in _PACKAGES if not _version(name)]:
-        yield f"not installed (optional): {', '.join(absent)}"
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu() -> Iterator[str]:
@@ -180,9 +176,7 @@ def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
         figures[key] = figure
         begin = row(sides, key, human_figure(key, figure.value)) + "  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
-        yield from textwrap.wrap(
-            begin + source, width - 2, subsequent_indent=" " * len(begin), drop_whitespace=False, break_on_hyphens=False
-        )
+        yield from textwrap.wrap(begin + source, width - 2, subsequent_indent=" " * len(begin), break_on_hyphens=False)
     if load > (cores := kernels.get_num_threads()) * _BUSY:
         yield f"the machine was busy, a load of {load:.1f} on {cores} cores: what was measured is less than it can do"
     if nvme_path is None:
@@ -216,7 +210,7 @@ def store_report(directory: Path) -> Iterator[Section]:
     damaged: list[str] = []
     try:
         stored = open_store(directory)
-        yield Section("Durable store", _resumed(directory, stored))
+        yield Section("Durable store", [*_resumed(directory, stored)])
         yield Section("Check", _check(directory, stored, damaged))
     except (StorageError, OSError) as e:
         damaged.append(str(e))
@@ -230,17 +224,15 @@ def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
     yield f"{directory.resolve()}, in use by {holder(directory) or 'nobody'}"
     if len(found := [store.name for store in stores(directory)]) > 1:
         yield f"{', '.join(found[:-1])} beside {found[-1]}: gone with the first commit to the newest"
-    steps, saved = [param.step for param in manifest.params.values()], max(p.stat().st_mtime for p in _records(stored))
-    yield (
-        f"commit {stored.commit.sequence}, step {max(steps)}, {timedelta(seconds=max(0, round(time.time() - saved)))} "
-        f"ago, saved by {counted(len(stored.commit.records), 'rank')}; by any number of ranks"
-    )
-    numel = sum(math.prod(param.shape) for param in manifest.params.values())
+    steps = [param.step for param in manifest.params.values()]
+    saved = max(path.stat().st_mtime for path in stored.commit.folder.glob("record-*"))
+    ago = timedelta(seconds=max(0, round(time.time() - saved)))
+    ranks = counted(len(stored.commit.records), "rank")
+    yield f"commit {stored.commit.sequence}, step {max(steps)}, {ago} ago, of {ranks}; for any number of ranks"
+    numel = human_count(sum(math.prod(param.shape) for param in manifest.params.values()))
     compact = "" if manifest.rule.exact is None else ", compact states"
-    yield (
-        f"{len(steps)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}{compact}, "
-        f"format version {record.version}; {human_bytes(2 * _num_bytes(stored))} on the drive, where each is twice"
-    )
+    yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
+    yield f"{human_bytes(2 * _num_bytes(stored))} on the drive, each state twice; format version {record.version}"
     with as_damage(stored.commit.folder):
         extra = Decoder(stored.values).decode(manifest.extra, "extra")
     store = stored.commit.folder.parent
@@ -249,10 +241,6 @@ def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
         yield f"gemini sft --resume_from_checkpoint {store}"
     else:
         yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
-
-
-def _records(stored: Stored) -> list[Path]:
-    return [*stored.commit.folder.glob("record-*")]
 
 
 def _num_bytes(stored: Stored) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from gemini.errors import GeminiError, RankLost
+from gemini.errors import GeminiError
 
 REFUSED, BROKEN = 2, 1
 
@@ -15,18 +15,11 @@ class JobError(GeminiError):
 
 
 class SaidByRanks(JobError):
-    """The end of a job of several processes, once they know who of them says why: ``str(e)`` is empty on the others."""
+    """The end of a job, once its processes know who of them says why: ``str(e)`` is empty on the others."""
 
     def __init__(self, words: str, exit_code: int = REFUSED) -> None:
         super().__init__(words)
         self.exit_code = exit_code
-
-
-def exit_code_of(error: Exception) -> int:
-    """2 for what was refused; 1 if the job itself broke, because another process of it is gone."""
-    if isinstance(error, SaidByRanks):
-        return error.exit_code
-    return BROKEN if isinstance(error, RankLost) else REFUSED
 
 
 @contextmanager

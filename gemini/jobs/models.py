@@ -8,7 +8,6 @@ for (``--bytes``).
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,17 +62,18 @@ def find_config(
     """The config behind a name, of any model type; weights are not read.
 
     Raises:
-        JobError: if there is no such thing.
+        JobError: if there is no such thing, in the words of transformers.
     """
-    path, asked = Path(name), asked or name
+    path = Path(name)
     if name in PRESETS and not path.exists():
         source = ModelSource(f"preset {name}", transformers.GPT2Config())  # its defaults are GPT-2 small
-    elif not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".json":
-        source = ModelSource(f"config of {name}", _read_config(name, asked, trust=trust, revision=revision))
     else:
-        file = _config_file(path, asked)
-        config = _read_config(file, str(file) if asked == name else asked, local_files_only=True, trust=trust)
-        source = ModelSource(f"config {file}", config)
+        code = "" if trust else " (code that comes with a model is not run)"
+        with refusing(f"{asked or name}: transformers {transformers.__version__} refuses this config{code}"):
+            config = transformers.AutoConfig.from_pretrained(
+                name, local_files_only=path.exists(), trust_remote_code=trust, revision=revision
+            )
+        source = ModelSource(f"config of {name}", config)
     if layers is not None:
         _set_layers(source.config, layers)
     return source
@@ -85,19 +85,10 @@ def lora_on(rank: int) -> Callable[..., Any]:
     Raises:
         JobError: without peft.
     """
-    try:
+    with refusing(f"--lora {rank} needs peft, an optional package", ": pip install 'peft>=0.17'", only=ImportError):
         import peft
-    except ImportError as e:
-        raise JobError(f"--lora {rank} needs peft, an optional package ({e}): pip install 'peft>=0.17'") from e
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return partial(peft.get_peft_model, peft_config=config)
-
-
-def name_the_loss(model: Any) -> Any:
-    """Set the loss transformers would choose anyway: it warns about classes whose names tell it nothing."""
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"
-    return model
 
 
 def hush() -> None:
@@ -109,26 +100,6 @@ def hush() -> None:
     warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # PEFT sets what is right itself
     if not launch.speaks():
         warnings.simplefilter("ignore")
-
-
-def _config_file(path: Path, asked: str) -> Path:
-    """The config.json that ``path`` is or holds; ``asked`` is how the user named it."""
-    if not path.exists():
-        raise JobError(
-            f"{asked}: there is no such file or folder. Give a config.json, a folder that holds one, or "
-            "a name on a hub as OWNER/MODEL."
-        )
-    if path.is_file():
-        return path
-    if not (path / "config.json").is_file():
-        raise JobError(f"{asked}: the folder has no config.json, so it is not a Hugging Face model folder.")
-    return path / "config.json"
-
-
-def _read_config(name: Path | str, asked: str, *, trust: bool, **how: Any) -> Any:
-    code = "" if trust else " (code that comes with a model is not run)"
-    with refusing(f"{asked}: transformers {transformers.__version__} refuses this config{code}"):
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust, **how)
 
 
 def _set_layers(config: Any, layers: int) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost
-from gemini.jobs.errors import SaidByRanks, exit_code_of
+from gemini.jobs.errors import BROKEN, REFUSED, SaidByRanks
 from gemini.ranks import launch
 from gemini.ranks.agree import Attempt, agree
 from gemini.ranks.process_groups import start_group
@@ -83,7 +83,7 @@ class Team:
         except SaidByRanks:
             raise
         except GeminiError as e:
-            raise SaidByRanks(self._words_for(e), exit_code_of(e)) from e
+            raise SaidByRanks(self._words_for(e), BROKEN if isinstance(e, RankLost) else REFUSED) from e
 
     def _words_for(self, error: Exception) -> str:
         words = str(error)

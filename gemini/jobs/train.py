@@ -36,7 +36,7 @@ from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
 from gemini.jobs.data import CountsRows, open_data, words_of
 from gemini.jobs.errors import JobError, refusing
-from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer, name_the_loss
+from gemini.jobs.models import ModelSource, byte_tokenizer, find_model, hush, load_tokenizer
 from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.team import Team, join
 from gemini.jobs.train_options import Options, Parser, options_of, precision_of
@@ -123,11 +123,6 @@ class Run:
         self._stop = Stop(team, console)
         self.trainer = self._trainer(data, tokenizer, rewards or {})
 
-    @property
-    def device(self) -> torch.device:
-        """Where batches go."""
-        return torch.device(self.options.args.device)
-
     # ---- before the first step ---------------------------------------------------------------------------------------
 
     def _find_checkpoint(self) -> Path | None:
@@ -184,7 +179,7 @@ class Run:
             raise JobError(f"The model cannot be dealt out: {e}") from e
         if self.options.compiles:
             _compile(model)  # drawing builds the model anew
-        name_the_loss(model).train()
+        model.train()
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)
         if args.save_strategy != "no" and self.team.is_first:
@@ -283,18 +278,13 @@ class Run:
 
 
 def _check_model(source: ModelSource, options: Options) -> None:
-    """Refuse what is no causal language model, and sequences that are longer than it has positions."""
-    config, args = source.config, options.args
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise JobError(
-            f"{source.label} is of type {config.model_type!r}, which transformers has no causal language model for."
-        )
+    """Refuse adapters of a model without weights, and sequences that are longer than it has positions."""
     if options.model.use_peft and source.weights is None:
         raise JobError(f"--use_peft adapts trained weights, and {source.label} has none: give a model folder.")
-    longest, asked = getattr(config, "max_position_embeddings", None), getattr(args, "max_length", None)
-    if longest is not None and asked is not None and asked > longest:
+    args, longest = options.args, getattr(source.config, "max_position_embeddings", None)
+    if longest is not None and (getattr(args, "max_length", None) or 0) > longest:
         if "max_length" in options.said:
-            raise JobError(f"--max_length {asked} is more than the model's {longest} positions. Use at most {longest}.")
+            raise JobError(f"--max_length {args.max_length} is more than the model's {longest} positions.")
         args.max_length = longest
 
 
@@ -314,8 +304,11 @@ def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, l
     attention = Attention(asked.attn_implementation, precision_of(args), args.device)
     transformers.set_seed(args.seed)  # adapters
     with refusing(f"{source.label} cannot be built"):
-        adapters, codes = trl.get_peft_config(asked), trl.get_quantization_config(asked)
-        adapt = None if adapters is None else partial(_get_peft_model(), peft_config=adapters)
+        adapters, codes, adapt = trl.get_peft_config(asked), trl.get_quantization_config(asked), None
+        if adapters is not None:
+            import peft
+
+            adapt = partial(peft.get_peft_model, peft_config=adapters)
         if source.weights is None:
             attention.keyword(source.config, auto)
             return skeleton_from_config(source.config, model_class=auto, attention=attention, dtype=torch.float32), []
@@ -334,12 +327,6 @@ def outline_of(kind: str, source: ModelSource, options: Options) -> tuple[Any, l
             source.weights, model_class=auto, attention=attention, adapt=adapt, **how
         )
         return skeleton, sorted(info["missing_keys"])
-
-
-def _get_peft_model() -> Callable[..., Any]:
-    import peft
-
-    return peft.get_peft_model
 
 
 def _compile(model: Any) -> None:

@@ -159,8 +159,8 @@ class Parser(Refusing, _TrlParser):
             values, of_file, rest = self.parse_args_and_config(
                 words, return_remaining_strings=True, separate_remaining_strings=True
             )
-        for word in (*of_file[::2], *rest):
-            self.refuse(word)
+        if unknown := (*of_file[::2], *rest):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
         _check_alone(values)
         self.values, self.said = values, copy.deepcopy(self.said)  # records are made of the values, in place
         return self
