@@ -12,7 +12,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,6 @@ from torch import nn
 import gemini
 import gemini.integrations.trl as ready
 from gemini.errors import BudgetExceeded, counted, human_bytes
-from gemini.integrations.huggingface_durable import store_behind
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
@@ -210,7 +209,7 @@ class Run:
                 train_dataset=data[script.dataset_train_split],
                 eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
                 processing_class=tokenizer,
-                callbacks=[MetricsCallback(), Shown(self._console), self._stop, self.position],
+                callbacks=[MetricsCallback(), Shown(self._console, self._resume), self._stop, self.position],
                 **more,
             )
         if use_cache is not None:
@@ -229,9 +228,8 @@ class Run:
     def steps(self) -> bool:
         """Train to the last step, or to the whole step after Ctrl-C, where a checkpoint is; say if that was the end."""
         trainer = self.trainer
-        if self._resume is not None:
-            store = store_behind(self._resume)
-            self._console.print(f"going on from {self._resume if store is None else f'the store in {store}'}")
+        if self._resume is None and self.options.args.resume_from_checkpoint == "auto":
+            self._console.print(f"no checkpoint in {self.out}: starting anew")
         if self.team.is_first:
             said = {name: value for name, value in self.options.said.items() if name != "resume_from_checkpoint"}
             text = yaml.safe_dump(said, sort_keys=False, allow_unicode=True)

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from gemini.errors import human_bytes
+from gemini.integrations.huggingface_durable import store_behind
 from gemini.jobs.errors import JobError
 from gemini.jobs.team import Team
 from gemini.tiers import Tier
@@ -62,10 +63,16 @@ def identity_of(dataset: Any, seed: int, length: int | None) -> dict[str, Any]:
 
 
 class Shown(TrainerCallback):
-    """A line for each row that is logged."""
+    """A line for each row that is logged. ``resume``: the checkpoint that the run goes on from."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, resume: str | None = None) -> None:
+        self._console, self._resume = console, resume
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._resume is not None:
+            store = store_behind(self._resume)
+            where = self._resume if store is None else f"the store in {store}"
+            self._console.print(f"resuming from {where} after step {state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
         if "eval_loss" in logs:
