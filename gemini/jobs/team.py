@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gemini.errors import GeminiError, RankLost
 from gemini.jobs.errors import BROKEN, REFUSED, SaidByRanks
 from gemini.ranks import launch
-from gemini.ranks.agree import Attempt, agree
+from gemini.ranks.agree import Attempt, Facts, agree
 from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Tag, Wire
 
@@ -56,16 +56,18 @@ class Team:
         return bool(self._wire.swap(Tag.VALUES, torch.tensor([float(wish)], device="cpu"), what).any())
 
     @contextmanager
-    def all_or_none(self, what: str) -> Iterator[None]:
-        """A block without collectives that all ranks go through: what one of them refuses in it, all refuse.
+    def all_or_none(self, what: str) -> Iterator[dict[str, Any]]:
+        """A block without collectives that all ranks go through: what one of them refuses in it, all refuse. It is
+        given a place for values (as in JSON) that must be the same on all of them.
 
         Raises:
-            SaidByRanks: on every rank, if any raised a ``GeminiError`` in the block.
+            SaidByRanks: on every rank, if any raised a ``GeminiError`` in the block, or if they disagree.
         """
+        alike: dict[str, Any] = {}
         with Attempt(GeminiError) as attempt:
-            yield
+            yield alike
         try:
-            agree(self._wire, what, refusal=attempt.refusal)
+            agree(self._wire, what, lambda: Facts(alike), attempt.refusal)
         except RankLost:
             raise
         except GeminiError as e:

@@ -95,7 +95,7 @@ class Run:
         self.kind, self.options, self.team, self._console = kind, options, team, console
         args, script = options.args, options.script
         self.out = Path(args.output_dir)
-        with team.all_or_none("the preparation of the job"):
+        with team.all_or_none("the preparation of the job") as alike:
             checkpoints.prepare_out(self.out)
             source = find_model(
                 options.model.model_name_or_path,
@@ -108,16 +108,9 @@ class Run:
             data = open_data(script, options.mixture, args.seed)
             tokenizer = self._tokenizer(source, data)
             rows = data[script.dataset_train_split]
-            self.position = Position(identity_of(rows, args.seed, getattr(args, "max_length", None)))
-        said = [None if found is None else str(found), self.position.identity]
-        (resume, first), *others = team.tell(said, "the comparison of the data")
-        for rank, (_, other) in enumerate(others, 1):
-            if other != first:
-                raise JobError(
-                    f"rank {rank} found other rows than rank 0. Every process reads all of them: give a --dataset_name "
-                    "that is the same on all machines."
-                )
-        self._resume: str | None = resume
+            alike |= identity_of(rows, args.seed, getattr(args, "max_length", None))
+        self.position = Position(alike)
+        self._resume: str | None = team.tell(None if found is None else str(found), "the choice of a checkpoint")[0]
         self.model = self._managed(source)
         self._stop = Stop(team, console)
         self.trainer = self._trainer(data, tokenizer, rewards or {})
