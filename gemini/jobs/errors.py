@@ -41,7 +41,8 @@ def refusing(
             cause = cause.__cause__
         words = str(cause) if isinstance(cause, GeminiError) else " ".join(str(cause).split())[:400]
         kind = "" if isinstance(cause, GeminiError | ValueError | TypeError | OSError) else f"{type(cause).__name__}: "
-        raise JobError(f"{asked}: {kind}{words}{hint}") from e
+        # Of a RuntimeError from a StopIteration contextlib thinks that Python has made it, and raises the latter.
+        raise JobError(f"{asked}: {kind}{words}{hint}") from (None if isinstance(e, StopIteration) else e)
 
 
 def as_job_error(*, asked: str) -> AbstractContextManager[None]:

@@ -23,16 +23,6 @@ WIDEST = 100
 LABEL = 17
 """Columns of what a line is about, where it begins with that."""
 
-_STYLES = {
-    "FITS, BUT": "bold yellow",
-    "FITS": "bold green",
-    "DOES NOT FIT": "bold red",
-    "who lives where": "bold",
-    "phase": "bold",
-    "most bytes": "bold",
-}
-"""How a line is shown on a terminal, by its beginning."""
-
 _SUFFIXES = (".png", ".svg", ".html", ".json")
 
 
@@ -40,11 +30,9 @@ _SUFFIXES = (".png", ".svg", ".html", ".json")
 
 
 def say(console: Console, lines: Sequence[str]) -> None:
-    """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
-    width = min(console.width, WIDEST)
-    for line in (part for whole in lines for part in _folded(whole, width)):
-        style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
-        console.print(line, style=style)
+    """Print lines; what is too long for one is folded and indented."""
+    for line in lines:
+        console.print(*_folded(line, min(console.width, WIDEST)), sep="\n")
 
 
 def _folded(line: str, width: int) -> list[str]:

@@ -171,6 +171,8 @@ class Run:
             raise JobError(f"The model cannot be dealt out: {e}") from e
         if self.options.compiles:
             _compile(model)  # drawing builds the model anew
+        if getattr(model, "loss_type", "") is None:  # what transformers takes anyway; the Trainer counts tokens by it
+            model.loss_type = "ForCausalLM"
         model.train()
         params = list(model.parameters())
         count, trained = sum(map(num_weights, params)), sum(p.numel() for p in params if p.requires_grad)

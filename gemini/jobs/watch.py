@@ -97,7 +97,8 @@ _SHOWN = {
 def _figures(logs: dict[str, Any], between: str) -> str:
     """The figures of a row, those that a person looks at first."""
     shown = {name: how for name, how in _SHOWN.items() if logs.get(name) is not None}
-    words = [f"{word} {round(logs[name], 9) + 0.0:{digits}}" for name, (word, digits) in shown.items()]
+    words = [f"{word} {logs[name]:{digits}}" for name, (word, digits) in shown.items()]
+    words = [text.replace("-0.0000", "0.0000") for text in words]  # GRPO's loss is nothing but for rounding at first
     words += [f"{t.value} {human_bytes(logs[f'{t.value}_bytes'])}" for t in Tier if f"{t.value}_bytes" in logs]
     waits = {key.removeprefix("waits_for_"): value for key, value in logs.items() if key.startswith("waits_for_")}
     cause, waited = max(waits.items(), key=lambda item: item[1], default=("", 0.0))

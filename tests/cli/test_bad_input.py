@@ -43,7 +43,7 @@ def test_of_several_processes_one_says_what_is_wrong(
         ("[1, 2]", "Should have a `model_type` key"),
         ('{"hidden_size": 4}', "Should have a `model_type` key"),
         ('{"model_type": "abacus"}', "model type `abacus` but Transformers does not recognize"),
-        ('{"model_type": "gpt2", "n_layer": "two"}', "(code that comes with a model is not run): StrictDataclass"),
+        ('{"model_type": "gpt2", "n_layer": "two"}', "(code that comes with a model is not run): Field 'n_layer'"),
     ],
 )
 def test_a_config_file_that_is_not_one(
@@ -69,7 +69,7 @@ def test_model_paths_without_a_model(
         return gemini_command("sft", *given)
 
     refused(train(tmp_path / "absent"), str(tmp_path / "absent"))
-    refused(train(tmp_path), "does not appear to have a file named config.json")
+    refused(train(tmp_path), "Should have a `model_type` key in its config.json")
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(tiny_values))

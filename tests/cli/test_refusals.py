@@ -113,7 +113,7 @@ REQUESTS = {
     "trace tiny.json --attn-implementation flash_attention_2 --target cpu": "flash_attention_2 and --target cpu",
     "trace tiny.json --out absent/trace.json": "--out absent/trace.json cannot be written",
     "trace tiny.json --out .": "--out . is a folder: give the name of a file",
-    "trace odd.json": "config odd.json cannot be traced",
+    "trace odd.json": "config of odd.json cannot be traced",
     "trace text.txt": "is not a valid JSON file",
     "doctor --json mine.json": "add --measure",
     "doctor --measure --json absent/mine.json": "there is no folder absent",
