@@ -87,24 +87,24 @@ class Shown(TrainerCallback):
 
 
 _SHOWN = {
-    "loss": ("loss", ".4f"), "perplexity": ("perplexity", ".4g"), "reward": ("reward", ".4g"),
-    "rewards/accuracies": ("accuracy", ".4g"), "accuracy": ("accuracy", ".4g"), "grad_norm": ("grad norm", ".3g"),
-    "tokens_per_second": ("tok/s", ",.0f"), "learning_rate": ("lr", ".3g"),
+    "loss": "loss {:.4f}", "perplexity": "perplexity {:.4g}", "reward": "reward {:.4g}",
+    "rewards/accuracies": "accuracy {:.4g}", "accuracy": "accuracy {:.4g}", "grad_norm": "grad norm {:.3g}",
+    "tokens_per_second": "{:,.0f} tok/s",
 }  # fmt: skip
-"""What is shown of a row, in this order: the word for it, and how many digits."""
+"""What is shown of a row, in this order."""
 
 
 def _figures(logs: dict[str, Any], between: str) -> str:
     """The figures of a row, those that a person looks at first."""
-    shown = {name: how for name, how in _SHOWN.items() if logs.get(name) is not None}
-    words = [f"{word} {logs[name]:{digits}}" for name, (word, digits) in shown.items()]
-    words = [text.replace("-0.0000", "0.0000") for text in words]  # GRPO's loss is nothing but for rounding at first
+    words = [form.format(logs[name]) for name, form in _SHOWN.items() if logs.get(name) is not None]
+    words[0] = words[0].replace("-0.0000", "0.0000")  # the loss of GRPO is at first nothing but for rounding
     words += [f"{t.value} {human_bytes(logs[f'{t.value}_bytes'])}" for t in Tier if f"{t.value}_bytes" in logs]
     waits = {key.removeprefix("waits_for_"): value for key, value in logs.items() if key.startswith("waits_for_")}
     cause, waited = max(waits.items(), key=lambda item: item[1], default=("", 0.0))
     share = waited / max(logs.get("step_seconds", 0.0), 1e-9)
     words += [f"waits {min(1, share):.0%} for {cause.replace('_', ' ')}"] if share > 0.05 else []
     words += [f"{timedelta(seconds=round(logs['seconds_left']))} left"] if "seconds_left" in logs else []
+    words += [f"lr {logs['learning_rate']:.3g}"] if "learning_rate" in logs else []
     return between.join(words)
 
 

@@ -143,7 +143,7 @@ def test_there_are_lines_and_rows() -> None:
     out = io.StringIO()
     log, rows = shown(Console(file=out, soft_wrap=True))
     assert [line.split("  ")[0] for line in out.getvalue().splitlines()] == ["step 1999/2000", "step 2000/2000"]
-    for words in ("loss 2.5000", "grad norm 1.25", "tok/s ", "cpu 3 MiB", "% for nvme read", "0:00:00 left"):
+    for words in ("loss 2.5000", "grad norm 1.25", " tok/s", "cpu 3 MiB", "% for nvme read", "0:00:00 left", "lr "):
         assert words in out.getvalue().splitlines()[-1]
     log(2000, eval_loss=1.0)
     assert out.getvalue().splitlines()[-1] == "evaluation after step 2000: loss 1.0000, perplexity 2.718"
