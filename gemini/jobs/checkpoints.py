@@ -17,7 +17,7 @@ from pathlib import Path
 from gemini.errors import human_bytes
 from gemini.integrations.huggingface_durable import as_checkpoint, committed
 from gemini.integrations.huggingface_save import check_resumable, last_whole, newest
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, refusing
 from gemini.memory.durable.folder import has_commit
 
 _BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
@@ -52,7 +52,7 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
             "--resume_from_checkpoint auto, or start anew in another --output_dir."
         )
     path = Path(resume)
-    with as_job_error(asked=f"--resume_from_checkpoint {resume}"):
+    with refusing(f"--resume_from_checkpoint {resume}"):
         if (durable := committed(path)) is not None:
             return as_checkpoint(path, durable, out)
         check_resumable(resume)

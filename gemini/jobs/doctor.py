@@ -68,7 +68,7 @@ def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
         return
     yield Section("Versions", _versions())
     yield Section("CPU", _cpu())
-    yield Section("Native kernels", _kernels())
+    yield Section("Native kernels", str(kernels.capabilities()).splitlines())
     yield Section("Memory", _memory())
     yield Section("GPU", _gpus())
     usable = True
@@ -117,10 +117,6 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _kernels() -> Iterator[str]:
-    yield from str(kernels.capabilities()).splitlines()
 
 
 def _memory() -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 from gemini.errors import GeminiError
 
@@ -40,11 +40,10 @@ def refusing(
         while cause.__cause__ is not None and not isinstance(cause, GeminiError):
             cause = cause.__cause__
         words = str(cause) if isinstance(cause, GeminiError) else " ".join(str(cause).split())[:400]
-        kind = "" if isinstance(cause, GeminiError | ValueError | TypeError | OSError) else f"{type(cause).__name__}: "
+        kind = (
+            ""
+            if isinstance(cause, GeminiError | ValueError | TypeError | OSError | ImportError)
+            else f"{type(cause).__name__}: "
+        )
         # Of a RuntimeError from a StopIteration contextlib thinks that Python has made it, and raises the latter.
         raise JobError(f"{asked}: {kind}{words}{hint}") from (None if isinstance(e, StopIteration) else e)
-
-
-def as_job_error(*, asked: str) -> AbstractContextManager[None]:
-    """The same where values are checked, and nothing else is meant."""
-    return refusing(asked, only=(ValueError, TypeError, OSError))

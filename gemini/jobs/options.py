@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, refusing
 
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
@@ -153,7 +153,7 @@ def check(record: Any) -> None:
 
 def check_size(asked: str, value: str) -> None:
     """Raises: JobError: for what is no number of bytes."""
-    with as_job_error(asked=f"{asked} {value}"):
+    with refusing(f"{asked} {value}"):
         parse_bytes(value)
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.status import Status
 
 from gemini.errors import human_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, refusing
 from gemini.planning.timeline import Timeline
 
 WIDEST = 100
@@ -153,22 +153,15 @@ def answer(
         written.append(f"{settings.out}{hint}")
     if timeline is not None:
         for path in settings.picture:
-            _draw(path, timeline)
+            with refusing(f"--picture {path}"):
+                from gemini.pictures import draw
+
+                draw(path, timeline)
             written.append(str(path))
     if written and not settings.json:
         say(console, [""])
         for words in written:  # never folded: a path is there to be copied
             console.print(f"written to {words}")
-
-
-def _draw(path: Path, timeline: Timeline) -> None:
-    from gemini.pictures import draw
-
-    try:
-        with as_job_error(asked=f"--picture {path}"):
-            draw(path, timeline)
-    except ImportError as e:
-        raise JobError(f"--picture {path}: {e}") from e
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------

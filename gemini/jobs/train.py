@@ -364,7 +364,8 @@ def mesh_of(options: Options, num_processes: int) -> Any:
     ours, kind = options.ours, options.args.device.type
     if options.args.parallelism_config is not None:
         found = parallel_of(options.args.parallelism_config, num_processes, kind)
-        return None if found is None else found.mesh
+        assert found is not None, "what asks for nothing has no config"
+        return found.mesh
     if ours.replicas == ours.ep == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh

@@ -19,7 +19,7 @@ from accelerate import ParallelismConfig
 
 from gemini.config import GeminiConfig, MemoryBudget, contradictions
 from gemini.jobs.data import is_text
-from gemini.jobs.errors import JobError, as_job_error, refusing
+from gemini.jobs.errors import JobError, refusing
 from gemini.jobs.options import Refusing, check_size, tiles_of
 from gemini.planning import document
 from gemini.planning.compact import STATES
@@ -192,7 +192,7 @@ def options_of(asked: Parser, num_processes: int = 1) -> Options:
                 "it out here, and it is as in the plan; or make a plan for this step."
             )
     compiles, values.torch_compile = bool(values.torch_compile), False
-    with as_job_error(asked=asked.prog):
+    with refusing(asked.prog):
         made: list[Any] = [
             record(**{f.name: getattr(values, f.name) for f in fields(record) if f.init})
             for record in asked.dataclass_types
