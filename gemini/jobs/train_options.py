@@ -215,6 +215,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConf
         ValueError: for options that cannot be used together.
     """
     budgets = {} if plan is None else plan.problem.budgets
+    gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
     return GeminiConfig(
         precision=precision_of(args),
         states=ours.states,
@@ -226,11 +227,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConf
             durable=ours.durable_every > 0,
         ),
         placement="auto" if plan is None else plan,
-        gradients=plan.problem.gradients
-        if plan
-        else "accumulate"
-        if args.gradient_accumulation_steps > 1
-        else "retain",
+        gradients=gradients if plan is None else plan.problem.gradients,
         device=str(args.device),
         activations=ours.activations,
         offload_activations=ours.offload_activations,
@@ -296,6 +293,10 @@ def _check_alone(values: Namespace) -> None:
     for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
         if (size := getattr(values, name)) is not None:
             check_size(f"--{name}", str(size))
+    for known in fields(GeminiArguments):  # argparse looks at choices of the command line, and not of YAML
+        value, choices = getattr(values, known.name), known.metadata.get("choices")
+        if choices and value is not None and value not in choices:
+            raise JobError(f"--{known.name} must be one of {', '.join(choices)}, got {value!r}.")
     values.tile_tokens = tiles_of("--tile_tokens", values.tile_tokens)
 
 

@@ -36,6 +36,7 @@ REQUESTS = {
     f"{JOB} --states 8bit": "argument --states: invalid choice: '8bit' (choose from",
     f"{JOB} --states compact --fp16 true": "and precision='fp16' was asked for",
     f"{JOB} --optimizer lamb": "argument --optimizer: invalid choice: 'lamb' (choose from",
+    f"{JOB} --config sophia.yaml": "--optimizer must be one of adamw, lion",
     f"{JOB} --optimizer sophia": "argument --optimizer: invalid choice: 'sophia'",
     f"{JOB} --tile-tokens 1": "--tile_tokens must be auto or a number of tokens, 2 or more, got '1'",
     f"{JOB} --load_in_4bit": "give --use_peft as well",
@@ -131,6 +132,7 @@ def test_what_cannot_be_is_refused(
         Path(f"{name}.json").write_text(json.dumps(values))
     Path("text.txt").write_text("a text\n")
     Path("old.yaml").write_text("lr: 0.1\n")
+    Path("sophia.yaml").write_text("optimizer: sophia\n")
     llama_config(Path("llama.json"), **FOUR_BLOCKS)
     result = gemini_command(*shlex.split(request_))
     refused(result, REQUESTS[request_])
