@@ -63,6 +63,15 @@ def make_llama(shape: Mapping[str, int], dtype: str = "float32") -> Any:
     )
 
 
+def square_layers(layers: int, width: int) -> Any:
+    """The same weights on every call."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())))
+
+
 def make_batch(shape: Mapping[str, int], step: int, rank: int) -> dict[str, Any]:
     """Tokens of a small part of the vocabulary, so that the loss falls within a few steps."""
     import torch

@@ -168,7 +168,22 @@ def make_cage(args: argparse.Namespace) -> _memory.Cage | None:
 
 
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--params", type=float, default=5e9)
+    parser.add_argument("--states", choices=list(BYTES_PER_PARAM), default="exact")
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--tokens", type=int, default=128, help="per step")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--limit", default="20GiB", help="of the cgroup (default: %(default)s)")
+    parser.add_argument("--reserve", default=None, help="of it, what is no budget (default: computed)")
+    parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
+    parser.add_argument("--keep-free", default="8GiB", help="of the drive (default: %(default)s)")
+    in_flight = "bytes of the CPU budget left to gradients that wait (default: some chunks' worth; 0: planned by auto)"
+    parser.add_argument("--in-flight", type=int, default=None, help=in_flight)
+    parser.add_argument("--no-cgroup", action="store_true", help="run without a limit")
+    add_out(parser)
+    args = parser.parse_args()
     from gemini.errors import human_bytes, parse_bytes
     from gemini.machines.measure import Sizes, measure_nvme
 
@@ -281,25 +296,6 @@ def why_not_larger(
         f"({human_bytes(cpu - working)} + {human_bytes(nvme)}) / {per_param:.4g} = {most / 1e9:.2f} G params at "
         f"most, of which this model has {shape.params / 1e9:.2f}.",
     ]
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--params", type=float, default=5e9)
-    parser.add_argument("--states", choices=list(BYTES_PER_PARAM), default="exact")
-    parser.add_argument("--vocab", type=int, default=32000)
-    parser.add_argument("--tokens", type=int, default=128, help="per step")
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--limit", default="20GiB", help="of the cgroup (default: %(default)s)")
-    parser.add_argument("--reserve", default=None, help="of it, what is no budget (default: computed)")
-    parser.add_argument("--spill", type=Path, default=Path("/tmp"), help="folder of the spill file")
-    parser.add_argument("--keep-free", default="8GiB", help="of the drive (default: %(default)s)")
-    in_flight = "bytes of the CPU budget left to gradients that wait (default: some chunks' worth; 0: planned by auto)"
-    parser.add_argument("--in-flight", type=int, default=None, help=in_flight)
-    parser.add_argument("--no-cgroup", action="store_true", help="run without a limit")
-    add_out(parser)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

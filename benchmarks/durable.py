@@ -14,30 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import gemini
-
-
-class Blocks(nn.Module):
-    """Layers of 1024 x 1024."""
-
-    def __init__(self, layers: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+from benchmarks._models import square_layers
 
 
 def made(folder: Path, durable: bool, layers: int) -> tuple[Any, Any]:
     memory = gemini.MemoryBudget(cpu="256MiB", nvme="4GiB", nvme_path=folder, durable=durable)
     placement = gemini.StaticPlacement(weights_on_nvme=1, optimizer_on_nvme=1)
     config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement)
-    model = gemini.GeminiDDP(Blocks(layers), config)
+    model = gemini.GeminiDDP(square_layers(layers, 1024), config)
     # Guesses begin by themselves on a store, and gain more than it costs.
     return model, gemini.HybridAdam(model.parameters(), lr=1e-3, speculate=False)
 

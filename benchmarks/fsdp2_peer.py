@@ -280,7 +280,18 @@ def compare(args: argparse.Namespace, seen: dict[str, dict[str, Any]]) -> tuple[
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--system", action="append", choices=SYSTEMS, help="may be given several times (default: all)")
+    parser.add_argument("--rounds", type=int, default=7, help="after one to warm up (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="of a block (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="of each rank")
+    parser.add_argument("--profile", action="store_true", help="also say where our time goes")
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab, args.tokens, args.rounds, args.steps = 256, 4, 2048, 64, 3, 3
     fastest, said = find_fastest(args)
     profiles: dict[str, list[Any]] = {}
     with ExitStack() as stack:
@@ -317,22 +328,6 @@ def main() -> int:
     report += [f"WRONG: {w}" for w in wrong] or [f"All losses agree to {AGREE_RTOL} over the first {count} steps."]
     publish(report, args.out, theme=None if args.quick else "fsdp2_peer")
     return 1 if wrong else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--system", action="append", choices=SYSTEMS, help="may be given several times (default: all)")
-    parser.add_argument("--rounds", type=int, default=7, help="after one to warm up (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="of a block (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) // 2), help="of each rank")
-    parser.add_argument("--profile", action="store_true", help="also say where our time goes")
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab, args.tokens, args.rounds, args.steps = 256, 4, 2048, 64, 3, 3
-    return args
 
 
 if __name__ == "__main__":

@@ -51,28 +51,20 @@ GOALS = {
     "lines of code per comment in memory/": "15",
     "lines of code per comment in train/": "15",
     "duplicate class names": "3",
-    "private attributes across rooms": "0",
-    "constructors with more than 7 arguments": "0",
     "# fmt: skip": "0",
     "docs/architecture.md, lines": "120",
 }
 HABITS = [
     "connect methods",
     "callables in annotations of constructors",
-    "constructors with more than 7 arguments",
     "lines in train/ that test for None",
     "duplicate class names",
-    "private attributes across rooms",
     "# fmt: skip",
     "assignments of three values and more",
     "docstrings that begin with Of, What, Who, Where, As",
     "Tier.NVME",
 ]
 LAYOUT = [tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER]
-OF_OTHERS = frozenset(
-    "_version _base _buffers _parameters _modules _world _values _indices _make _replace _asdict _fields _C".split()
-)
-"""Private names of torch and of named tuples, which ours may be called like."""
 WALKERS = ("modules", "named_modules", "parameters", "named_parameters", "buffers", "named_buffers")
 
 
@@ -114,11 +106,7 @@ class Source:
             if token.type not in (tokenize.COMMENT, *LAYOUT):
                 code.update(range(token.start[0], token.end[0] + 1))
         for node in self.nodes:
-            if (
-                isinstance(node, ast.Expr)
-                and isinstance(node.value, ast.Constant)
-                and isinstance(node.value.value, str)
-            ):
+            if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
                 code -= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
         return len(code)
 
@@ -138,35 +126,6 @@ class Source:
             for node in owner.body:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
                     yield owner.name, node
-
-    @cached_property
-    def defined(self) -> set[str]:
-        """Names that this file gives to functions, classes, variables and attributes of ``self``."""
-        found = set()
-        for node in self.nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node):
-                found.add(node.attr)
-        return found
-
-    @cached_property
-    def privates_of_others(self) -> list[tuple[ast.AST, str]]:
-        """Private attributes and imports of what is not ``self`` and is not defined in this file."""
-        found: list[tuple[ast.AST, str]] = []
-        for node in self.nodes:
-            if isinstance(node, ast.Attribute) and not _is_own(node):
-                found.append((node, node.attr))
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gemini."):
-                found += [(node, alias.name) for alias in node.names]
-        foreign = OF_OTHERS | self.defined
-        return [(node, name) for node, name in found if re.match(r"_[^_]", name) and name not in foreign]
-
-
-def _is_own(node: ast.Attribute) -> bool:
-    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
 
 
 def _arguments(function: ast.FunctionDef) -> list[ast.arg]:
@@ -207,11 +166,7 @@ def in_the_text(root: Path) -> tuple[dict[str, float], dict[str, list[str]]]:
 def _habits(house: list[Source]) -> dict[str, list[str]]:
     """The places of each habit."""
     found: dict[str, list[str]] = defaultdict(list)
-    homes: dict[str, set[str]] = defaultdict(set)
     names = Counter(node.name for source in house for node in source.classes)
-    for source in house:
-        for name in source.defined:
-            homes[name].add(source.room)
     for source in house:
 
         def note(what: str, node: ast.AST, name: str, source: Source = source) -> None:
@@ -220,12 +175,9 @@ def _habits(house: list[Source]) -> dict[str, list[str]]:
         for owner, method in source.methods("connect"):
             note("connect methods", method, owner)
         for owner, method in source.methods("__init__"):
-            arguments = _arguments(method)
-            for arg in arguments:
+            for arg in _arguments(method):
                 if arg.annotation is not None and "Callable" in ast.unparse(arg.annotation):
                     note("callables in annotations of constructors", arg, f"{owner}({arg.arg})")
-            if len(arguments) > 7:
-                note("constructors with more than 7 arguments", method, f"{owner} ({len(arguments)})")
         for node in source.nodes:
             if isinstance(node, ast.ClassDef) and names[node.name] > 1:
                 note("classes whose name another has", node, node.name)
@@ -240,9 +192,6 @@ def _habits(house: list[Source]) -> dict[str, list[str]]:
         if source.room.startswith("gemini/train"):
             asking = (line.strip() for line in source.text.splitlines() if re.search(r"\bis (not )?None\b", line))
             found["lines in train/ that test for None"] += [f"{source.path.name} {line}" for line in asking]
-        for node, name in source.privates_of_others:
-            if homes[name] and source.room not in homes[name]:
-                note("private attributes across rooms", node, f"{name} of {', '.join(sorted(homes[name]))}")
         found["# fmt: skip"] += [f"{source.path.name}"] * source.text.count("# fmt: skip")
     found["duplicate class names"] = sorted(name for name, number in names.items() if number > 1)
     return {name: found[name] for name in HABITS}
@@ -447,9 +396,7 @@ def places(one: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", nargs="?", type=Path, default=HERE.parents[1], help="default: this one")
-    parser.add_argument(
-        "--against", type=Path, action="append", default=[], help="another checkout, in a column before"
-    )
+    parser.add_argument("--against", type=Path, action="append", default=[], help="another checkout, a column before")
     parser.add_argument("--places", action="store_true", help="also where each habit was found")
     parser.add_argument("--files", action="store_true", help="also the files of a step in memory, with calls in each")
     parser.add_argument("--lines", nargs="+", type=Path, help="count only the lines of these files and folders")

@@ -105,7 +105,17 @@ def one_way(args: argparse.Namespace, way: str, folder: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, hidden=1024, layers=20, vocab=32000, batch=1, tokens=64)
+    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--cpu", default="160MB", help="host memory for Gemini (default: %(default)s)")
+    parser.add_argument("--nvme", default="2GB", help="room on the drive (default: %(default)s)")
+    parser.add_argument("--nvme-path", default=None, help="a folder on the drive (default: the folder for temporaries)")
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab, args.steps, args.cpu = 512, 6, 8192, 2, "40MB"
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(dir=args.nvme_path, prefix="lora-memory-") as folder:
         for way in WAYS:
@@ -171,21 +181,6 @@ def main() -> int:
     report += [f"MISSED: {miss}" for miss in misses] or [fine]
     publish(report, args.out, theme=None if args.quick else "lora_memory")
     return 1 if misses else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser, hidden=1024, layers=20, vocab=32000, batch=1, tokens=64)
-    parser.add_argument("--rank", type=int, default=8, help="of the adapters (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--cpu", default="160MB", help="host memory for Gemini (default: %(default)s)")
-    parser.add_argument("--nvme", default="2GB", help="room on the drive (default: %(default)s)")
-    parser.add_argument("--nvme-path", default=None, help="a folder on the drive (default: the folder for temporaries)")
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab, args.steps, args.cpu = 512, 6, 8192, 2, "40MB"
-    return args
 
 
 if __name__ == "__main__":

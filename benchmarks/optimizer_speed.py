@@ -171,7 +171,19 @@ def make_orders(settings: dict[str, Any]) -> Mapping[str, Callable[..., Any]]:
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, hidden=768, layers=6, vocab=8192, batch=1, tokens=128)
+    parser.add_argument("--methods", nargs="+", default=[], help="which are tried (default: all)")
+    parser.add_argument("--homes", nargs="+", default=list(HOMES), choices=HOMES)
+    parser.add_argument("--steps", type=int, default=3, help="of a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cpu", default="600MiB", help="host memory beside the drive (default: %(default)s)")
+    parser.add_argument("--nvme-path", default=None, help="a folder on the drive (default: the folder for temporaries)")
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab, args.rounds, args.steps = 256, 2, 2048, 1, 1
     tokens = args.batch * args.tokens * args.steps
     names = [(method, home) for home in args.homes for method in (args.methods or methods())]
     groups: dict[tuple[str, str], Group] = {}
@@ -220,23 +232,6 @@ def main() -> int:
         theme=None if args.quick else "optimizer_speed",
     )  # fmt: skip
     return 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser, hidden=768, layers=6, vocab=8192, batch=1, tokens=128)
-    parser.add_argument("--methods", nargs="+", default=[], help="which are tried (default: all)")
-    parser.add_argument("--homes", nargs="+", default=list(HOMES), choices=HOMES)
-    parser.add_argument("--steps", type=int, default=3, help="of a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cpu", default="600MiB", help="host memory beside the drive (default: %(default)s)")
-    parser.add_argument("--nvme-path", default=None, help="a folder on the drive (default: the folder for temporaries)")
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab, args.rounds, args.steps = 256, 2, 2048, 1, 1
-    return args
 
 
 if __name__ == "__main__":

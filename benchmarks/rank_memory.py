@@ -114,7 +114,15 @@ def one_size(args: argparse.Namespace, size: int) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, hidden=1024, layers=10, vocab=8192, batch=1, tokens=32)
+    parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 1, 2 and 4)")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--steps", type=int, default=3)
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab, args.steps = 512, 4, 4096, 2
     sizes = args.ranks or [1, 2, 4]
     by_size = {}
     for size in sizes:
@@ -176,19 +184,6 @@ def main() -> int:
     report += [f"MISSED: {miss}" for miss in misses] or [fine]
     publish(report, args.out, theme=None if args.quick else "rank_memory")
     return 1 if misses else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser, hidden=1024, layers=10, vocab=8192, batch=1, tokens=32)
-    parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 1, 2 and 4)")
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--steps", type=int, default=3)
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab, args.steps = 512, 4, 4096, 2
-    return args
 
 
 if __name__ == "__main__":

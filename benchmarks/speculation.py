@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import gemini
+from benchmarks._models import square_layers
 from benchmarks._report import add_out, head, publish, set_threads, table
 from benchmarks._rounds import in_turn, ratios
 
@@ -45,20 +45,6 @@ PLACES = {
 GOAL_RIGHT, GOAL_WRONG = 1.10, 1.05
 
 
-class Blocks(nn.Module):
-    """Square layers."""
-
-    def __init__(self, layers: int, width: int):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 class Run:
     """One model on a store of its own."""
 
@@ -71,7 +57,7 @@ class Run:
         share = 0 if args.placement == "memory" else 1
         placement = gemini.StaticPlacement(weights_on_nvme=share, optimizer_on_nvme=share)
         config = gemini.GeminiConfig(memory=memory, device="cpu", placement=placement, update_threads=1)
-        self.model: Any = gemini.GeminiDDP(Blocks(args.layers, args.width), config)
+        self.model: Any = gemini.GeminiDDP(square_layers(args.layers, args.width), config)
         how = {"step_in_backward": True, "speculate": True} if speculate else {}
         self.optimizer = gemini.HybridAdam(self.model.parameters(), lr=1e-4, **how)
 

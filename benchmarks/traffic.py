@@ -101,7 +101,17 @@ def one_run(args: argparse.Namespace, size: int, precision: str, stays: bool, mi
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, hidden=768, layers=12, vocab=8192, batch=1, tokens=32)
+    parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 2 and 4)")
+    parser.add_argument("--precision", action="append", choices=("bf16", "fp32"), help="default: both")
+    parser.add_argument("--steps", type=int, default=3, help="the last one is reported (default: %(default)s)")
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab = 256, 6, 2048
+    if args.steps < 2 or any(size < 2 for size in args.ranks or [2]):
+        parser.error("at least two steps and two ranks")
     misses: list[str] = []
     rows = []
     for size in args.ranks or [2, 4]:
@@ -132,21 +142,6 @@ def main() -> int:
     report += [f"MISSED: {miss}" for miss in misses] or ["No rank sent more than the least."]
     publish(report, args.out, theme=None if args.quick else "traffic")
     return 1 if misses else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser, hidden=768, layers=12, vocab=8192, batch=1, tokens=32)
-    parser.add_argument("--ranks", type=int, action="append", help="may be given several times (default: 2 and 4)")
-    parser.add_argument("--precision", action="append", choices=("bf16", "fp32"), help="default: both")
-    parser.add_argument("--steps", type=int, default=3, help="the last one is reported (default: %(default)s)")
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab = 256, 6, 2048
-    if args.steps < 2 or any(size < 2 for size in args.ranks or [2]):
-        parser.error("at least two steps and two ranks")
-    return args
 
 
 if __name__ == "__main__":

@@ -218,7 +218,15 @@ def compare_weights(paths: list[Path]) -> float:
 
 
 def main() -> int:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser, hidden=384, layers=6, vocab=2048, batch=2, tokens=64)
+    parser.add_argument("--rate", default="200mbit", help="of the link, as tc says it; none: not shaped")
+    parser.add_argument("--steps", type=int, default=6, help="counted (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2)
+    add_report_arguments(parser)
+    args = parser.parse_args()
+    if args.quick:
+        args.hidden, args.layers, args.vocab, args.steps = 256, 4, 1024, 3
     if os.geteuid() != 0 or shutil.which("ip") is None:
         print("two_nodes.py makes network namespaces: it needs root and iproute2 (ip, tc)", file=sys.stderr)
         return 2
@@ -274,19 +282,6 @@ def main() -> int:
     report += [f"WRONG: {w}" for w in wrong]
     publish(report, args.out, theme=None if args.quick else "two_nodes")
     return 1 if wrong else 0
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_model_arguments(parser, hidden=384, layers=6, vocab=2048, batch=2, tokens=64)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc says it; none: not shaped")
-    parser.add_argument("--steps", type=int, default=6, help="counted (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=2)
-    add_report_arguments(parser)
-    args = parser.parse_args()
-    if args.quick:
-        args.hidden, args.layers, args.vocab, args.steps = 256, 4, 1024, 3
-    return args
 
 
 if __name__ == "__main__":

@@ -42,9 +42,8 @@ def test_a_text_with_one_of_each(tmp_path: Path) -> None:
     for name, text in {"gemini/train/engine.py": ENGINE, "gemini/memory/room.py": ROOM}.items():
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text(text)
-    figures, found = house.in_the_text(tmp_path)
+    figures, _ = house.in_the_text(tmp_path)
     assert {name: figures[name] for name in house.HABITS} == dict.fromkeys(house.HABITS, 1) | {"Tier.NVME": 0}
-    assert found["private attributes across rooms"] == ["gemini/train/engine.py:15 _frames of gemini/memory"]
     assert figures["lines of Engine.__init__"] == 4
     assert figures["gemini/, files"] == 2 and figures["gemini/, lines"] == 24
     assert figures["lines of code per comment in train/"] == 3.5  # of seven lines, two

@@ -111,37 +111,6 @@ def run_block(own: Seen, group: Group, steps: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = parse()
-    end_on_signals()
-    with ExitStack() as stack:
-        spill = None
-        if any(PEERS[name].nvme for name in args.peers):
-            spill = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", dir=args.spill))
-        groups: dict[str, Group] = {}
-        for name in args.peers:
-            print(f"starting {name}", file=sys.stderr, flush=True)
-            try:
-                groups[name] = stack.enter_context(start(args, name, spill))
-            except RanksFailed as e:
-                raise SystemExit(f"{name}: {e}") from e
-        seen, free = take_turns(args, groups)
-    lines, wrong = report.make(args, seen, free, WARM_UP)
-    _report.publish(lines, args.report)
-    return 1 if wrong else 0
-
-
-def pair(text: str) -> tuple[str, Any]:
-    """``overlap=false`` -> ("overlap", False): the value is JSON where it can be read so, else a string."""
-    name, _, value = text.partition("=")
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
-
-
-def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--peers", type=lambda text: text.split(","), default=None, metavar="NAME,...",
@@ -178,7 +147,33 @@ def parse() -> argparse.Namespace:
     if args.peers is None:
         args.peers = [name for name, peer in PEERS.items() if peer.clips or args.clip is None]
     check(parser, args)
-    return args
+    end_on_signals()
+    with ExitStack() as stack:
+        spill = None
+        if any(PEERS[name].nvme for name in args.peers):
+            spill = stack.enter_context(tempfile.TemporaryDirectory(prefix="peers-", dir=args.spill))
+        groups: dict[str, Group] = {}
+        for name in args.peers:
+            print(f"starting {name}", file=sys.stderr, flush=True)
+            try:
+                groups[name] = stack.enter_context(start(args, name, spill))
+            except RanksFailed as e:
+                raise SystemExit(f"{name}: {e}") from e
+        seen, free = take_turns(args, groups)
+    lines, wrong = report.make(args, seen, free, WARM_UP)
+    _report.publish(lines, args.report)
+    return 1 if wrong else 0
+
+
+def pair(text: str) -> tuple[str, Any]:
+    """``overlap=false`` -> ("overlap", False): the value is JSON where it can be read so, else a string."""
+    name, _, value = text.partition("=")
+    if not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

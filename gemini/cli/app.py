@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, RankLost
 from gemini.jobs import settings
-from gemini.jobs.errors import REFUSED, JobError, SaidByRanks, exit_code_of
+from gemini.jobs.errors import BROKEN, REFUSED, JobError, SaidByRanks
 from gemini.jobs.options import RecordParser
 from gemini.ranks import launch
 from gemini.version import __version__
@@ -86,8 +86,8 @@ def app(words: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if words is None else words) or [""]
     try:
         return _run(name, rest)
-    except (JobError, GeminiError) as e:
-        return _say(str(e), e, exit_code_of(e))
+    except GeminiError as e:
+        return _say(str(e), e, getattr(e, "exit_code", BROKEN if isinstance(e, RankLost) else REFUSED))
     except ImportError as e:
         if e.name not in ("transformers", "accelerate", "datasets", "trl", "yaml"):
             raise
@@ -109,19 +109,19 @@ def _run(name: str, words: list[str]) -> int:
     if name not in COMMANDS:
         raise JobError(f"No such command: {name}. There are {', '.join(COMMANDS)}.")
     about, record, module = COMMANDS[name]
+    console = Console(markup=False, highlight=False, soft_wrap=True)  # text as it is, colours on a terminal alone
     if record is None:
         if not sys.stderr.isatty():
             os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: bars are for those who look on
         from gemini.jobs.train import train
 
-        return train("sft" if name == "train" else name, words, console())
+        return train("sft" if name == "train" else name, words, console)
     parser = RecordParser(name, about, record)
     if {"-h", "--help"} & {*words}:
         parser.print_help()
         return 0
     asked = parser.read(words)
-    job = getattr(importlib.import_module(f"gemini.jobs.{module}"), name)
-    return int(job(asked, console()))
+    return int(getattr(importlib.import_module(f"gemini.jobs.{module}"), name)(asked, console))
 
 
 def _say(words: str, cause: BaseException, code: int) -> int:
@@ -129,8 +129,3 @@ def _say(words: str, cause: BaseException, code: int) -> int:
     if words and (launch.speaks() or isinstance(cause, SaidByRanks)):
         print(f"gemini: {words}", file=sys.stderr)
     return code
-
-
-def console() -> Console:
-    """What jobs print on: text as it is, colours on a terminal alone."""
-    return Console(markup=False, highlight=False, soft_wrap=True)

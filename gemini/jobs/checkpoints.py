@@ -7,18 +7,17 @@ and renames.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gemini.errors import human_bytes
 from gemini.integrations.huggingface_durable import as_checkpoint, committed
 from gemini.integrations.huggingface_save import check_resumable, last_whole, newest
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, refusing
 from gemini.memory.durable.folder import has_commit
 
 _BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
@@ -43,35 +42,21 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
     if resume == "auto":
         found = newest(str(out), store)
         return None if found is None else Path(found)
-    last = last_whole(str(out))
     if resume is None:
+        last = last_whole(str(out))
         if last is None and not is_own:
             return None
-        where = Path(last).name if last is not None else f"in the durable store {store}"
+        where = f"in the durable store {store}" if last is None else Path(last).name
         raise JobError(
             f"--output_dir {out} holds checkpoints of an earlier run, the newest is {where}. Continue it with "
             "--resume_from_checkpoint auto, or start anew in another --output_dir."
         )
-    path, asked = Path(resume), f"--resume_from_checkpoint {resume}"
-    if not path.is_dir():
-        raise JobError(
-            f"{asked}: there is no such checkpoint folder. Give one such as {out / 'checkpoint-500'}, or 'auto' for "
-            "the newest in --output_dir."
-        )
-    with as_job_error(asked=asked):
+    path = Path(resume)
+    with refusing(f"--resume_from_checkpoint {resume}"):
         if (durable := committed(path)) is not None:
             return as_checkpoint(path, durable, out)
-        if (inside := last_whole(resume)) is not None:
-            raise JobError(f"{asked}: this is the folder of a run. Its newest checkpoint is {inside}.")
         check_resumable(resume)
     return path
-
-
-def step_of(checkpoint: Path | None) -> int:
-    """The steps that are done in a checkpoint."""
-    if checkpoint is None:
-        return 0
-    return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
 
 
 def prepare_out(out: Path) -> None:
@@ -80,9 +65,7 @@ def prepare_out(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()  # nameless: several processes may try at once
     except OSError as e:
-        raise JobError(
-            f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose a folder you may write to."
-        ) from e
+        raise JobError(f"--output_dir {out} cannot be written to: {e.strerror or e}. Choose another folder.") from e
 
 
 @contextmanager
@@ -95,31 +78,23 @@ def claimed(out: Path) -> Iterator[None]:
     prepare_out(out)
     folder = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise JobError(
-                f"--output_dir {out} is in use: another job writes into it. Wait for its end, or give another "
-                "--output_dir."
-            ) from e
-        except OSError:  # a file system without locks
-            pass
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise JobError(f"--output_dir {out} is in use: another job writes into it. Give another one.") from e
         yield
     finally:
         os.close(folder)
 
 
-def num_bytes(params: int, trained: int) -> int:
-    """What a checkpoint takes on the drive, about."""
-    return _BYTES_PER_PARAM * params + _BYTES_PER_TRAINED * trained
-
-
-def check_room(out: Path, checkpoint: int, keep: int) -> None:
+def check_room(out: Path, params: int, trained: int, keep: int) -> None:
     """Refuse a run whose checkpoints the drive has no room for; one more than is kept exists while it is written.
 
     Raises:
         JobError: with the numbers.
     """
+    checkpoint = _BYTES_PER_PARAM * params + _BYTES_PER_TRAINED * trained
     free, needed = shutil.disk_usage(out).free, checkpoint * (keep + 1)
     if needed > free:
         raise JobError(

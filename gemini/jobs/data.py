@@ -18,31 +18,22 @@ from gemini.jobs.errors import JobError, refusing
 _KINDS = {
     ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"
 }  # fmt: skip
-_TEXT = (".txt", ".md", ".py")
-"""Suffixes of text in a folder."""
 
 
-def text_files(name: str | None) -> list[str]:
-    """The files of plain text that a name on the command line stands for: a file of none of the kinds of rows, a
-    pattern with ``*``, or a folder that has text and no rows. Empty if it is something else.
-
-    Raises:
-        JobError: for a pattern that no file has.
+def is_text(name: str | None) -> bool:
+    """Whether a name on the command line stands for plain text: a file or a pattern of none of the kinds of rows, or a
+    folder of ``.txt`` files.
     """
     if name is None:
-        return []
+        return False
     path = Path(name)
-    if any(char in name for char in "*?["):
-        found = sorted(p for p in Path(path.anchor or ".").glob(name.removeprefix(path.anchor)) if p.is_file())
-        if not found:
-            raise JobError(f"--dataset_name {name}: there is no such file.")
-    elif path.is_dir():
-        inside = sorted(p for p in path.rglob("*") if p.is_file())
-        has_rows = any(p.suffix.lower() in _KINDS for p in inside)
-        found = [] if has_rows else [p for p in inside if p.suffix.lower() in _TEXT]
-    else:
-        found = [path] if path.is_file() else []
-    return [str(p) for p in found if p.suffix.lower() not in _KINDS]
+    if path.is_dir():
+        return any(path.rglob("*.txt")) and not any(p.suffix.lower() in _KINDS for p in path.rglob("*"))
+    return _is_of_files(path) and path.suffix.lower() not in _KINDS
+
+
+def _is_of_files(path: Path) -> bool:
+    return path.is_file() or any(char in str(path) for char in "*?[")
 
 
 def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
@@ -53,47 +44,34 @@ def open_data(script: Any, mixture: Any, seed: int) -> dict[str, Any]:
     """
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it says of a broken file is in the error, too
-    name = script.dataset_name
-    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets", innermost=True):
-        if mixture.datasets:
-            found = trl.get_dataset(mixture)
-        else:
-            found = _open(name, script)
+    name, size = script.dataset_name, mixture.test_split_size
+    with refusing(f"--dataset_name {name}" if not mixture.datasets else "datasets"):
+        found = trl.get_dataset(mixture) if mixture.datasets else _open(name, script)
     found = dict(found) if isinstance(found, dict) else {"train": found}
     train, test = script.dataset_train_split, script.dataset_test_split
     if train not in found:
         raise JobError(f"--dataset_name {name}: there is no split {train!r}, but {', '.join(found)}.")
-    if mixture.test_split_size is not None and test not in found:
-        size = mixture.test_split_size
-        if len(found[train]) < 2:
-            raise JobError(
-                f"--test_split_size {size:g}: one row cannot be split (a file of text is one). Give several files, or "
-                "a folder with a train.txt and a test.txt."
-            )
-        with refusing(f"--test_split_size {size:g}"):
+    if size is not None and test not in found:
+        with refusing(f"--test_split_size {size:g} of {words_of(found, train)} (a file of text is one)"):
             parts = found[train].train_test_split(test_size=size if size < 1 else int(size), seed=seed)
             found |= {train: parts["train"], test: parts["test"]}
-    if hasattr(found[train], "__len__") and not len(found[train]):
-        raise JobError(f"--dataset_name {name}: there are no rows in it.")
+    rows = found[train]
+    if hasattr(rows, "__len__") and (not len(rows) or (is_text(name) and not any(rows["text"]))):
+        raise JobError(f"--dataset_name {name}: there is nothing in it to learn.")
     return found
 
 
 def _open(name: str, script: Any) -> Any:
-    path, streaming = Path(name), script.dataset_streaming
-    if texts := text_files(name):
-        if not any(Path(text).stat().st_size for text in texts):
-            raise JobError(f"--dataset_name {name}: there is no text in it, only empty files ({len(texts)}).")
-        test = [text for text in texts if Path(text).stem == script.dataset_test_split]
-        train = [text for text in texts if text not in test]
-        files = {script.dataset_train_split: train} | ({script.dataset_test_split: test} if test else {})
-        return datasets.load_dataset("text", data_files=files, sample_by="document", streaming=streaming)
-    if path.is_file():
-        return datasets.load_dataset(_KINDS[path.suffix.lower()], data_files=[str(path)], streaming=streaming)
+    path, how = Path(name), {"streaming": script.dataset_streaming}
+    if is_text(name):
+        how["sample_by"] = "document"
+    if _is_of_files(path):
+        return datasets.load_dataset(_KINDS.get(path.suffix.lower(), "text"), data_files=name, **how)
     if path.is_dir() and {"dataset_info.json", "dataset_dict.json"} & {p.name for p in path.iterdir()}:
-        return datasets.load_from_disk(str(path))
-    if not path.exists() and (path.suffix.lower() in (*_KINDS, *_TEXT) or name.count("/") > 1):
+        return datasets.load_from_disk(name)
+    if not path.exists() and (path.suffix or name.count("/") > 1):
         raise JobError(f"--dataset_name {name}: there is no such file or folder.")
-    return datasets.load_dataset(name, name=script.dataset_config, streaming=streaming)
+    return datasets.load_dataset(name, name=script.dataset_config, **how)
 
 
 class CountsRows:
@@ -114,51 +92,37 @@ class CountsRows:
         uncut = copy.copy(args)
         uncut.max_length = None
         # SFT's comes with whether to pack and a function before the name: whole rows are not packed.
-        whole = prepare(dataset, processing_class, uncut, *([False, *rest[1:]] if len(rest) == 3 else rest))
         packs = len(rest) == 3 and rest[0]
-        words = [f"packed into {counted(len(kept), 'sequence')} of --max_length {most}"] if packs else []
-        self.told = (
-            *self.told,
-            what_is_cut(
-                whole,
-                most,
-                words,
-                0 if packs else len(whole) - len(kept),
-                rest[-1],
-                cuts=not packs or args.packing_strategy == "bfd",
-            ),
-        )
+        whole = prepare(dataset, processing_class, uncut, *([False, *rest[1:]] if len(rest) == 3 else rest))
+        lengths = lengths_of(whole)
+        cut = 0 if packs and args.packing_strategy != "bfd" else sum(length > most for length in lengths)
+        left_out = 0 if packs else len(whole) - len(kept)
+        parts = {
+            f"{'rows' if rest[-1] == 'train' else 'rows to evaluate on'}: {len(lengths):,}": True,
+            f"packed into {counted(len(kept), 'sequence')} of --max_length {most}": packs,
+            f"{cut:,} longer than --max_length {most}": cut or not packs,
+            f"{left_out:,} left out": left_out,
+            f"longest {max(lengths, default=0):,}, median {int(median(lengths or [0])):,} tokens": True,
+        }
+        hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
+        line = "; ".join(words for words, holds in parts.items() if holds) + hint
+        self.told = (*self.told, line)
         if not len(kept):
-            raise JobError(
-                f"--max_length {most} leaves nothing of any row to learn: give a larger one. {self.told[-1]}"
-            )
+            raise JobError(f"--max_length {most} leaves nothing of any row to learn: give a larger one. {line}")
         return kept
 
 
-def what_is_cut(whole: Any, most: int, words: list[str], left_out: int, name: str, *, cuts: bool) -> str:
-    """How long rows of tokens are, and what becomes of those that are longer than ``most``.
-
-    Args:
-        words: what is said of all of them beside that.
-        left_out: rows of which nothing is left.
-        cuts: whether the end of a long row is lost.
-    """
-    lengths = []
-    parts = [c for c in whole.column_names if c in ("input_ids", "prompt_ids", "completion_ids")]
-    pair = [c for c in whole.column_names if c in ("chosen_ids", "rejected_ids")]
-    for row in whole.select_columns(parts + pair):
-        lengths.append(sum(len(row[c]) for c in parts) + max((len(row[c]) for c in pair), default=0))
-    cut = sum(length > most for length in lengths) if cuts else 0
-    said = [f"{'rows' if name == 'train' else 'rows to evaluate on'}: {len(lengths):,}", *words]
-    said += [f"{cut:,} longer than --max_length {most}"] if cuts else []
-    said += [f"{left_out:,} left out"] if left_out else []
-    said.append(f"longest {max(lengths):,}, median {int(median(lengths)):,} tokens")
-    hint = " (a larger --max_length cuts fewer, and takes more memory)" if cut or left_out else ""
-    return "; ".join(said) + hint
+def lengths_of(rows: Any) -> list[int]:
+    """The tokens of each row: of a pair of answers those of the longer one."""
+    parts = [c for c in rows.column_names if c in ("input_ids", "prompt_ids", "completion_ids")]
+    pair = [c for c in rows.column_names if c in ("chosen_ids", "rejected_ids")]
+    return [
+        sum(len(row[c]) for c in parts) + max((len(row[c]) for c in pair), default=0)
+        for row in rows.select_columns(parts + pair)
+    ]
 
 
 def words_of(found: dict[str, Any], split: str) -> str:
-    """A line about a split before it becomes tokens."""
-    rows, (*columns, last) = found[split], found[split].column_names or ["?"]
-    what = f"{', '.join(columns)} and {last}" if columns else last
-    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {what}"
+    """A split before it becomes tokens, in words."""
+    rows, columns = found[split], found[split].column_names or ["?"]
+    return f"{counted(len(rows), 'row') if hasattr(rows, '__len__') else 'a stream'} of {', '.join(columns)}"

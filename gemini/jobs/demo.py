@@ -16,10 +16,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from gemini.errors import human_bytes, parse_bytes
 from gemini.jobs.checkpoints import prepare_out
 from gemini.jobs.errors import JobError
-from gemini.jobs.models import find_model, hush, name_the_loss
+from gemini.jobs.models import hush
 from gemini.jobs.settings import DemoSettings
 from gemini.jobs.team import Team
 from gemini.jobs.train import Run
@@ -27,11 +26,9 @@ from gemini.jobs.train_options import Parser, options_of
 from gemini.ranks import launch
 
 _PRESET = "gpt2-small"
-# What the state of a param takes in bf16: weight 2, residual 2, two states of 4 each.
-_STATE_BYTES_PER_PARAM = 12
-# The host gets this part of the state, the drive has room for all of it and the gradients of one step.
-_CPU_PART = 0.15
-_NVME_BYTES_PER_PARAM = 16
+_PARAMS = 124_439_808
+_CPU_MEMORY, _NVME_MEMORY = int(0.15 * 12 * _PARAMS), 16 * _PARAMS
+"""Bytes: a part of what weights and states take in bf16 with Adam, 12 for each param; room for all and gradients."""
 _HELD_OUT, _SEQ_LEN, _BATCH_SIZE = 8, 128, 2
 
 
@@ -39,19 +36,9 @@ def demo(asked: DemoSettings, console: Console) -> int:
     """Train, check, and say what came out; returns 0 if every check passed, else 1."""
     if launch.num_processes() > 1:
         raise JobError(
-            f"`gemini demo` runs in one process, and {launch.num_processes()} were started. Start it without torchrun; "
-            "`gemini sft` runs in several."
+            f"`gemini demo` runs in one process, and {launch.num_processes()} were started. Start it without torchrun."
         )
     hush()
-    with torch.device("meta"):
-        outline = transformers.AutoModelForCausalLM.from_config(find_model(_PRESET).config)
-    num_params = sum(p.numel() for p in outline.parameters())
-    state_bytes = _STATE_BYTES_PER_PARAM * num_params
-    cpu_bytes = int(_CPU_PART * state_bytes) if asked.cpu_memory is None else parse_bytes(asked.cpu_memory)
-    console.print(
-        f"GPT-2 small has {num_params / 1e6:.1f}M params; their weights and optimizer state take "
-        f"{human_bytes(state_bytes)}. The host may hold {human_bytes(cpu_bytes)} of that, the rest lives in a file."
-    )
     prepare_out(asked.out)
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("t*.py")))[: _HELD_OUT * _SEQ_LEN]
@@ -69,8 +56,8 @@ def demo(asked: DemoSettings, console: Console) -> int:
             "lr_scheduler_type": "cosine",
             "gradient_checkpointing": "false",
             "use_cpu": not torch.cuda.is_available(),
-            "cpu_memory": cpu_bytes,
-            "nvme_memory": _NVME_BYTES_PER_PARAM * num_params,
+            "cpu_memory": asked.cpu_memory or _CPU_MEMORY,
+            "nvme_memory": _NVME_MEMORY,
             "nvme_path": asked.nvme_path or own_folder,
             "output_dir": asked.out,
             "save_strategy": "no",
@@ -78,13 +65,12 @@ def demo(asked: DemoSettings, console: Console) -> int:
         }
         given = Parser("sft").read([word for name, value in words.items() for word in (f"--{name}", str(value))])
         run = Run("sft", options_of(given), console, Team())
-        first = _mean_loss(run.model, held_out.to(run.device))
-        code = run.go("gemini demo")
-        if code == 130:
+        first = _mean_loss(run.model, held_out.to(run.options.args.device))
+        if (code := run.go("gemini demo")) == 130:
             return code
-        last = _mean_loss(run.model, held_out.to(run.device))
+        last = _mean_loss(run.model, held_out.to(run.options.args.device))
     plain = transformers.AutoModelForCausalLM.from_pretrained(asked.out, dtype=torch.bfloat16, local_files_only=True)
-    reloaded = _mean_loss(name_the_loss(plain), held_out)
+    reloaded = _mean_loss(plain, held_out)
     fell = "it fell" if last < first else "IT DID NOT FALL"
     console.print(f"loss on held-out text: {first:.4f} before, {last:.4f} after: {fell}")
     console.print(

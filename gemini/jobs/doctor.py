@@ -1,5 +1,5 @@
 """What this machine offers Gemini: versions, processors, native kernels, memory, a folder for the NVMe tier, speeds; or
-what is in a durable store: who uses it, which steps its commits are of, how large it is, and what is broken.
+what is in a durable store: who uses it, what would be resumed from it, and what is broken.
 
 Every line is asked of the machine when the command runs; what cannot be asked is said to be unknown, never guessed.
 Nothing is written to a store, and no lock is kept: a run may use it meanwhile. What it overwrites while it is read here
@@ -13,7 +13,7 @@ import importlib.metadata
 import math
 import os
 import platform
-import subprocess
+import shutil
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -33,8 +33,7 @@ from gemini.jobs.screen import WIDEST, check_file, human_count, row, write_file
 from gemini.jobs.settings import DoctorSettings
 from gemini.machines.measure import measure
 from gemini.memory.devices.cuda import prefer_expandable_segments
-from gemini.memory.devices.pinned import seconds_to_register
-from gemini.memory.durable.folder import Record, holder, is_store, last_commit, read_record, stores
+from gemini.memory.durable.folder import holder, is_store, last_commit, stores
 from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
@@ -69,10 +68,9 @@ def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
         return
     yield Section("Versions", _versions())
     yield Section("CPU", _cpu())
-    yield Section("Native kernels", _kernels())
+    yield Section("Native kernels", str(kernels.capabilities()).splitlines())
     yield Section("Memory", _memory())
     yield Section("GPU", _gpus())
-    yield Section("Processes", _processes())
     usable = True
     for path in asked.nvme_path or (None,):
         for section in chain([_nvme(path)], store_report(path) if path is not None and is_store(path) else ()):
@@ -83,23 +81,19 @@ def _sections(asked: DoctorSettings, width: int) -> Iterator[Section]:
 
 
 def _versions() -> Iterator[str]:
-    yield f"gemini {_version('gemini-offload') or 'from a source folder, not installed'}"
+    found = {name: _version(name) for name in ("gemini-offload", *_PACKAGES)}
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
+    yield ", ".join(f"{name} {version or 'is not installed'}" for name, version in found.items())
     others = {*importlib.metadata.packages_distributions().get("gemini", [])} - {"gemini-offload"}
     if others:
         yield f"ANOTHER PACKAGE IS CALLED gemini TOO, of {', '.join(sorted(others))}: each overwrites the other's files"
         yield f"  pip uninstall {' '.join(sorted(others))}, then install Gemini again"
-    present = [f"{name} {version}" for name in _PACKAGES if (version := _version(name))]
-    yield ", ".join(present)
-    if absent := [name for name in _PACKAGES if not _version(name)]:
-        yield f"not installed (optional): {', '.join(absent)}"
 
 
 def _version(name: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu() -> Iterator[str]:
@@ -125,15 +119,6 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _kernels() -> Iterator[str]:
-    yield from str(kernels.capabilities()).splitlines()
-
-
-_MODELS = {"8B model": 8_030_000_000, "70B model": 70_550_000_000}
-_BYTES_PER_PARAM, _CROSSING_PER_PARAM = 14, 4
-"""bf16 with Adam's exact states and gradients that are kept, all on the host; weights and gradients cross the bus."""
-
-
 def _memory() -> Iterator[str]:
     memory = psutil.virtual_memory()
     yield f"{human_bytes(memory.available)} available of {human_bytes(memory.total)}"
@@ -143,13 +128,6 @@ def _memory() -> Iterator[str]:
     nodes = memory_nodes()
     if len(nodes) > 1:
         yield f"of {len(nodes)} NUMA nodes: states are spread over them, weights and gradients are near their GPU"
-    for name, params in _MODELS.items():
-        whole, crossing = _BYTES_PER_PARAM * params, _CROSSING_PER_PARAM * params
-        yield (
-            f"a GPU's driver registers {human_bytes(crossing)} of the {human_bytes(whole)} of an exact {name} in about "
-            f"{seconds_to_register(crossing):.0f} s (by one thread and all of it "
-            f"{seconds_to_register(whole, touched=False):.0f} s; published rates, not measured here)"
-        )
 
 
 def _gpus() -> Iterator[str]:
@@ -159,30 +137,11 @@ def _gpus() -> Iterator[str]:
         yield f"torch {torch.__version__} is built for CUDA {torch.version.cuda}, but finds no usable GPU"
     else:
         yield f"torch's allocator: {prefer_expandable_segments()}"
-    query = "--query-gpu=index,name,memory.free,memory.total,driver_version"
-    try:
-        asked = ["nvidia-smi", query, "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout
-    except FileNotFoundError:
-        yield "none found: there is no nvidia-smi, which comes with NVIDIA's driver"
-        return
-    except (OSError, subprocess.SubprocessError) as e:  # no permission, a driver without a card: each is an answer
-        yield f"none found ({getattr(e, 'stderr', '') or getattr(e, 'stdout', '') or e})".rstrip()
-        return
-    for line in said.splitlines():
-        index, name, free, total, driver = line.split(", ")
-        yield f"{index}: {name}, {free} free of {total}, driver {driver}"
-
-
-def _processes() -> Iterator[str]:
-    if not torch.distributed.is_available():
-        yield "one: this build of torch cannot connect several"
-        return
-    found = {"gloo": torch.distributed.is_gloo_available(), "NCCL": torch.distributed.is_nccl_available()}
-    wires = ", ".join(f"{name} {'is' if there else 'is not'} there" for name, there in found.items())
-    several = "`torchrun --nproc-per-node N -m gemini sft ...` starts several"
-    num_here, num = launch.local_size(), launch.num_processes()
-    yield f"{'one; ' + several if num == 1 else f'{num_here} on this machine of {num}'} ({wires})"
+        for index in range(torch.cuda.device_count()):
+            free, total = map(human_bytes, torch.cuda.mem_get_info(index))
+            yield f"{index}: {torch.cuda.get_device_name(index)}, {free} free of {total}"
+    if shutil.which("nvidia-smi") is None:
+        yield "there is no nvidia-smi, which comes with NVIDIA's driver"
 
 
 def _nvme(path: Path | None) -> Section:
@@ -204,34 +163,26 @@ _BUSY = 0.5
 
 def _figures(asked: DoctorSettings, width: int) -> Iterator[str]:
     """A figure as soon as it is measured, with where it comes from; then what a reader should know of them. They are
-    written to ``file``.
+    written to ``--json``.
     """
-    load, nvme_path, file = os.getloadavg()[0], next(iter(asked.nvme_path), None), asked.json
-    today = datetime.date.today()
+    load, nvme_path, today = os.getloadavg()[0], next(iter(asked.nvme_path), None), datetime.date.today()
     sides = -max(map(len, FIGURES)), 14
     figures: dict[str, Figure] = {}
     for key, figure in measure(nvme_path):
         figures[key] = figure
-        begin = row(sides, key, human_figure(key, figure.value))
+        begin = row(sides, key, human_figure(key, figure.value)) + "  "
         source = figure.source.removeprefix(f"measured {today}, ").removeprefix(f"asked {today}, ")
-        indent = " " * (len(begin) + 2)
-        first, *rest = textwrap.wrap(source, max(20, width - len(indent) - 2), break_on_hyphens=False) or [""]
-        yield f"{begin}  {first}"
-        yield from (indent + line for line in rest)
-    cores = kernels.get_num_threads()
-    if load > _BUSY * cores:
-        yield (
-            f"the machine was busy, a load of {load:.1f} on {cores} cores in the last minute: what was measured is "
-            "less than it can do"
-        )
+        yield from textwrap.wrap(begin + source, width - 2, subsequent_indent=" " * len(begin), break_on_hyphens=False)
+    if load > (cores := kernels.get_num_threads()) * _BUSY:
+        yield f"the machine was busy, a load of {load:.1f} on {cores} cores: what was measured is less than it can do"
     if nvme_path is None:
         yield "the drive was not measured: add --nvme-path FOLDER"
     if not torch.cuda.is_available():
         yield "there is no GPU to measure"
-    if file is not None:
+    if asked.json is not None:
         hardware = Hardware(_name(), {key: figures[key] for key in FIGURES if key in figures})
-        write_file(file, hardware.to_json() + "\n", "--json")
-        yield f"written to {file}"
+        write_file(asked.json, hardware.to_json() + "\n", "--json")
+        yield f"written to {asked.json}"
 
 
 # ---- what is in a durable store --------------------------------------------------------------------------------------
@@ -246,117 +197,62 @@ class Section(NamedTuple):
 
 
 def store_report(directory: Path) -> Iterator[Section]:
-    """What is in a store, as it is found; the last section is a refusal if there are problems."""
+    """What would be resumed from a store, and whether all of it is what was written; a refusal if it is not."""
     if not is_store(directory):
         what = "has no folder store-0001" if directory.is_dir() else "is not a folder"
         words = f"{directory} is no durable store: it {what}. Give the nvme_path of a run"
         yield Section("Problems", [words], is_refusal=True)
         return
-    problems: list[str] = []
+    damaged: list[str] = []
     try:
-        user, (*older, newest) = holder(directory), [store.name for store in stores(directory)]
-        lines = [
-            f"{directory.resolve()}",
-            f"in use by {user}: this is what it has committed so far" if user else "in use by nobody",
-            f"{', '.join(older)} beside {newest}: of other budgets, ranks or models, gone with the first commit to the "
-            "newest",
-        ]
-        yield Section("Durable store", lines if older else lines[:2])
-        records: dict[Path, Record | None] = {}  # None: not whole
-        for path in _record_files(directory):
-            try:
-                records[path] = read_record(path)
-            except StorageError as e:
-                problems.append(str(e))
-        yield Section("Commits", [*_commits(records)])
         stored = open_store(directory)
-        yield Section("To be resumed", [*_resumed(stored)])
-        yield Section("Slots", [*_slots(stored)])
-        yield Section("Check", _check(directory, stored, records, problems))
+        yield Section("Durable store", [*_resumed(directory, stored)])
+        yield Section("Check", _check(directory, stored, damaged))
     except (StorageError, OSError) as e:
-        problems += [str(e)] if str(e) not in problems else []
-    if problems:
-        yield Section("Problems", problems, is_refusal=True)
+        damaged.append(str(e))
+    if damaged:
+        yield Section("Problems", damaged, is_refusal=True)
 
 
-def _record_files(directory: Path) -> list[Path]:
-    """Of the newest store that has any."""
-    found = [sorted(store.glob("record-*")) for store in stores(directory)]
-    return next((paths for paths in reversed(found) if paths), [])
-
-
-def _commits(records: dict[Path, Record | None]) -> Iterator[str]:
-    """The commits of the first rank, the last one first."""
-    own = [(record, path) for path, record in records.items() if "record-00000-" in path.name and record is not None]
-    own.sort(key=lambda found: -found[0].sequence)
-    for what, (record, path) in zip(("last", "before"), own, strict=False):
-        ago = timedelta(seconds=max(0, round(time.time() - path.stat().st_mtime)))
-        yield (
-            f"{what}: commit {record.sequence}, step {_step_of(record)}, {ago} ago, format version {record.version} "
-            f"({path.name})"
-        )
-    if not own:
-        yield "none"
-
-
-def _step_of(record: Record) -> str:
-    """The largest step count of a param; a record is not known to have any."""
-    try:
-        return str(max(param["step"] for param in record.text["manifest"]["params"].values()))
-    except (TypeError, KeyError, ValueError, AttributeError):
-        return "unknown"
-
-
-def _resumed(stored: Stored) -> Iterator[str]:
-    manifest, commit = stored.manifest, stored.commit
-    text: Any = commit.records[0].text
-    ranks = counted(len(commit.records), "rank")
-    yield f"commit {commit.sequence}, step {_step_of(commit.records[0])}, saved by {ranks}; by any number of ranks"
-    numel = sum(math.prod(param.shape) for param in manifest.params.values())
+def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
+    """Its user, its last commit, and how to go on from that."""
+    manifest, (record, *_) = stored.manifest, stored.commit.records
+    yield f"{directory.resolve()}, in use by {holder(directory) or 'nobody'}"
+    if len(found := [store.name for store in stores(directory)]) > 1:
+        yield f"{', '.join(found[:-1])} beside {found[-1]}: gone with the first commit to the newest"
+    steps = [param.step for param in manifest.params.values()]
+    saved = max(path.stat().st_mtime for path in stored.commit.folder.glob("record-*"))
+    ago = timedelta(seconds=max(0, round(time.time() - saved)))
+    ranks = counted(len(stored.commit.records), "rank")
+    yield f"commit {stored.commit.sequence}, step {max(steps)}, {ago} ago, of {ranks}; for any number of ranks"
+    numel = human_count(sum(math.prod(param.shape) for param in manifest.params.values()))
     compact = "" if manifest.rule.exact is None else ", compact states"
-    yield (
-        f"{len(manifest.params)} params, {human_count(numel)} elements, {manifest.precision}, rule {manifest.rule.name}"
-        f"{compact}, checkpoint version {text['manifest'].get('version', 'unknown')}"
-    )
-    with as_damage(commit.folder):
+    yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
+    yield f"{human_bytes(2 * _num_bytes(stored))} on the drive, each state twice; format version {record.version}"
+    with as_damage(stored.commit.folder):
         extra = Decoder(stored.values).decode(manifest.extra, "extra")
-    is_of_trainer = isinstance(extra, dict) and {"global_step", "run"} <= extra.keys()
-    if is_of_trainer:
-        yield f"of a Trainer: step {extra['global_step']} of the run in {extra['run']}"
-    store = commit.folder.parent
-    resume = f"gemini sft --resume_from_checkpoint {store}"
-    yield f"by {resume if is_of_trainer else f'gemini.load_checkpoint({str(store)!r}, ...)'}"
-
-
-def _slots(stored: Stored) -> Iterator[str]:
-    """Bytes by kind of plane, of one slot."""
-    by_kind: dict[str, int] = {}
-    for file in stored.opened.values():
-        for name, (_, _, size) in file.slots.items():
-            kind = name.rpartition("/")[0]
-            by_kind[kind] = by_kind.get(kind, 0) + size
-    for kind, size in by_kind.items():
-        yield f"{kind:<12} {human_bytes(size):>10}"
-    total = sum(by_kind.values())
-    yield f"{'all':<12} {human_bytes(total):>10}, twice on the drive: {human_bytes(2 * total)}"
-
-
-def _check(directory: Path, stored: Stored, records: dict[Path, Record | None], problems: list[str]) -> Iterator[str]:
-    """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
-    torn = [path.name for path, record in records.items() if record is None]
-    yield f"records: {len(records) - len(torn)} of {len(records)} whole"
-    for name in torn:
-        yield f"{name} is not whole: it is being written, or a power cut came meanwhile. The other one counts"
-    size = human_bytes(sum(size for file in stored.opened.values() for _, _, size in file.slots.values()))
-    yield f"data: reading {size}"
-    damaged = [words for file in stored.opened.values() for words in file.damage()]
-    if not damaged:
-        is_old = min(record.version for record in stored.commit.records) == 1
-        yield f"data: {'can be read; version 1 has no checksums of it' if is_old else 'all of it is what was written'}"
-        return
-    now = last_commit(directory)
-    if (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
-        yield "data: the run has overwritten it since. Ask again when the run has ended"
+    store = stored.commit.folder.parent
+    if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
+        yield f"of a Trainer, step {extra['global_step']} of the run in {extra['run']}:"
+        yield f"gemini sft --resume_from_checkpoint {store}"
     else:
-        yield f"data: {len(damaged)} damaged"
-        problems += damaged
+        yield f"by gemini.load_checkpoint({str(store)!r}, ...)"
+
+
+def _num_bytes(stored: Stored) -> int:
+    return sum(size for file in stored.opened.values() for _, _, size in file.slots.values())
+
+
+def _check(directory: Path, stored: Stored, damaged: list[str]) -> Iterator[str]:
+    """Read everything that is committed, and say how that goes; what is damaged comes to the problems."""
+    yield f"reading {human_bytes(_num_bytes(stored))}"
+    found = [words for file in stored.opened.values() for words in file.damage()]
+    now = last_commit(directory)
+    if not found:
+        is_old = min(record.version for record in stored.commit.records) == 1
+        yield "it can be read; version 1 has no checksums of it" if is_old else "all of it is what was written"
+    elif (now.folder, now.sequence) != (stored.commit.folder, stored.commit.sequence):
+        yield "the run has overwritten it since. Ask again when the run has ended"
+    else:
+        yield f"{len(found)} damaged"
+        damaged += found

@@ -1,17 +1,16 @@
 """The model to train, from a preset, a Hugging Face config file, a model folder or a name that transformers finds:
 first its config, then its weights.
 
-Reading the config is quick and tells all that must be checked against the rows; building takes the memory. A model
-that comes with weights was trained on the ids of its tokenizer: bytes would be noise to it, so they have to be asked
-for (``--bytes``), unless its vocabulary is that of bytes.
+Reading the config is quick and tells all that must be checked against the rows; building takes the memory. A config
+file alone is a model of bytes. A folder has a tokenizer, whose ids the model may have learned: bytes have to be asked
+for (``--bytes``).
 """
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ import transformers
 from gemini.jobs.errors import JobError, refusing
 from gemini.ranks import launch
 
-BYTE_VOCABULARY = 257
-"""Every byte, and one more id that ends a document."""
 PRESETS = ("gpt2-small",)
 
 
@@ -42,27 +39,21 @@ def find_model(name: str, *, as_bytes: bool = False, trust: bool = False, revisi
     ``as_bytes``: whatever tokenizer there is, tokens are to be bytes. ``trust``: code that comes with it is run.
 
     Raises:
-        JobError: if there is no such thing, or it has weights and no tokenizer.
+        JobError: if there is no such thing, or weights that are not read.
     """
     asked, path = f"--model_name_or_path {name}", Path(name)
     source = find_config(name, asked=asked, trust=trust, revision=revision)
     if path.is_file() or (name in PRESETS and not path.exists()):
         return source
     tokenizer = None if as_bytes else name
-    if not path.exists():
-        return ModelSource(name, source.config, name, tokenizer)
-    pickled = [path / file for file in ("pytorch_model.bin", "pytorch_model.bin.index.json")]
-    has_weights = any(path.glob("*.safetensors")) or any(file.is_file() for file in pickled)
-    if not has_weights and (any(path.glob("*.bin")) or any(path.glob("*.pt"))):
-        raise JobError(
-            f"{asked}: the folder has pickled files, and neither safetensors nor a pytorch_model.bin. Other "
-            "formats are not read; convert them with `model.save_pretrained(folder)` of transformers."
-        )
-    vocabulary = source.config.get_text_config().vocab_size
-    if not as_bytes and not check_tokenizer(path, vocabulary=vocabulary, has_weights=has_weights):
-        tokenizer = None
-    label = f"model folder {path}" if has_weights else source.label
-    return ModelSource(label, source.config, name if has_weights else None, tokenizer)
+    if path.exists() and not any((*path.glob("*.safetensors"), *path.glob("pytorch_model.bin*"))):
+        if any((*path.glob("*.bin"), *path.glob("*.pt"))):
+            raise JobError(
+                f"{asked}: the folder has pickled files, and neither safetensors nor a pytorch_model.bin. Other "
+                "formats are not read; convert them with `model.save_pretrained(folder)` of transformers."
+            )
+        return replace(source, tokenizer=tokenizer)
+    return ModelSource(f"model folder {path}" if path.exists() else name, source.config, name, tokenizer)
 
 
 def find_config(
@@ -71,17 +62,18 @@ def find_config(
     """The config behind a name, of any model type; weights are not read.
 
     Raises:
-        JobError: if there is no such thing.
+        JobError: if there is no such thing, in the words of transformers.
     """
-    path, asked = Path(name), asked or name
+    path = Path(name)
     if name in PRESETS and not path.exists():
         source = ModelSource(f"preset {name}", transformers.GPT2Config())  # its defaults are GPT-2 small
-    elif not path.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and path.suffix != ".json":
-        source = ModelSource(f"config of {name}", _read_config(name, asked, trust=trust, revision=revision))
     else:
-        file = _config_file(path, asked)
-        config = _read_config(file, str(file) if asked == name else asked, local_files_only=True, trust=trust)
-        source = ModelSource(f"config {file}", config)
+        code = "" if trust else " (code that comes with a model is not run)"
+        with refusing(f"{asked or name}: transformers {transformers.__version__} refuses this config{code}"):
+            config = transformers.AutoConfig.from_pretrained(
+                name, local_files_only=path.exists(), trust_remote_code=trust, revision=revision
+            )
+        source = ModelSource(f"config of {name}", config)
     if layers is not None:
         _set_layers(source.config, layers)
     return source
@@ -93,19 +85,10 @@ def lora_on(rank: int) -> Callable[..., Any]:
     Raises:
         JobError: without peft.
     """
-    try:
+    with refusing(f"--lora {rank} needs peft, an optional package", ": pip install 'peft>=0.17'", only=ImportError):
         import peft
-    except ImportError as e:
-        raise JobError(f"--lora {rank} needs peft, an optional package ({e}): pip install 'peft>=0.17'") from e
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return partial(peft.get_peft_model, peft_config=config)
-
-
-def name_the_loss(model: Any) -> Any:
-    """Set the loss transformers would choose anyway: it warns about classes whose names tell it nothing."""
-    if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"
-    return model
 
 
 def hush() -> None:
@@ -119,32 +102,11 @@ def hush() -> None:
         warnings.simplefilter("ignore")
 
 
-def _config_file(path: Path, asked: str) -> Path:
-    """The config.json that ``path`` is or holds; ``asked`` is how the user named it."""
-    if not path.exists():
-        raise JobError(
-            f"{asked}: there is no such file or folder. Give a config.json, a folder that holds one, or "
-            "a name on a hub as OWNER/MODEL."
-        )
-    if path.is_file():
-        return path
-    if not (path / "config.json").is_file():
-        raise JobError(f"{asked}: the folder has no config.json, so it is not a Hugging Face model folder.")
-    return path / "config.json"
-
-
-def _read_config(name: Path | str, asked: str, *, trust: bool, **how: Any) -> Any:
-    code = "" if trust else " (code that comes with a model is not run)"
-    with refusing(f"{asked}: transformers {transformers.__version__} refuses this config{code}"):
-        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust, **how)
-
-
 def _set_layers(config: Any, layers: int) -> None:
     if getattr(config, "num_hidden_layers", None) is None:
         raise JobError(f"--layers {layers}: {config.model_type} configs have no single number of layers to change.")
     # Some families list a kind for each layer; a shorter model keeps the first ones.
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
+    if (kinds := getattr(config, "layer_types", None)) is not None:
         if layers > len(kinds):
             raise JobError(f"--layers {layers}: the config names the kinds of {len(kinds)} layers; at most so many.")
         config.layer_types = kinds[:layers]
@@ -153,50 +115,21 @@ def _set_layers(config: Any, layers: int) -> None:
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
-_FILES = (
-    "tokenizer.json tokenizer.model spiece.model sentencepiece.bpe.model sentencepiece.model spm.model "
-    "tekken.json vocab.json merges.txt vocab.txt bpe.codes added_tokens.json tokenizer_config.json "
-    "special_tokens_map.json"
-).split()
 _SAMPLE = "The quick brown fox jumps over 13 lazy dogs."
-_BYTES = "Or say --bytes, if the model is meant to see bytes: then every byte is a token."
-
-
-def tokenizer_files(folder: Path) -> list[str]:
-    """The files in a model folder that belong to a tokenizer."""
-    return [name for name in _FILES if (folder / name).is_file()]
-
-
-def check_tokenizer(folder: Path, *, vocabulary: int, has_weights: bool) -> bool:
-    """Whether the folder has a tokenizer to be loaded; else its model takes bytes.
-
-    Raises:
-        JobError: if there is none, and the model is pretrained on something else than bytes.
-    """
-    if tokenizer_files(folder):
-        return True
-    if has_weights and vocabulary not in (BYTE_VOCABULARY - 1, BYTE_VOCABULARY):
-        raise JobError(
-            f"--model_name_or_path {folder}: the folder has weights for a vocabulary of {vocabulary} and no tokenizer "
-            f"(tokenizer.json, tokenizer.model, vocab.json with merges.txt, ...). Copy its files "
-            f"into it. {_BYTES}"
-        )
-    return False
+_REMEDY = (
+    " Copy all of its files into the folder (tokenizer.save_pretrained(folder) of transformers writes them), or say "
+    "--bytes, if the model is meant to see bytes: then every byte is a token."
+)
 
 
 def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") -> Any:
     """The tokenizer of a model folder, or of a name that transformers finds.
 
     Raises:
-        JobError: naming the files there are, if transformers cannot make a tokenizer of them that reads text.
+        JobError: if transformers cannot make one that reads text.
     """
-    folder = Path(name)
-    found = ", ".join(tokenizer_files(folder))
-    hint = (
-        f" A tokenizer.json (tokenizer.save_pretrained(folder) of transformers writes one) loads without further "
-        f"packages. {_BYTES}"
-    )
-    with refusing(f"--model_name_or_path {folder}: its tokenizer ({found}) cannot be loaded", hint):
+    folder, asked = Path(name), f"--model_name_or_path {name}"
+    with refusing(f"{asked}: its tokenizer cannot be loaded", f".{_REMEDY}"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             name, local_files_only=folder.is_dir(), trust_remote_code=trust, revision=revision
         )
@@ -204,8 +137,8 @@ def load_tokenizer(name: str, *, trust: bool = False, revision: str = "main") ->
     # Of missing files transformers makes tokenizers that know nothing; what tokenizer.json says is the user's own.
     if folder.is_dir() and not (folder / "tokenizer.json").is_file() and len({*ids} - {tokenizer.unk_token_id}) < 3:
         raise JobError(
-            f"--model_name_or_path {folder}: what transformers makes of its tokenizer ({found}) has {len(tokenizer)} "
-            f"ids and cannot read {_SAMPLE!r}: files of it are missing. Copy all of them into the folder. {_BYTES}"
+            f"{asked}: the folder has no tokenizer, or a part of one: what transformers makes of it cannot read "
+            f"{_SAMPLE!r}.{_REMEDY}"
         )
     return tokenizer
 

@@ -5,7 +5,6 @@ The parser of a command and ``check`` read the same fields, so that an option is
 
 from __future__ import annotations
 
-import difflib
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, field, fields
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
 from gemini.errors import parse_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.jobs.errors import JobError, refusing
 
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
@@ -69,18 +68,10 @@ def spelled(name: str) -> str:
 
 
 class Refusing(ArgumentParser):
-    """Says what is wrong in one paragraph, and of an option that there is not what it may have been meant for."""
+    """Says what is wrong in one paragraph."""
 
     def error(self, message: str) -> NoReturn:
         raise JobError(f"{message}. `{self.prog} --help` lists all options.")
-
-    def refuse(self, word: str) -> NoReturn:
-        """Raises: JobError: for a word that no option takes."""
-        name = word.partition("=")[0].lstrip("-").replace("_", "-")
-        known = {text.lstrip("-").replace("_", "-"): text for action in self._actions for text in action.option_strings}
-        near = difflib.get_close_matches(name, known, 1)
-        what = f"No such option: {word}" if word.startswith("-") else f"{word!r} is the value of no option"
-        raise JobError(f"{what}. {f'Is it {known[near[0]]}? ' if near else ''}`{self.prog} --help` lists all options.")
 
 
 class RecordParser(Refusing):
@@ -104,10 +95,7 @@ class RecordParser(Refusing):
         Raises:
             JobError: for options that there are not, or that are no values of their kind.
         """
-        given, rest = self.parse_known_args(words)
-        if rest:
-            self.refuse(rest[0])
-        settings = record_of(self._record, vars(given))
+        settings = record_of(self._record, vars(self.parse_args(words)))
         settings.check()
         return settings
 
@@ -164,15 +152,9 @@ def check(record: Any) -> None:
 
 
 def check_size(asked: str, value: str) -> None:
-    """Refuse what is no size, and a number alone, which is hardly meant as bytes.
-
-    Raises:
-        JobError: with the question.
-    """
-    with as_job_error(asked=f"{asked} {value}"):
-        size = parse_bytes(value)
-    if str(value).strip().isdigit() and 0 < size < 1 << 20:
-        raise JobError(f"{asked} {value}: {value} bytes? Say the unit: {asked} {value}GiB, or {value}B if it is meant.")
+    """Raises: JobError: for what is no number of bytes."""
+    with refusing(f"{asked} {value}"):
+        parse_bytes(value)
 
 
 def tiles_of(asked: str, given: Any) -> int | str | None:

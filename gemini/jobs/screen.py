@@ -14,25 +14,14 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from gemini.errors import BudgetExceeded, human_bytes
-from gemini.jobs.errors import JobError, as_job_error
+from gemini.errors import human_bytes
+from gemini.jobs.errors import JobError, refusing
 from gemini.planning.timeline import Timeline
-from gemini.tiers import Tier
 
 WIDEST = 100
 """Columns that are used at most."""
 LABEL = 17
 """Columns of what a line is about, where it begins with that."""
-
-_STYLES = {
-    "FITS, BUT": "bold yellow",
-    "FITS": "bold green",
-    "DOES NOT FIT": "bold red",
-    "who lives where": "bold",
-    "phase": "bold",
-    "most bytes": "bold",
-}
-"""How a line is shown on a terminal, by its beginning."""
 
 _SUFFIXES = (".png", ".svg", ".html", ".json")
 
@@ -41,11 +30,9 @@ _SUFFIXES = (".png", ".svg", ".html", ".json")
 
 
 def say(console: Console, lines: Sequence[str]) -> None:
-    """Print lines; what is too long for one is folded and indented. Colours are a terminal's alone."""
-    width = min(console.width, WIDEST)
-    for line in (part for whole in lines for part in _folded(whole, width)):
-        style = next((style for head, style in _STYLES.items() if line.startswith(head)), None)
-        console.print(line, style=style)
+    """Print lines; what is too long for one is folded and indented."""
+    for line in lines:
+        console.print(*_folded(line, min(console.width, WIDEST)), sep="\n")
 
 
 def _folded(line: str, width: int) -> list[str]:
@@ -166,22 +153,15 @@ def answer(
         written.append(f"{settings.out}{hint}")
     if timeline is not None:
         for path in settings.picture:
-            _draw(path, timeline)
+            with refusing(f"--picture {path}"):
+                from gemini.pictures import draw
+
+                draw(path, timeline)
             written.append(str(path))
     if written and not settings.json:
         say(console, [""])
         for words in written:  # never folded: a path is there to be copied
             console.print(f"written to {words}")
-
-
-def _draw(path: Path, timeline: Timeline) -> None:
-    from gemini.pictures import draw
-
-    try:
-        with as_job_error(asked=f"--picture {path}"):
-            draw(path, timeline)
-    except ImportError as e:
-        raise JobError(f"--picture {path}: {e}") from e
 
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
@@ -194,39 +174,19 @@ def in_options(remedy: str, drive: str) -> str:
     return _DRIVE.sub(rf"{drive} \1\2", remedy)
 
 
-@contextmanager
-def refusing_in_options(drive: str, more: str) -> Iterator[None]:
-    """Say of a model that does not fit what options do, and nothing of one that is not trained; ``more`` stands behind.
+def budget_lines(*ranks: dict[str, tuple[int, int]]) -> tuple[list[str], bool]:
+    """For each tier whether its peak stayed within its budget on all ranks, and whether all did.
 
-    Raises:
-        JobError: in the place of ``BudgetExceeded``.
+    Args:
+        *ranks: of each, by tier, the peak and the budget in bytes.
     """
-    try:
-        yield
-    except BudgetExceeded as e:
-        refusal = str(e).partition(" If it is only evaluated")[0].rstrip(".")
-        raise JobError(f"{in_options(refusal, drive)}. {more}") from e
-
-
-def shares(memory: Any) -> dict[str, Any]:
-    """What ``budget_lines`` needs of a memory report, as plain values for the other ranks."""
-    tiers = [tier.value for tier in Tier if tier.value in memory]
-    return {tier: {"peak": memory[tier]["peak"], "budget": memory[tier]["budget"]} for tier in tiers}
-
-
-def budget_lines(*reports: Any) -> tuple[list[str], bool]:
-    """For each tier whether its peak stayed within its budget, in the reports of all ranks, and whether all did."""
     lines, all_within = [], True
-    num = len(reports)
-    for tier in shares(reports[0]):
-        tiers = [report[tier] for report in reports]
-        within = all(tier["peak"] <= tier["budget"] for tier in tiers)
-        all_within = all_within and within
+    for tier in ranks[0]:
         # Where all kept to it, the one that came closest; else the one that went furthest over.
-        rank, most = max(enumerate(tiers), key=lambda item: item[1]["peak"] - item[1]["budget"])
+        rank, (peak, budget) = max(enumerate(r[tier] for r in ranks), key=lambda item: item[1][0] - item[1][1])
+        within = peak <= budget
+        all_within = all_within and within
+        who = f" on {len(ranks)} ranks, rank {rank}" if len(ranks) > 1 else ","
         verdict = "stayed within" if within else "WENT OVER"
-        where = "" if num == 1 else f" on {'each' if within else 'some'} of {num} ranks"
-        who = "" if num == 1 else f"rank {rank} "
-        peak, budget = human_bytes(most["peak"]), human_bytes(most["budget"])
-        lines.append(f"{tier}: {verdict} its budget{where}, {who}peak {peak} of {budget}")
+        lines.append(f"{tier}: {verdict} its budget{who} peak {human_bytes(peak)} of {human_bytes(budget)}")
     return lines, all_within

@@ -3,7 +3,7 @@
 They use torch's default process group, which ``join`` makes; Gemini makes groups of its own beside it, so their
 messages never meet. A process alone is a team of one: every method answers at once, nothing is sent.
 
-An error is said once. Before the model exists the ranks compare what they found (``all_or_none``) and refuse as one.
+An error is said once. Before the model exists the ranks refuse as one (``all_or_none``), and the first one says it.
 Later a rank cannot ask the others, who may be waiting for it in a collective: it leaves its words in torchrun's store,
 and a rank that finds the same words there from rank 0 keeps silent (``speaking``).
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from gemini.errors import GeminiError, RankLost
-from gemini.jobs.errors import JobError, SaidByRanks, exit_code_of
+from gemini.jobs.errors import BROKEN, REFUSED, SaidByRanks
 from gemini.ranks import launch
+from gemini.ranks.agree import Attempt, Facts, agree
 from gemini.ranks.process_groups import start_group
 from gemini.ranks.wire import Tag, Wire
 
@@ -50,62 +51,54 @@ class Team:
         """The ``value`` (plain, as in JSON) of every rank. All call it at the same point, called ``what``."""
         return [json.loads(text) for text in self._wire.exchange_texts(json.dumps(value), what)]
 
-    def swap(self, numbers: list[float], what: str) -> list[list[float]]:
-        """The same for some numbers, cheaply: one short message to and from each rank."""
-        return self._wire.swap(Tag.VALUES, torch.tensor(numbers, dtype=torch.float64, device="cpu"), what).tolist()
+    def any(self, wish: bool, what: str) -> bool:
+        """Whether any rank has the wish: one short message to and from each of them."""
+        return bool(self._wire.swap(Tag.VALUES, torch.tensor([float(wish)], device="cpu"), what).any())
 
     @contextmanager
-    def all_or_none(self, what: str) -> Iterator[None]:
-        """A block without collectives that all ranks go through: what one of them refuses in it, all refuse.
+    def all_or_none(self, what: str) -> Iterator[dict[str, Any]]:
+        """A block without collectives that all ranks go through: what one of them refuses in it, all refuse. It is
+        given a place for values (as in JSON) that must be the same on all of them.
 
         Raises:
-            SaidByRanks: on every rank of several, if any raised a ``JobError`` or ``GeminiError`` in the block.
+            SaidByRanks: on every rank, if any raised a ``GeminiError`` in the block, or if they disagree.
         """
-        if self.size == 1:
-            yield
-            return
-        error: Exception | None = None
+        alike: dict[str, Any] = {}
+        with Attempt(GeminiError) as attempt:
+            yield alike
         try:
-            yield
-        except (JobError, GeminiError) as e:
-            error = e
-        texts = self.tell(None if error is None else str(error), what)
-        if not any(texts):
-            return
-        alike = all(text == texts[0] for text in texts)
-        own = "" if error is None or (alike and self.rank) else str(error)
-        raise SaidByRanks(own if alike or not own else self._mine(own)) from error
+            agree(self._wire, what, lambda: Facts(alike), attempt.refusal)
+        except RankLost:
+            raise
+        except GeminiError as e:
+            raise SaidByRanks(str(e) if self.is_first else "") from e
 
     @contextmanager
     def speaking(self) -> Iterator[None]:
         """Around everything else: what all ranks run into is said by rank 0, what one runs into by that one.
 
         Raises:
-            SaidByRanks: instead of a ``JobError`` or ``GeminiError`` of one of several ranks.
+            SaidByRanks: in the place of a ``GeminiError``.
         """
         try:
             yield
         except SaidByRanks:
             raise
-        except (JobError, GeminiError) as e:
-            if self.size == 1:
-                raise
-            raise SaidByRanks(self._words_for(e), exit_code_of(e)) from e
+        except GeminiError as e:
+            raise SaidByRanks(self._words_for(e), BROKEN if isinstance(e, RankLost) else REFUSED) from e
 
     def _words_for(self, error: Exception) -> str:
         words = str(error)
-        if isinstance(error, RankLost) or self._store is None:
-            return self._mine(words)
-        try:
-            self._store.set(f"error/{self.rank}", words)
-            if self.is_first:
-                return words
-            self._store.wait(["error/0"], self._patience)
-            return "" if self._store.get("error/0").decode() == words else self._mine(words)
-        except RuntimeError:  # rank 0 met no error, or the store went with its process
-            return self._mine(words)
-
-    def _mine(self, words: str) -> str:
+        if self.size == 1:
+            return words
+        if self._store is not None and not isinstance(error, RankLost):
+            with suppress(RuntimeError):  # rank 0 met no error, or the store went with its process
+                if self.is_first:
+                    self._store.set("error", words)
+                    return words
+                self._store.wait(["error"], self._patience)
+                if self._store.get("error").decode() == words:
+                    return ""
         return f"rank {self.rank}: {words}"
 
 
@@ -117,20 +110,11 @@ def join(timeout_s: float, *, cuda: bool) -> Iterator[Team]:
         RankLost: if the others do not come.
     """
     if dist.is_available() and dist.is_initialized():
-        yield Team(Wire(_world())) if dist.get_world_size() > 1 else Team()
-        return
-    if launch.num_processes() == 1:
+        yield Team(Wire(dist.group.WORLD)) if dist.get_world_size() > 1 else Team()
+    elif launch.num_processes() == 1:
         yield Team()
-        return
-    if not dist.is_available():
-        raise JobError(f"{launch.num_processes()} processes were started, but this build of torch cannot connect them.")
-    store = start_group(timedelta(seconds=timeout_s), cuda=cuda)
-    yield Team(Wire(_world()), dist.PrefixStore("job", store))
-    # Not after an error: a group whose ranks stand at different points may wait for them, and the process ends anyway.
-    dist.destroy_process_group()
-
-
-def _world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+    else:
+        store = start_group(timedelta(seconds=timeout_s), cuda=cuda)
+        yield Team(Wire(dist.group.WORLD), dist.PrefixStore("job", store))
+        # Not after an error: a group whose ranks stand at different points may wait for them, and the process ends.
+        dist.destroy_process_group()

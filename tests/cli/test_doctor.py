@@ -14,7 +14,6 @@ import torch
 
 import gemini
 from gemini.machines.measure import Sizes
-from gemini.memory.system import memory_nodes
 from gemini.planning.hardware import load_hardware
 from gemini.train.checkpoint.durable import SlotReader
 from tests.cli.commands import Command
@@ -34,16 +33,7 @@ def test_doctor_speaks_of_every_part(gemini_command: Command) -> None:
         assert re.search(rf"{name}( \d|,|$)", result.stdout, re.M), "with its version, or as not installed"
 
 
-def test_doctor_says_how_long_a_driver_takes_for_host_memory(
-    gemini_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Arithmetic: 14 bytes per param in all, 4 of which cross the bus; 55 s for 511.96 GiB, one thread 2.8 s for 8."""
-    said = " ".join(gemini_command.ok("doctor").stdout.split())
-    for params, name in ((8.03e9, "8B"), (70.55e9, "70B")):
-        whole, crossing = (each * params / 2**30 for each in (14, 4))
-        assert f"registers {crossing:.4g} GiB of the {whole:.4g} GiB of an exact {name} model in about" in said
-        assert f"about {crossing * 55 / 511.96:.0f} s (by one thread and all of it {whole * 2.8 / 8:.0f} s" in said
-    assert "NUMA" not in said or len(memory_nodes()) > 1
+def test_doctor_says_how_states_lie_in_several_nodes(gemini_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini.jobs.doctor.memory_nodes", lambda: (0, 1))
     assert "of 2 NUMA nodes: states are spread over them" in " ".join(gemini_command.ok("doctor").stdout.split())
 
@@ -130,22 +120,16 @@ def test_a_stranger_reads_what_is_in_a_store(gemini_command: Command, store: Pat
     said = result.stdout
     for words in (
         "in use by nobody",
-        "last: commit 2, step 3, ",
-        "before: commit 1, step 1, ",
-        ", 0:00:0",
-        " ago, format version",
-        "To be resumed\n  commit 2, step 3, saved by 1 rank; by any number of ranks\n",
-        "28 params, 30.6 k elements, bf16, rule Adam, checkpoint version 4",
-        "step 3 of the run in /runs/a",
-        f"by gemini sft --resume_from_checkpoint {store}",
-        "twice on the drive",
-        "records: 2 of 2 whole",
-        "data: reading 840 KiB",
-        "data: all of it is what was written",
+        "commit 2, step 3, 0:00:0",
+        " ago, of 1 rank; for any number of ranks\n",
+        "28 params, 30.6 k elements, bf16, rule Adam\n",
+        "1.641 MiB on the drive, each state twice; format version",
+        "of a Trainer, step 3 of the run in /runs/a:",
+        f"gemini sft --resume_from_checkpoint {store}",
+        "reading 840 KiB",
+        "all of it is what was written",
     ):
         assert words in said, words
-    sizes = dict(line.split(maxsplit=1) for line in said.split("Slots\n")[1].splitlines()[:4])
-    assert sizes == {"weights": "140 KiB", "residual": "140 KiB", "exp_avg": "280 KiB", "exp_avg_sq": "280 KiB"}
     assert "Problems" not in said and "Versions" not in said
 
 
@@ -178,7 +162,7 @@ def test_what_a_run_overwrites_meanwhile_is_no_damage(
 
     monkeypatch.setattr("gemini.train.checkpoint.durable.SlotReader.damage", late)
     result = gemini_command.ok("doctor", tmp_path)
-    assert "data: the run has overwritten it since" in result.stdout
+    assert "the run has overwritten it since" in result.stdout
     end(model)
 
 
@@ -211,7 +195,7 @@ def _no_records(store: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "code", "says"),
     [
-        (_tear, 0, "To be resumed\n  commit 1, step 1"),
+        (_tear, 0, "\n  commit 1, step 1"),
         (_newer, 1, "load the store with the Gemini that wrote it"),
         (_cut, 1, "is cut short"),
         (_flip, 1, "is damaged in the exp_avg of chunk 0, of exp_avg/"),
@@ -225,7 +209,6 @@ def test_a_broken_store_says_what_to_do(
     result = gemini_command("doctor", store)
     assert result.exit_code == code and says in result.stdout, result.output
     assert ("Problems" in result.stdout) == bool(code)
-    assert code or "is not whole: it is being written, or a power cut" in result.stdout
 
 
 def test_what_is_no_store_is_said_to_be_none(gemini_command: Command, tmp_path: Path) -> None:
@@ -238,4 +221,4 @@ def test_what_is_no_store_is_said_to_be_none(gemini_command: Command, tmp_path: 
 def test_a_store_that_another_model_began_beside_it_is_said(gemini_command: Command, store: Path) -> None:
     (store / "store-0002").mkdir()
     result = gemini_command.ok("doctor", store)
-    assert "store-0001 beside store-0002" in result.stdout and "last: commit 2, step 3" in result.stdout
+    assert "store-0001 beside store-0002" in result.stdout and "commit 2, step 3" in result.stdout

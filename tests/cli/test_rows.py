@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 
-from gemini.jobs.data import text_files
+from gemini.jobs.data import is_text
 from gemini.jobs.models import byte_tokenizer
 from tests.cli.commands import Command, flat, refused
 
@@ -109,16 +109,15 @@ def test_a_template_without_marks(train: Command, tmp_path: Path) -> None:
 
 def test_rows_and_text_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "texts"
-    (folder / "deep").mkdir(parents=True)
-    for name in ("b.txt", "a.md", "deep/c.py", "image.png"):
+    folder.mkdir()
+    for name in ("b.txt", "a.md", "image.png", "a.py"):
         (folder / name).write_text("words\n")
-    found = [str(folder / name) for name in ("a.md", "b.txt", "deep/c.py")]
-    assert text_files(str(folder)) == found and text_files(f"{folder}/**/*.py") == [str(folder / "deep/c.py")]
-    assert text_files(str(folder / "image.png")) == [str(folder / "image.png")], "of what was named nothing is left out"
     monkeypatch.chdir(tmp_path)
-    assert text_files("texts/*.txt") == ["texts/b.txt"]
+    for name in ("texts", "texts/b.txt", "texts/a.md", "texts/*.txt", "texts/**/*.py", "texts/image.png"):
+        assert is_text(name), name
     (folder / "rows.jsonl").write_text("{}\n")
-    assert text_files(str(folder)) == text_files(str(folder / "rows.jsonl")) == text_files("owner/name") == []
+    for name in (None, "texts", "texts/rows.jsonl", "texts/*.jsonl", "owner/name"):
+        assert not is_text(name), name
 
 
 @pytest.mark.parametrize("kind", ["parquet", "saved", "csv", "folder", "mixture"])
@@ -156,7 +155,7 @@ BAD = {
     "odd.jsonl": (b'{"a": 1}\n', "gemini sft: "),
     "wide.txt": ("some text".encode("utf-16"), "--dataset_name"),
     "program.py": (b"\x7fELF" + bytes(range(256)) * 20, "--dataset_name"),
-    "nothing.txt": (b"", "only empty files (1)"),
+    "nothing.txt": (b"", "there is nothing in it to learn"),
 }
 
 
@@ -170,11 +169,11 @@ def test_data_of_no_use_is_refused(name: str, train: Command, tmp_path: Path) ->
 def test_data_that_is_not_there(train: Command, tmp_path: Path, text: Path) -> None:
     for absent in (tmp_path / "absent.jsonl", tmp_path / "absent.txt", tmp_path / "a" / "b"):
         refused(train("--dataset_name", absent), f"--dataset_name {absent}: there is no such file or folder")
-    refused(train("--dataset_name", tmp_path / "*.nothing"), "there is no such file")
+    refused(train("--dataset_name", tmp_path / "*.nothing"), "*.nothing")
     evaluates = ["--eval_strategy", "steps"]
     refused(train(*evaluates), "the data has no split 'test' (it has train). --test_split_size 0.05", begun=True)
     one = train("--dataset_name", text, *evaluates, "--test_split_size", 0.1)
-    refused(one, "one row cannot be split (a file of text is one)", begun=True)
+    refused(one, "--test_split_size 0.1 of 1 row of text (a file of text is one)", begun=True)
     refused(train("--dataset_train_split", "better"), "there is no split 'better', but train")
 
 
@@ -183,6 +182,6 @@ def test_text_for_training_and_evaluation_in_one_folder(train: Command, tmp_path
     folder.mkdir()
     for name in ("train.txt", "test.txt"):
         shutil.copy(text, folder / name)
-    (folder / "more.txt").write_bytes(gzip.compress(text.read_bytes()))  # which datasets opens by itself
+    (folder / "train-more.txt").write_bytes(gzip.compress(text.read_bytes()))  # which datasets opens by itself
     result = train.ok("--dataset_name", folder, "--eval_strategy", "steps")
     assert "data: 2 rows of text" in result.stdout and "to evaluate on: 1 row of text" in flat(result)

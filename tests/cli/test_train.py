@@ -222,10 +222,9 @@ def test_resume_auto_goes_on_or_says_that_there_is_nothing(train: Command, tmp_p
     assert losses_of(train.ok(*auto, "--max_steps", 5).stdout) == []
     after = load_file(out / "model.safetensors")
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
-    written = (out / "model.safetensors").stat().st_mtime_ns
     past = train.ok(*auto, "--max_steps", 3)
-    assert "step 5 is past 3" in flat(past) and "To go on" not in past.stdout
-    assert (out / "model.safetensors").stat().st_mtime_ns == written
+    assert "The model of step 5 is in" in flat(past) and "To go on" not in past.stdout and not losses_of(past.stdout)
+    assert same_weights(out, out / "checkpoint-5")
     more = train.ok(*auto, "--max_steps", 8)
     assert "after step 5" in more.stdout and len(losses_of(more.stdout)) == 3
     shutil.rmtree(out / "checkpoint-8")
@@ -249,16 +248,11 @@ def test_a_damaged_checkpoint_is_a_plain_refusal(train: Command, tmp_path: Path)
     refused(train(*again), begun=True)
 
 
-@pytest.mark.parametrize(
-    ("precision", "says"),
-    [("bf16", "The gradients of step 2 hold inf or NaN"), ("fp16", "The loss has been inf or NaN for 10 steps")],
-)
-def test_a_run_that_explodes_is_stopped(train: Command, tmp_path: Path, precision: str, says: str) -> None:
+def test_a_run_that_explodes_is_stopped(train: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    how = ["--learning_rate", 1e30, "--max_steps", 100, "--save_strategy", "no", f"--{precision}", "true"]
-    refused(train("--output_dir", out, *how), says, begun=True)
-    assert not (out / "model.safetensors").exists()
-    assert (out / "checkpoint-1").is_dir() == (precision == "bf16")
+    how = ["--learning_rate", 1e30, "--max_steps", 100, "--save_strategy", "no"]
+    refused(train("--output_dir", out, *how), "The gradients of step 2 hold inf or NaN", begun=True)
+    assert not (out / "model.safetensors").exists() and (out / "checkpoint-1").is_dir()
 
 
 @pytest.mark.slow
@@ -295,15 +289,10 @@ def test_two_runs_in_one_folder_are_refused(train: Command, tmp_path: Path) -> N
         refused(train("--output_dir", tmp_path / "out"), "is in use: another job writes into it")
 
 
-def test_a_model_that_does_not_fit_is_refused_with_a_command(
-    train: Command, gemini_command: Command, tmp_path: Path
-) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_a_command(train: Command, tmp_path: Path) -> None:
     how = ["--cpu_memory", "150KiB", "--states", "exact"]
     result = train("--output_dir", tmp_path / "out", *how)
-    refused(result, "missing", "--nvme_path FOLDER --nvme_memory", begun=True)
-    said = re.search(r"Other ways: gemini (.*--alternatives)", " ".join(result.stderr.split()))
-    assert said is not None, result.stderr
-    assert gemini_command(*shlex.split(said[1]), "--compute", "cpu").exit_code == 2
+    refused(result, "missing", "--nvme_path FOLDER --nvme_memory", "gemini plan MODEL --alternatives", begun=True)
 
 
 def test_it_spills_to_a_folder_and_leaves_nothing_there(train: Command, tmp_path: Path) -> None:
@@ -332,20 +321,6 @@ def test_a_run_can_be_repeated_from_its_yaml(train: Command, gemini_command: Com
     losses = losses_of(train.ok("--output_dir", out, "--max_steps", 3).stdout)
     repeated = gemini_command.ok("sft", "--config", out / "gemini.yaml", "--output_dir", again)
     assert losses_of(repeated.stdout) == losses and "max_steps: 3" in (again / "gemini.yaml").read_text()
-
-
-def test_a_run_whose_evaluation_gets_worse_ends_early(train: Command, tmp_path: Path, text: Path) -> None:
-    out, folder = tmp_path / "out", tmp_path / "data"
-    folder.mkdir()
-    shutil.copy(text, folder / "train.txt")
-    (folder / "test.txt").write_text("quite another text\n" * 20)
-    more = ["--dataset_name", folder, "--eval_strategy", "steps", "--eval_steps", 2, "--patience", 1, "--max_steps", 40]
-    more += ["--save_steps", 2]
-    result = train.ok("--output_dir", out, "--learning_rate", 0.3, "--seed", 1, *more)
-    evaluations = [row["eval_loss"] for row in rows_of(out) if "eval_loss" in row]
-    assert 2 <= len(evaluations) < 20 and evaluations[-1] > min(evaluations)
-    assert f"Stopped after step {2 * len(evaluations)} of 40: no lower loss. The model is in" in flat(result)
-    assert result.stdout.count("perplexity") == len(evaluations)
 
 
 def test_a_base_in_4_bits_goes_on_from_a_checkpoint(

@@ -100,20 +100,6 @@ LARGEST = 64 * 2**30
 pull request 51081).
 """
 
-REGISTERED_PER_SECOND = 511.96 * 2**30 / 55
-"""Bytes whose pages are touched and registered: what the same source took for them (55 s). Not measured here."""
-
-TOUCHED_BY_ONE = 8 * 2**30 / 2.8
-"""Bytes in a second where the driver makes the pages present by itself (dynamo, issue 13710: 8 GiB in 2.8 s; 0.92 to
-1.1 s when many threads had touched them before).
-"""
-
-
-def seconds_to_register(num_bytes: int, *, touched: bool = True) -> float:
-    """How long a driver takes for so many bytes by the published rates; ``touched``: by many threads before."""
-    return num_bytes / (REGISTERED_PER_SECOND if touched else TOUCHED_BY_ONE)
-
-
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context of the process
 
 
