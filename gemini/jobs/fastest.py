@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.status import Status
@@ -65,12 +66,14 @@ def choose(way: Way, status: Status) -> tuple[Way, Choice]:
     candidates = sorted(_candidates(way, sequences), key=lambda candidate: candidate.least)
     found: list[Found] = []
     for number, (least, other) in enumerate(candidates):
-        if found and least > (1 - CLOSE) * found[0].seconds:
-            break
+        # Of each order, since `gemini sft` has one of them.
+        rival = next((f for f in found if f.way.settings.block_by_block == other.settings.block_by_block), None)
+        if rival is not None and least > (1 - CLOSE) * rival.seconds:
+            continue
         status.update(f"playing {options_of(other)}, {number + 1} of at most {len(candidates)} ...")
         try:
             plan = other.plan()
-            seconds = step_seconds(plan, other.play) if way.machine.hardware else float(plan.accumulate)
+            seconds = step_seconds(plan, other.play) if way.machine.hardware else other.least()
         except (BudgetExceeded, JobError):  # it was a lower bound of what it needs
             continue
         found.append(Found(other, plan, seconds))
@@ -111,6 +114,19 @@ def _candidates(way: Way, sequences: int) -> Iterator[_Candidate]:
         is_open = asked.fastest and asked.offload_activations == "auto" and way.machine.compute is Tier.GPU
         for where in (("no", "cpu") if saves else ("no",)) if is_open else (asked.offload_activations,):
             yield from _of_sizes(base.changed(offload_activations=where), sequences)
+            if sequences > 1 and asked.fastest and not _why_not_in_blocks(base):
+                yield from _of_sizes(base.changed(offload_activations=where, block_by_block=True), sequences)
+
+
+def _why_not_in_blocks(way: Way) -> str:
+    """Why ``gemini.train_step`` has no other order than any loop, if so; it runs no plan of a file."""
+    other = replace(way.settings, batch_size=1, accumulate=2, fastest=False, tokens_per_step=None, block_by_block=True)
+    try:
+        other.check()
+        Way(other, way.traces).trace()
+    except JobError as e:
+        return str(e)
+    return ""
 
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[_Candidate]:
@@ -119,7 +135,11 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[_Candidate]:
     for size in [size for size in range(1, sequences + 1) if sequences % size == 0]:
         other = way.changed(batch_size=size, accumulate=sequences // size)
         alone = size == sequences
+        if alone and way.settings.block_by_block:
+            break
         if (too_large and not alone) or (not alone and way.settings.gradients in ("transient", "retain")):
+            continue
+        if alone and too_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
             continue
         if other.refusal(other.plain()) is None:
             # Tiles are for what does not fit without.
@@ -135,6 +155,7 @@ def chosen(choice: Choice, report: Report) -> Report:
     """What a report says of it."""
     best, *others = choice.found
     tokens, step = report["tokens"], report["step"]
+    runnable = next((f for f in choice.found if sft_command(f.way.settings, f.plan)), None)
     return {
         "options": options_of(best.way),
         "candidates": choice.candidates,
@@ -148,7 +169,8 @@ def chosen(choice: Choice, report: Report) -> Report:
             }
             for other in (others[:RUNNERS_UP] if step else ())
         ],
-        "command": sft_command(best.way.settings, best.plan),
+        "command": sft_command(runnable.way.settings, runnable.plan) if runnable else "",
+        "command_tokens_per_second": tokens / runnable.seconds if runnable and step else None,
         "python": python_lines(best.way.settings, best.plan),
     }
 
@@ -163,6 +185,7 @@ def options_of(way: Way) -> str:
         "batch_size": chosen.batch_size,
         "accumulate": chosen.accumulate if chosen.accumulate > 1 else None,
         "gradient_checkpointing": chosen.gradient_checkpointing,
+        "block_by_block": chosen.block_by_block,
         "offload_activations": chosen.offload_activations if chosen.offload_activations not in ("auto", "no") else None,
         "tile_tokens": chosen.tile_tokens,
     }
@@ -191,7 +214,7 @@ def _memory(settings: PlanSettings, plan: Plan) -> dict[str, Any]:
 
 def sft_command(settings: PlanSettings, plan: Plan) -> str:
     """``gemini sft`` that makes the step of a plan; "" if it has none like it."""
-    if plan.problem.gradients == "transient":
+    if plan.problem.gradients == "transient" or plan.trace.micro_batches > 1:
         return ""
     trace = plan.trace
     samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
@@ -229,6 +252,7 @@ def python_lines(settings: PlanSettings, plan: Plan) -> list[str]:
     said = {
         "precision": plan.problem.precision,
         "gradients": plan.problem.gradients,
+        "activations": plan.problem.activations if plan.problem.compute is Tier.GPU else None,
         "offload_activations": plan.offload_activations,
         "tile_tokens": plan.trace.tile_tokens,
         "states": None if settings.states == "exact" else settings.states,
@@ -240,8 +264,10 @@ def python_lines(settings: PlanSettings, plan: Plan) -> list[str]:
     if settings.out is not None:
         options.append(f"placement=gemini.Plan.from_json(open({str(settings.out)!r}).read())")
     checkpointing = ["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []
+    in_blocks = plan.trace.micro_batches > 1
     return [
         *checkpointing,
         f"config = gemini.GeminiConfig(memory=gemini.MemoryBudget({memory}), {', '.join(options)})",
         "model = gemini.GeminiDDP(model, config)",
+        *(["losses = gemini.train_step(model, micro_batches)"] if in_blocks else []),
     ]

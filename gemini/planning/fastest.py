@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from gemini.planning.costs import Costs, Efficiency
 from gemini.planning.hardware import Hardware
+from gemini.planning.parallel import Blocks
 from gemini.planning.placement import Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADS, WEIGHTS
+from gemini.planning.products import Product, scaled
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, Phase, chunks_of_params
+from gemini.planning.trace import MemoryTrace, Moment, Phase, chunks_of_params
 from gemini.planning.traffic import path
 from gemini.tiers import Tier
 
-FEW, MANY = 4, 8
+FEW, MANY = 2, 4
 """Micro-batches of a step that is played in the place of one with more than ``MANY``: each further one takes as long as
 the mean of those between the two.
 """
@@ -46,10 +49,80 @@ def resized(one: Any, two: Any, number: int) -> Any:
         return replace(one, **own)  # type: ignore[type-var]
     if isinstance(one, dict) and one.keys() == two.keys():
         return {key: resized(value, two[key], number) for key, value in one.items()}
+    if isinstance(one, tuple) and one and isinstance(one[0], Product):
+        return _products(one, two, number)
     if isinstance(one, tuple) and len(one) == len(two):
         parts = [resized(*both, number) for both in zip(one, two, strict=True)]
         return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
     raise ValueError(f"{one!r} in one step and {two!r} in the other")
+
+
+def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
+    """Two that are of one shape by chance, with so many tokens as a layer is wide, are one with ``times`` in a trace."""
+    if len(one) != len(two):
+        one, two = (
+            tuple(sorted(p._replace(times=1) for p in products for _ in range(int(p.times)))) for products in (one, two)
+        )
+    if len(one) == len(two):
+        made = tuple(
+            Product(*(a + (b - a) * (number - 1) for a, b in zip(*both, strict=True)))
+            for both in zip(one, two, strict=True)
+        )
+        first, second, last = (sum(p.flops for p in products) for products in (one, two, made))
+        if last == first + (second - first) * (number - 1):
+            return made
+    raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+
+
+def block_by_block(trace: MemoryTrace, number: int) -> MemoryTrace:
+    """One step of ``number`` micro-batches in the order of ``gemini.train_step``: each block takes them one after
+    another while its weights are there, the last one with the head and backward at once.
+
+    What the others keep is there as often; of a block's inner activations one micro-batch has some. Every gradient is
+    added to the sums where those are kept, as without this order: where ``train_step`` has room to add them up on the
+    device, it is quicker.
+
+    Raises:
+        ValueError: for a model that has no blocks, or shares params between the first and the last of them.
+    """
+    blocks = Blocks(trace)
+    owners = [min(max(block, 0), blocks.number - 1) for block in blocks.of_moments()]
+    runs = [list(run) for _, run in groupby(range(len(owners)), lambda at: owners[at])]
+    reads = {
+        owner: {p for at in range(len(owners)) if owners[at] == owner for p in trace.moments[at].params}
+        for owner in set(owners)
+    }
+    for param in set.union(*(own for owner, own in reads.items() if owner < blocks.number - 1), set()):
+        if param in reads[blocks.number - 1]:
+            raise ValueError(f"{trace.params[param].name} is read in the last block or the head and before them")
+    moments: list[Moment] = []
+    start = 0
+    for run in runs:
+        own = [trace.moments[at] for at in run]
+        # Those that are through the block, and those that are not yet.
+        others = (number - 1) * max(start, own[-1].live_bytes)
+        together = tuple(sorted({p for moment in own for p in moment.params}))
+        for moment in own:
+            more = others if moment is not own[-1] else (number - 1) * moment.live_bytes
+            counted = {name: number * getattr(moment, name) for name in _COUNTED}
+            moments.append(
+                replace(
+                    moment,
+                    params=together,
+                    live_bytes=moment.live_bytes + more,
+                    peak_bytes=moment.peak_bytes + others,
+                    seconds=None if moment.seconds is None else number * moment.seconds,
+                    products=scaled(moment.products, number),
+                    attention=moment.attention.scaled(number),
+                    **counted,
+                )
+            )
+        start = own[-1].live_bytes
+    return replace(trace, moments=tuple(moments), tokens=number * trace.tokens, micro_batches=number, tiled=None)
+
+
+_COUNTED = ("saved_bytes", "restored_bytes", "flops", "touched_bytes", "num_ops", "tp_bytes", "cp_bytes")
+"""Of a moment, what each micro-batch has again."""
 
 
 def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
@@ -97,6 +170,7 @@ def least_seconds(
     # An update that passes through the GPU leaves neither its time nor its gradients to the host.
     updates_here = trained if not (on_gpu and hardware.has("update_gpu")) else []
 
+    backwards = accumulate * trace.micro_batches
     updating, per_byte = 0.0, 0.0
     landing = leaving = 0
     for index in updates_here:
@@ -124,13 +198,13 @@ def least_seconds(
         saved = sum(moment.saved_bytes for moment in trace.moments) if away else 0
         restored = sum(moment.restored_bytes for moment in trace.moments) if away else 0
         for source, target, num_bytes in (
-            (Tier.CPU, compute, fetched + restored),
-            (compute, Tier.CPU, max(leaving - own, 0) + saved),
+            (Tier.CPU, compute, accumulate * (fetched + restored)),
+            (compute, Tier.CPU, backwards * max(leaving - own, 0) + accumulate * saved),
         ):
             (way,) = path(source, target)
-            tracks.append(accumulate * costs.move(way, num_bytes).seconds)
+            tracks.append(costs.move(way, num_bytes).seconds)
         # Sums that the host adds to: read and written.
-        tracks.append((accumulate - 1) * costs.landing(2 * max(landing - own, 0)).seconds)
+        tracks.append((backwards - 1) * costs.landing(2 * max(landing - own, 0)).seconds)
     files = [tier for tier in problem.budgets if tier.in_files]
     in_memory = sum(n for tier, n in room.items() if not tier.in_files)
     # What is trained is read and written at least once; what of it is on a drive, there.

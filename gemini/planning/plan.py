@@ -122,7 +122,8 @@ class Plan(Document, kind="plan"):
     def traffic(self) -> Traffic:
         """Bytes over each boundary in one optimizer step (of offloaded activations: not in here)."""
         fetched = [i for batch in range(self.accumulate) for moves in self.moves_of(batch) for i in moves.fetch]
-        return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
+        backwards = self.accumulate * self.trace.micro_batches
+        return step_traffic(self.problem, self.placement, fetched, backwards=backwards)
 
     def _to_body(self) -> dict[str, Any]:
         """Of the problem what the trace does not say: its layout is cut anew when the plan is read."""
