@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from rich.status import Status
@@ -19,7 +18,6 @@ from gemini.jobs.errors import JobError
 from gemini.jobs.options import spelled
 from gemini.jobs.plan_report import Report
 from gemini.jobs.planner import Traces, Way
-from gemini.jobs.settings import PlanSettings
 from gemini.jobs.trace import seq_len_of
 from gemini.planning.fastest import step_seconds
 from gemini.planning.plan import Plan
@@ -66,10 +64,8 @@ def choose(way: Way, status: Status) -> tuple[Way, Choice]:
     candidates = sorted(_candidates(way, sequences), key=lambda candidate: candidate.least)
     found: list[Found] = []
     for number, (least, other) in enumerate(candidates):
-        # Of each order, since `gemini sft` has one of them.
-        rival = next((f for f in found if f.way.settings.block_by_block == other.settings.block_by_block), None)
-        if rival is not None and least > (1 - CLOSE) * rival.seconds:
-            continue
+        if found and least > (1 - CLOSE) * found[0].seconds:
+            break
         status.update(f"playing {options_of(other)}, {number + 1} of at most {len(candidates)} ...")
         try:
             plan = other.plan()
@@ -114,19 +110,6 @@ def _candidates(way: Way, sequences: int) -> Iterator[_Candidate]:
         is_open = asked.fastest and asked.offload_activations == "auto" and way.machine.compute is Tier.GPU
         for where in (("no", "cpu") if saves else ("no",)) if is_open else (asked.offload_activations,):
             yield from _of_sizes(base.changed(offload_activations=where), sequences)
-            if sequences > 1 and asked.fastest and not _why_not_in_blocks(base):
-                yield from _of_sizes(base.changed(offload_activations=where, block_by_block=True), sequences)
-
-
-def _why_not_in_blocks(way: Way) -> str:
-    """Why ``gemini.train_step`` has no other order than any loop, if so; it runs no plan of a file."""
-    other = replace(way.settings, batch_size=1, accumulate=2, fastest=False, tokens_per_step=None, block_by_block=True)
-    try:
-        other.check()
-        Way(other, way.traces).trace()
-    except JobError as e:
-        return str(e)
-    return ""
 
 
 def _of_sizes(way: Way, sequences: int) -> Iterator[_Candidate]:
@@ -135,8 +118,6 @@ def _of_sizes(way: Way, sequences: int) -> Iterator[_Candidate]:
     for size in [size for size in range(1, sequences + 1) if sequences % size == 0]:
         other = way.changed(batch_size=size, accumulate=sequences // size)
         alone = size == sequences
-        if alone and way.settings.block_by_block:
-            break
         if (too_large and not alone) or (not alone and way.settings.gradients in ("transient", "retain")):
             continue
         if alone and too_large and not other.may_tile and not way.changed(batch_size=1, accumulate=1).fits():
@@ -155,7 +136,6 @@ def chosen(choice: Choice, report: Report) -> Report:
     """What a report says of it."""
     best, *others = choice.found
     tokens, step = report["tokens"], report["step"]
-    runnable = next((f for f in choice.found if sft_command(f.way.settings, f.plan)), None)
     return {
         "options": options_of(best.way),
         "candidates": choice.candidates,
@@ -169,9 +149,8 @@ def chosen(choice: Choice, report: Report) -> Report:
             }
             for other in (others[:RUNNERS_UP] if step else ())
         ],
-        "command": sft_command(runnable.way.settings, runnable.plan) if runnable else "",
-        "command_tokens_per_second": tokens / runnable.seconds if runnable and step else None,
-        "python": python_lines(best.way.settings, best.plan),
+        "command": sft_command(best.way, best.plan),
+        "python": python_lines(best.way, best.plan),
     }
 
 
@@ -185,7 +164,6 @@ def options_of(way: Way) -> str:
         "batch_size": chosen.batch_size,
         "accumulate": chosen.accumulate if chosen.accumulate > 1 else None,
         "gradient_checkpointing": chosen.gradient_checkpointing,
-        "block_by_block": chosen.block_by_block,
         "offload_activations": chosen.offload_activations if chosen.offload_activations not in ("auto", "no") else None,
         "tile_tokens": chosen.tile_tokens,
     }
@@ -199,28 +177,26 @@ def _words(said: dict[str, Any]) -> list[str]:
     return found
 
 
-def _memory(settings: PlanSettings, plan: Plan) -> dict[str, Any]:
+def _memory(way: Way, plan: Plan) -> dict[str, Any]:
     """Budgets as given; what was left out is measured where it runs, but for a drive, which is used if it is named."""
-    given = {tier.value: getattr(settings, tier.value) for tier in Tier}
-    if plan.problem.compute is Tier.CPU:
-        given.pop(Tier.GPU.value)
-    if plan.bytes_per_tier.get(Tier.NVME):
-        given[Tier.NVME.value] = given[Tier.NVME.value] or f"{plan.problem.budgets[Tier.NVME] >> 30}GiB"
-        given["nvme_path"] = "FOLDER"
-    else:
-        given.pop(Tier.NVME.value)
+    given: dict[str, Any] = {tier.value: getattr(way.settings, tier.value) for tier in way.machine.budgets}
+    for tier in [tier for tier in way.machine.budgets if tier.in_files]:
+        if not plan.bytes_per_tier.get(tier):
+            del given[tier.value]
+            continue
+        given[tier.value] = given[tier.value] or f"{way.machine.budgets[tier] >> 30}GiB"
+        given[f"{tier.value}_path"] = "FOLDER"
     return {name: value for name, value in given.items() if value is not None}
 
 
-def sft_command(settings: PlanSettings, plan: Plan) -> str:
+def sft_command(way: Way, plan: Plan) -> str:
     """``gemini sft`` that makes the step of a plan; "" if it has none like it."""
-    if plan.problem.gradients == "transient" or plan.trace.micro_batches > 1:
+    settings, trace = way.settings, plan.trace
+    if plan.problem.gradients == "transient" or not any(len(shape) == 2 for shape in trace.batch.values()):
         return ""
-    trace = plan.trace
-    samples, length = next(shape for shape in trace.batch.values() if len(shape) > 1)
-    said: dict[str, Any] = {
-        "model_name_or_path": settings.config,
-        "dataset_name": "DATA",
+    samples, length = next(shape for shape in trace.batch.values() if len(shape) == 2)
+    memory = {name if "path" in name else f"{name}_memory": size for name, size in _memory(way, plan).items()}
+    step: dict[str, Any] = {
         "max_length": length,
         "per_device_train_batch_size": samples,
         "gradient_accumulation_steps": plan.accumulate,
@@ -231,43 +207,43 @@ def sft_command(settings: PlanSettings, plan: Plan) -> str:
         "tile_tokens": trace.tile_tokens,
         "optimizer": None if settings.optimizer == "adamw" else settings.optimizer,
         "states": None if settings.states == "exact" else settings.states,
+        **memory,
+    }
+    if settings.out is not None:  # it says all that
+        step = {"plan": settings.out, **{name: value for name, value in memory.items() if "path" in name}}
+    said = {
+        "model_name_or_path": settings.config,
+        "dataset_name": "DATA",
+        **step,
         "attn_implementation": settings.attn_implementation,
         "use_peft": settings.lora is not None,
         "lora_r": settings.lora,
         "lora_target_modules": None if settings.lora is None else "all-linear",
         "load_in_4bit": settings.load_in_4bit,
-        "plan": settings.out,
-        **{name if "path" in name else f"{name}_memory": size for name, size in _memory(settings, plan).items()},
     }
-    if settings.out is not None:  # says that itself
-        said.pop("offload_activations")
     ranks = plan.layout.ranks
     start = ["torchrun", "--nproc-per-node", str(ranks), "-m", "gemini"] if ranks > 1 else ["gemini"]
     return shlex.join([*start, "sft", *_words({f"--{name}": value for name, value in said.items()})])
 
 
-def python_lines(settings: PlanSettings, plan: Plan) -> list[str]:
+def python_lines(way: Way, plan: Plan) -> list[str]:
     """The lines of a program that manage ``model`` for the step of a plan."""
-    memory = ", ".join(f"{name}={value!r}" for name, value in _memory(settings, plan).items())
+    settings, on_gpu = way.settings, plan.problem.compute is Tier.GPU
+    memory = ", ".join(f"{name}={value!r}" for name, value in _memory(way, plan).items())
     said = {
         "precision": plan.problem.precision,
         "gradients": plan.problem.gradients,
-        "activations": plan.problem.activations if plan.problem.compute is Tier.GPU else None,
+        "activations": plan.problem.activations if on_gpu and settings.out is None else None,
         "offload_activations": plan.offload_activations,
         "tile_tokens": plan.trace.tile_tokens,
         "states": None if settings.states == "exact" else settings.states,
     }
-    options = [f"{name}={value!r}" for name, value in said.items() if value is not None]
+    options = [f"memory=gemini.MemoryBudget({memory})"] if memory else []
+    options += [f"{name}={value!r}" for name, value in said.items() if value is not None]
     if settings.optimizer != "adamw":
         entry = RULES[settings.optimizer]
         options.append(f"optimizer={entry.module}.{entry.rule}()")
     if settings.out is not None:
         options.append(f"placement=gemini.Plan.from_json(open({str(settings.out)!r}).read())")
     checkpointing = ["model.gradient_checkpointing_enable()"] if plan.trace.checkpointing else []
-    in_blocks = plan.trace.micro_batches > 1
-    return [
-        *checkpointing,
-        f"config = gemini.GeminiConfig(memory=gemini.MemoryBudget({memory}), {', '.join(options)})",
-        "model = gemini.GeminiDDP(model, config)",
-        *(["losses = gemini.train_step(model, micro_batches)"] if in_blocks else []),
-    ]
+    return [*checkpointing, f"model = gemini.GeminiDDP(model, gemini.GeminiConfig({', '.join(options)}))"]

@@ -67,7 +67,7 @@ def describe(
     """
     hardware, rule = machine.hardware, settings.rule_in(trace.precision)
     ranks = machine.ranks if plan is None else plan.layout.ranks
-    accumulate = settings.accumulate if plan is None else plan.accumulate * plan.trace.micro_batches
+    accumulate = settings.accumulate if plan is None else plan.accumulate
     gradients = settings.kept_gradients if plan is None else plan.problem.gradients
     best = next(iter(mesh.found), None) if mesh else None
     needs = _needs(settings, trace, gradients, ranks)
@@ -89,9 +89,8 @@ def describe(
         "checkpointing": trace.checkpointing,
         "tile_tokens": trace.tile_tokens,
         "batch": mesh.batch if mesh else dict(trace.batch),
-        "tokens": best.tokens if best else trace.tokens // trace.micro_batches * accumulate * ranks,
+        "tokens": best.tokens if best else trace.tokens * accumulate * ranks,
         "accumulate": accumulate,
-        "block_by_block": trace.micro_batches > 1,
         "ranks": ranks,
         "compute": machine.compute.value,
         "machine": None if hardware is None else hardware.name,
@@ -269,7 +268,7 @@ def _head(report: Report) -> Iterator[str]:
     because = f" (auto: without them {human_bytes(without)} beside params, which do not fit)" if without else ""
     step_words = {
         f"{', '.join(shapes) or 'a batch'} tokens": True,
-        f"{micro_batches} micro-batches{' block by block' if report['block_by_block'] else ''}": micro_batches > 1,
+        f"{micro_batches} micro-batches": micro_batches > 1,
         "gradient checkpointing": report["checkpointing"],
         f"tiles of {report['tile_tokens'] or 0:,} tokens{because}": report["tile_tokens"],
         f"{ranks} {'GPUs' if on_gpu else 'processes'}": ranks > 1,
@@ -361,9 +360,7 @@ def _fastest(report: Report) -> Iterator[str]:
         words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
         yield fact("" if number else "next to it", words)
     if best["command"]:
-        rate = human_rate(best["command_tokens_per_second"]) if best["command_tokens_per_second"] else ""
-        slower = f" ({rate} tokens/s, one micro-batch after another)" if report["block_by_block"] else ""
-        yield fact("run it with", f"{best['command']}{slower}")
+        yield fact("run it with", best["command"])
     for number, line in enumerate(best["python"]):
         yield fact("" if number else "or in Python", line)
 

@@ -18,7 +18,7 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
-from gemini.planning.fastest import block_by_block, least_seconds, resized
+from gemini.planning.fastest import least_seconds, resized
 from gemini.planning.hardware import Hardware, load_hardware, machine, machine_names
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
@@ -110,13 +110,12 @@ class Way:
     def __init__(self, settings: PlanSettings, traces: Traces | None = None):
         self.settings = settings
         self.machine = machine_of(settings)
-        self.traces = traces or Traces()
+        self._traces = traces or Traces()
         self._made: Plan | None = None
-        self._in_blocks: MemoryTrace | None = None
 
     def changed(self, **options: Any) -> Way:
         """Take other options, and perhaps with them another machine."""
-        return Way(replace(self.settings, **options), self.traces)
+        return Way(replace(self.settings, **options), self._traces)
 
     def trace(self, **more: Any) -> MemoryTrace:
         """The step that is planned for: traced, or read and found to be of the model that was named.
@@ -126,11 +125,8 @@ class Way:
         """
         settings = self.settings
         if settings.trace is not None:
-            return self.traces.read(settings.trace, settings.config, settings.layers)
-        found = self.traces.take(replace(settings.traced(target=self.machine.target), **more))
-        if settings.block_by_block and settings.accumulate > 1:
-            found = self._in_blocks = self._in_blocks or _in_blocks(found, settings)
-        return found
+            return self._traces.read(settings.trace, settings.config, settings.layers)
+        return self._traces.take(replace(settings.traced(target=self.machine.target), **more))
 
     def plan(self) -> Plan:
         """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
@@ -149,7 +145,7 @@ class Way:
             "optimizer": settings.rule_in(trace.precision),
             "compute": machine.compute,
             "offload_activations": None if settings.offload_activations == "no" else settings.offload_activations,
-            "accumulate": 1 if settings.block_by_block else settings.accumulate,
+            "accumulate": settings.accumulate,
             "ranks": machine.ranks,
             "local_ranks": machine.sharing,
             "schedule": settings.schedule,
@@ -218,7 +214,7 @@ class Way:
             trace,
             self._problem(trace, None if where in ("auto", "no") else where, **more),
             hardware,
-            accumulate=1 if settings.block_by_block else settings.accumulate,
+            accumulate=settings.accumulate,
             schedule=settings.schedule,
             local_ranks=self.machine.sharing,
         )
@@ -243,22 +239,6 @@ class Traces:
                 one, two = (self._take(replace(settings, batch_size=number)) for number in (1, 2))
                 return resized(one, two, size)  # type: ignore[no-any-return]
         return self._take(settings)
-
-
-def _in_blocks(trace: MemoryTrace, settings: PlanSettings) -> MemoryTrace:
-    """Raises: JobError: where :func:`gemini.train_step` takes one micro-batch after another."""
-    from gemini.jobs.models import find_config
-
-    config = find_config(settings.config or "", settings.layers).config.get_text_config()
-    drops = [name for name, value in config.to_dict().items() if "drop" in name and value]
-    try:
-        if drops:
-            raise ValueError(f"{drops[0]} draws random numbers in another order, with other bits")
-        if trace.tile_tokens or any(len(param.names) > 1 for param in trace.params):
-            raise ValueError("tied params and tiles of tokens are not planned for in this order")
-        return block_by_block(trace, settings.accumulate)
-    except ValueError as e:
-        raise JobError(f"--block-by-block: {e}. Leave it out.") from e
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:

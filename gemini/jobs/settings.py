@@ -142,9 +142,6 @@ class PlanSettings(_Printed, _Played, _Step):
         "forward pass, so that the step is the quickest on the --machine.",
         _STEP,
     )
-    block_by_block: bool = opt(
-        False, "All micro-batches of a step pass a block while its weights are there, as gemini.train_step does.", _STEP
-    )
     fastest: bool = opt(
         False,
         "Choose the quickest step of --tokens-per-step on the --machine: micro-batch, checkpointing, where its inputs "
@@ -337,15 +334,6 @@ _PLAN_APART = {
         "--fastest chooses how --tokens-per-step are divided, and shows what else there is: leave --batch-size, "
         "--accumulate, --micro-batch and --alternatives out."
     ),
-    ("block_by_block", "trace"): "--block-by-block is planned from the config: drop --trace {self.trace}.",
-    ("block_by_block", "mesh|gpus>1|gradients=transient|tile_tokens|precision=fp16"): (
-        "--block-by-block is for one GPU, in bf16 or fp32 without --gradients transient and --tile-tokens, as "
-        "gemini.train_step is: leave it out."
-    ),
-    ("block_by_block", "out|micro_batch"): (
-        "--block-by-block with --out or --micro-batch: gemini.train_step runs no plan of a file. Leave one out."
-    ),
-    ("fastest", "block_by_block"): "--fastest looks at --block-by-block by itself: leave it out.",
     ("mesh", "fastest"): "{self.mesh} with --fastest: leave one of the two out.",
     ("parallel", "dims"): "--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.",
     ("mesh", "trace"): (

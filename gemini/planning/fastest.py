@@ -9,20 +9,19 @@ no less, so a search that looks at the smallest of these first may end where the
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
-from itertools import groupby
 from typing import Any
 
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Cost, Costs, Efficiency
 from gemini.planning.hardware import Hardware
-from gemini.planning.parallel import Blocks
 from gemini.planning.placement import Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADS, WEIGHTS
-from gemini.planning.products import Product, scaled
+from gemini.planning.products import Product
 from gemini.planning.timeline import Timeline
-from gemini.planning.trace import MemoryTrace, Moment, Phase, chunks_of_params
+from gemini.planning.trace import MemoryTrace, Phase, chunks_of_params
 from gemini.planning.traffic import path
 from gemini.tiers import Tier
 
@@ -58,7 +57,7 @@ def resized(one: Any, two: Any, number: int) -> Any:
 
 
 def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
-    """Two that are of one shape by chance, with so many tokens as a layer is wide, are one with ``times`` in a trace."""
+    """Two that have one shape by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace."""
     if len(one) != len(two):
         one, two = (
             tuple(sorted(p._replace(times=1) for p in products for _ in range(int(p.times)))) for products in (one, two)
@@ -72,57 +71,6 @@ def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -
         if last == first + (second - first) * (number - 1):
             return made
     raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
-
-
-def block_by_block(trace: MemoryTrace, number: int) -> MemoryTrace:
-    """One step of ``number`` micro-batches in the order of ``gemini.train_step``: each block takes them one after
-    another while its weights are there, the last one with the head and backward at once.
-
-    What the others keep is there as often; of a block's inner activations one micro-batch has some. Every gradient is
-    added to the sums where those are kept, as without this order: where ``train_step`` has room to add them up on the
-    device, it is quicker.
-
-    Raises:
-        ValueError: for a model that has no blocks, or shares params between the first and the last of them.
-    """
-    blocks = Blocks(trace)
-    owners = [min(max(block, 0), blocks.number - 1) for block in blocks.of_moments()]
-    runs = [list(run) for _, run in groupby(range(len(owners)), lambda at: owners[at])]
-    reads = {
-        owner: {p for at in range(len(owners)) if owners[at] == owner for p in trace.moments[at].params}
-        for owner in set(owners)
-    }
-    for param in set.union(*(own for owner, own in reads.items() if owner < blocks.number - 1), set()):
-        if param in reads[blocks.number - 1]:
-            raise ValueError(f"{trace.params[param].name} is read in the last block or the head and before them")
-    moments: list[Moment] = []
-    start = 0
-    for run in runs:
-        own = [trace.moments[at] for at in run]
-        # Those that are through the block, and those that are not yet.
-        others = (number - 1) * max(start, own[-1].live_bytes)
-        together = tuple(sorted({p for moment in own for p in moment.params}))
-        for moment in own:
-            more = others if moment is not own[-1] else (number - 1) * moment.live_bytes
-            counted = {name: number * getattr(moment, name) for name in _COUNTED}
-            moments.append(
-                replace(
-                    moment,
-                    params=together,
-                    live_bytes=moment.live_bytes + more,
-                    peak_bytes=moment.peak_bytes + others,
-                    seconds=None if moment.seconds is None else number * moment.seconds,
-                    products=scaled(moment.products, number),
-                    attention=moment.attention.scaled(number),
-                    **counted,
-                )
-            )
-        start = own[-1].live_bytes
-    return replace(trace, moments=tuple(moments), tokens=number * trace.tokens, micro_batches=number, tiled=None)
-
-
-_COUNTED = ("saved_bytes", "restored_bytes", "flops", "touched_bytes", "num_ops", "tp_bytes", "cp_bytes")
-"""Of a moment, what each micro-batch has again."""
 
 
 def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
@@ -147,8 +95,7 @@ def least_seconds(
     Raises:
         MissingFigure: if the hardware lacks a speed.
     """
-    layout, compute, on_gpu = problem.layout, problem.compute, problem.compute is Tier.GPU
-    is_overlapped = schedule == "overlapped"
+    layout, compute, is_overlapped = problem.layout, problem.compute, schedule == "overlapped"
     costs = Costs(
         hardware,
         Efficiency(),
@@ -160,60 +107,62 @@ def least_seconds(
     measured = (trace.target == "cpu") == (compute is Tier.CPU) and trace.seconds is not None
     seconds = [costs.compute(moment, measured=measured).seconds for moment in trace.moments]
     forward = sum(s for s, moment in zip(seconds, trace.moments, strict=True) if moment.phase is Phase.FORWARD)
-    computing = accumulate * sum(seconds)
-
-    sizes = [problem.plane_bytes(index) for index in range(len(layout.chunks))]
-    trained = [index for index, chunk in enumerate(layout.chunks) if chunk.trainable]
     taken = problem.spoken_for(gathers=False, stages=False)
     room = {tier: max(budget - taken.get(tier, 0), 0) for tier, budget in problem.budgets.items()}
-    own = room[compute] if on_gpu else 0
+    own = room[compute] if compute is Tier.GPU else 0
+    sizes = [problem.plane_bytes(index) for index in range(len(layout.chunks))]
+    trained = [index for index, chunk in enumerate(layout.chunks) if chunk.trainable]
+
     # An update that passes through the GPU leaves neither its time nor its gradients to the host.
-    updates_here = trained if not (on_gpu and hardware.has("update_gpu")) else []
-
-    backwards = accumulate * trace.micro_batches
-    updating, per_byte = 0.0, 0.0
-    landing = leaving = 0
-    for index in updates_here:
-        chunk, planes = layout.chunks[index], sizes[index]
-        numel, narrow = chunk.numel // layout.ranks, chunk.itemsize(problem.precision)
-        beyond = problem.rule.of(chunk.exact).beyond_bytes
-        update = costs.update(planes, Tier.CPU, grad_bytes=numel * narrow, beyond_bytes=beyond).seconds
-        updating, per_byte = updating + update, max(per_byte, update / sum(planes.values()))
-        leaving += chunk.payload // layout.ranks * narrow
-        landing += sum(planes.get(kind, 0) for kind in GRADS)
-    updating = max(updating - own * per_byte, 0.0)
-
-    tracks = [updating]
-    if on_gpu:
-        by_param = chunks_of_params(trace, layout)
-        # A window holds what is computed with, which may be narrower than what is kept.
-        crossing = [
-            min(planes[WEIGHTS], problem.window_bytes(index) // layout.ranks) for index, planes in enumerate(sizes)
-        ]
-        fetched = 0
+    on_host = [] if compute is Tier.GPU and hardware.has("update_gpu") else trained
+    narrow = {index: layout.chunks[index].itemsize(problem.precision) for index in on_host}
+    numel = {index: layout.chunks[index].numel // layout.ranks for index in on_host}
+    updates = [
+        costs.update(
+            sizes[index],
+            Tier.CPU,
+            grad_bytes=numel[index] * narrow[index],
+            beyond_bytes=problem.rule.of(layout.chunks[index].exact).beyond_bytes,
+        )
+        for index in on_host
+    ]
+    updating = sum(update.seconds for update in updates)
+    spared = own * max((u.seconds / sum(sizes[i].values()) for i, u in zip(on_host, updates, strict=True)), default=0.0)
+    part = max(1 - spared / updating, 0.0) if updating else 0.0
+    work = [Cost(sum(u.seconds for u in updates) * part, updates[0].loads)] if updates else []
+    if compute is Tier.GPU:
+        leaving = sum(layout.chunks[index].payload // layout.ranks * narrow[index] for index in on_host)
+        landing = sum(sizes[index].get(kind, 0) for index in on_host for kind in GRADS)
+        by_param, fetched = chunks_of_params(trace, layout), 0
         for phases in ((Phase.FORWARD,), (Phase.RECOMPUTE, Phase.BACKWARD)):
             read = {by_param[p] for moment in trace.moments if moment.phase in phases for p in moment.params}
-            fetched += max(sum(crossing[index] for index in read) - own, 0)
-        away = problem.offload_to is not None
-        saved = sum(moment.saved_bytes for moment in trace.moments) if away else 0
-        restored = sum(moment.restored_bytes for moment in trace.moments) if away else 0
-        for source, target, num_bytes in (
-            (Tier.CPU, compute, accumulate * (fetched + restored)),
-            (compute, Tier.CPU, backwards * max(leaving - own, 0) + accumulate * saved),
-        ):
-            (way,) = path(source, target)
-            tracks.append(costs.move(way, num_bytes).seconds)
-        # Sums that the host adds to: read and written.
-        tracks.append((backwards - 1) * costs.landing(2 * max(landing - own, 0)).seconds)
+            # A window holds what is computed with, which may be narrower than what is kept.
+            crossing = (min(sizes[i][WEIGHTS], problem.window_bytes(i) // layout.ranks) for i in read)
+            fetched += max(sum(crossing) - own, 0)
+        leaving, landing = max(leaving - own, 0), max(landing - own, 0)
+        saved = sum(moment.saved_bytes for moment in trace.moments) if problem.offload_to else 0
+        restored = sum(moment.restored_bytes for moment in trace.moments) if problem.offload_to else 0
+        (inward,), (outward,) = path(Tier.CPU, compute), path(compute, Tier.CPU)
+        work += [
+            costs.move(inward, accumulate * (fetched + restored)),
+            costs.move(outward, accumulate * (leaving + saved)),
+            # Sums that the host adds to: what comes, and sums that are read and written.
+            costs.landing((accumulate - 1) * (leaving + 2 * landing)),
+        ]
     files = [tier for tier in problem.budgets if tier.in_files]
-    in_memory = sum(n for tier, n in room.items() if not tier.in_files)
+    in_memory = sum(num_bytes for tier, num_bytes in room.items() if not tier.in_files)
     # What is trained is read and written at least once; what of it is on a drive, there.
     on_drive = max(sum(sum(sizes[index].values()) for index in trained) - in_memory, 0)
     if len(files) == 1:
-        for way in (*path(files[0], Tier.CPU), *path(Tier.CPU, files[0])):
-            tracks.append(costs.move(way, on_drive).seconds)
+        work += [costs.move(way, on_drive) for way in (*path(files[0], Tier.CPU), *path(Tier.CPU, files[0]))]
+
+    computing = accumulate * sum(seconds)
     if not is_overlapped:
-        return computing + sum(tracks)
+        return computing + sum(cost.seconds for cost in work)
     # With clipping updates begin when backward is over, and the last one is waited for in forward.
-    exposed = max(updating - forward, 0.0) if problem.gradients != "transient" else 0.0
-    return max(computing + exposed, *tracks)
+    exposed = max(updating * part - forward, 0.0) if problem.gradients != "transient" else 0.0
+    used: dict[str, float] = defaultdict(float)
+    for cost in work:
+        for resource, load in cost.loads.items():
+            used[resource] += cost.seconds * load
+    return max(computing + exposed, *(cost.seconds for cost in work), *used.values(), 0.0)

@@ -122,8 +122,7 @@ class Plan(Document, kind="plan"):
     def traffic(self) -> Traffic:
         """Bytes over each boundary in one optimizer step (of offloaded activations: not in here)."""
         fetched = [i for batch in range(self.accumulate) for moves in self.moves_of(batch) for i in moves.fetch]
-        backwards = self.accumulate * self.trace.micro_batches
-        return step_traffic(self.problem, self.placement, fetched, backwards=backwards)
+        return step_traffic(self.problem, self.placement, fetched, backwards=self.accumulate)
 
     def _to_body(self) -> dict[str, Any]:
         """Of the problem what the trace does not say: its layout is cut anew when the plan is read."""

@@ -420,7 +420,7 @@ class Planner:
             problem,
             fetches,
             self.speeds,
-            accumulate=n * self.trace.micro_batches,
+            accumulate=n,
             overlapped=self.overlapped,
             compute_seconds=n * self._compute_seconds(problem),
             streaming=streaming,

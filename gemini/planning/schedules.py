@@ -87,10 +87,6 @@ def _part(hop: Hop, number: int, count: int) -> Hop:
     return hop._replace(cost=hop.cost._replace(seconds=hop.cost.seconds / count), num_bytes=num_bytes)
 
 
-def _times(hop: Hop, number: int) -> Hop:
-    return hop._replace(cost=hop.cost._replace(seconds=hop.cost.seconds * number), num_bytes=hop.num_bytes * number)
-
-
 class Landing(NamedTuple):
     """Gradients of a chunk that are complete after a moment, and whether they are the chunk's last."""
 
@@ -225,11 +221,6 @@ class Work:
                 before, done = done, done + numels[moment]
                 share = {way: n * done // chunk.payload - n * before // chunk.payload for way, n in moved.items()}
                 hops = self._landing(index, numels[moment], share, copies[moment], adding=adding)
-                if trace.micro_batches > 1 and not adding:  # each of the others adds to it
-                    more = gradient_traffic(self.problem, homes, index, adding=True, streamed=streamed)
-                    share = {way: n * done // chunk.payload - n * before // chunk.payload for way, n in more.items()}
-                    added = self._landing(index, numels[moment], share, copies[moment], adding=True)
-                    hops += [_times(hop, trace.micro_batches - 1) for hop in added]
                 found[moment].append(Landing(index, tuple(hops), done == chunk.payload))
         return tuple(tuple(landings) for landings in found)
 

@@ -132,7 +132,6 @@ class MemoryTrace(Document, kind="trace"):
         moments: in the order of the step.
         read_together: sets of params that some module may read at once whatever forward does; evaluation may, where the
             step did not.
-        micro_batches: that every moment computes, one after another (:func:`gemini.planning.fastest.block_by_block`).
         tiled: the same step in tiles of tokens, for the planner to take where this one's activations do not fit
             (``gemini.trace(..., tile_tokens="auto")``); None if there is no choice.
     """
@@ -151,7 +150,6 @@ class MemoryTrace(Document, kind="trace"):
     tile_tokens: int | None = None
     context_parallel: int = 1
     tensor_parallel: int = 1
-    micro_batches: int = 1
     tiled: MemoryTrace | None = None
 
     @property
