@@ -220,6 +220,7 @@ def sft_command(way: Way, plan: Plan) -> str:
         "lora_r": settings.lora,
         "lora_target_modules": None if settings.lora is None else "all-linear",
         "load_in_4bit": settings.load_in_4bit,
+        "use_cpu": settings.compute == "cpu",
     }
     ranks = plan.layout.ranks
     start = ["torchrun", "--nproc-per-node", str(ranks), "-m", "gemini"] if ranks > 1 else ["gemini"]
@@ -237,6 +238,7 @@ def python_lines(way: Way, plan: Plan) -> list[str]:
         "offload_activations": plan.offload_activations,
         "tile_tokens": plan.trace.tile_tokens,
         "states": None if settings.states == "exact" else settings.states,
+        "device": settings.compute if settings.compute == "cpu" else None,
     }
     options = [f"memory=gemini.MemoryBudget({memory})"] if memory else []
     options += [f"{name}={value!r}" for name, value in said.items() if value is not None]

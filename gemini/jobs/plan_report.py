@@ -5,6 +5,7 @@ What each of its fields is, the reference of the command line says (docs/referen
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -359,8 +360,10 @@ def _fastest(report: Report) -> Iterator[str]:
     for number, other in enumerate(best["runners_up"]):
         words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
         yield fact("" if number else "next to it", words)
-    if best["command"]:
-        yield fact("run it with", best["command"])
+    # In lines that a shell takes together.
+    for number, line in enumerate(textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)):
+        more = "" if best["command"].endswith(line) else " \\"
+        yield fact("" if number else "run it with", f"{line}{more}")
     for number, line in enumerate(best["python"]):
         yield fact("" if number else "or in Python", line)
 

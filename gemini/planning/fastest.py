@@ -64,7 +64,7 @@ def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -
         )
     if len(one) == len(two):
         made = tuple(
-            Product(*(a + (b - a) * (number - 1) for a, b in zip(*both, strict=True)))
+            Product._make((a + (b - a) * (number - 1) for a, b in zip(*both, strict=True)))
             for both in zip(one, two, strict=True)
         )
         first, second, last = (sum(p.flops for p in products) for products in (one, two, made))
