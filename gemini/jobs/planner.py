@@ -209,7 +209,8 @@ class Way:
             return float(settings.accumulate)
         where = settings.offload_activations
         # With tiles, or wherever inputs of checkpointed blocks come to be, activations take less than is known here.
-        more = {"activations": 0} if where == "auto" or self.may_tile else {}
+        # So does staging in a plan without overlap, which is made where it does not fit with.
+        more: dict[str, Any] = {"overlap": False} | ({"activations": 0} if where == "auto" or self.may_tile else {})
         return least_seconds(
             trace,
             self._problem(trace, None if where in ("auto", "no") else where, **more),
