@@ -7,7 +7,6 @@ parts of sequences, and the best mesh may be looked for.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from rich.status import Status
 
 from gemini.errors import BudgetExceeded, GeminiError, MissingFigure, human_bytes
 from gemini.jobs.errors import REFUSED, JobError
+from gemini.jobs.fastest import Choice, choose, chosen
 from gemini.jobs.plan_report import OverMesh, Report, describe, screen
 from gemini.jobs.planner import Way
 from gemini.jobs.screen import answer, check_files, progress
@@ -78,8 +78,9 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         raise JobError(
             f"--states compact keeps bf16 weights, and --trace {way.settings.trace} is of {way.trace().precision}."
         )
-    if way.settings.micro_batch is not None:
-        way = _with_micro_batch(way)
+    choice: Choice | None = None
+    if way.settings.micro_batch is not None or way.settings.fastest:
+        way, choice = choose(way, status)
     trace = way.trace()
     status.update("choosing homes and moves ...")
     made: Plan | None = None
@@ -109,25 +110,14 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
         changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
     )
+    if choice is not None and made is not None:
+        report["fastest"] = chosen(choice, report)
     if way.settings.alternatives:
         rate = None if timeline is None else timeline.tokens_per_second
         for other in _alternatives(way, made is not None, rate):
             report["alternatives"].append(other)
             status.update(f"planning what else it could do, {len(report['alternatives'])} of about 8 ...")
     return Answer(report, made, timeline)
-
-
-def _with_micro_batch(way: Way) -> Way:
-    """The largest micro-batch that fits, of those that divide the sequences of a step; the smallest if none does.
-
-    Fewer, larger micro-batches gather every weight fewer times, so the largest is the quickest. What does not fit at
-    one size fits at no larger one, so the sizes are halved, each tried by tracing it.
-    """
-    sequences = (way.settings.batch_size or 1) * way.settings.accumulate
-    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
-    ways = [way.changed(batch_size=size, accumulate=sequences // size) for size in sizes]
-    # The smallest is taken in any case.
-    return ways[bisect_left(ways, True, lo=1, key=lambda other: not other.fits()) - 1]
 
 
 # ---- what to change, and what else the machine could do --------------------------------------------------------------

@@ -5,6 +5,7 @@ What each of its fields is, the reference of the command line says (docs/referen
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -119,6 +120,7 @@ def describe(
         "changes": changes,
         "mesh": _mesh_of(settings, machine, mesh, best) if mesh else None,
         "alternatives": [],
+        "fastest": None,
     }
 
 
@@ -247,7 +249,7 @@ _STAGES_SHOWN = 8
 
 def screen(report: Report) -> list[str]:
     """The lines, as ``say`` takes them: parts with an empty line between them."""
-    parts = (_head, _verdict, _mesh, _homes, _facts, _runners_up, _changes, _alternatives)
+    parts = (_head, _verdict, _mesh, _homes, _facts, _runners_up, _fastest, _changes, _alternatives)
     found: list[str] = []
     for part in parts:
         lines = [*part(report)]
@@ -344,6 +346,26 @@ def _runners_up(report: Report) -> Iterator[str]:
         name = f"  {other['mesh']}{', ' + other['order'] if other['order'] else ''}"
         rate = human_rate(other["tokens_per_second"])
         yield row(widths, name, other["micro_batches"], human_bytes(other["compute_bytes"]), rate)
+
+
+def _fastest(report: Report) -> Iterator[str]:
+    """What was chosen, what was next to it, and how to run it."""
+    best = report["fastest"]
+    if best is None:
+        return
+    of_all = f"the quickest of {best['candidates']} ways that fit" if report["step"] else "the largest that fits"
+    yield fact("chosen", f"{best['options']} ({of_all}, {best['played']} planned)")
+    if best["hours_per_million"]:
+        yield fact("", f"{best['hours_per_million']:.3g} hours for a million tokens")
+    for number, other in enumerate(best["runners_up"]):
+        words = f"{other['options']}: {human_rate(other['tokens_per_second'])} tokens/s, {other['loss']:.1%} less"
+        yield fact("" if number else "next to it", words)
+    # In lines that a shell takes together.
+    for number, line in enumerate(textwrap.wrap(best["command"], 60, break_long_words=False, break_on_hyphens=False)):
+        more = "" if best["command"].endswith(line) else " \\"
+        yield fact("" if number else "run it with", f"{line}{more}")
+    for number, line in enumerate(best["python"]):
+        yield fact("" if number else "or in Python", line)
 
 
 def _homes(report: Report) -> Iterator[str]:

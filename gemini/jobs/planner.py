@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -14,11 +15,12 @@ import gemini
 from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.screen import stdout_closed_to_others
-from gemini.jobs.settings import PlanSettings
+from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
+from gemini.planning.fastest import least_seconds, resized
 from gemini.planning.hardware import Hardware, load_hardware, machine, machine_names
-from gemini.planning.placement import fill_fastest
+from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
 from gemini.planning.timeline import Timeline
@@ -105,10 +107,11 @@ def machine_of(settings: PlanSettings) -> Machine:
 class Way:
     """A way to run a step: as it was asked for, or with some options changed. Each trace is taken once for all."""
 
-    def __init__(self, settings: PlanSettings, traces: _Traces | None = None):
+    def __init__(self, settings: PlanSettings, traces: Traces | None = None):
         self.settings = settings
         self.machine = machine_of(settings)
-        self._traces = traces or _Traces()
+        self._traces = traces or Traces()
+        self._made: Plan | None = None
 
     def changed(self, **options: Any) -> Way:
         """Take other options, and perhaps with them another machine."""
@@ -128,7 +131,8 @@ class Way:
     def plan(self) -> Plan:
         """Raises: BudgetExceeded: if it does not fit. JobError: for a rule that several ranks cannot share."""
         try:
-            return self.plan_for(self.trace())
+            self._made = self._made or self.plan_for(self.trace())
+            return self._made
         except ValueError as e:
             asked = f"--optimizer {self.settings.optimizer} with --gpus {self.settings.gpus}"
             raise JobError(f"{asked}: {e}.") from e
@@ -164,39 +168,78 @@ class Way:
 
     def refusal(self, trace: MemoryTrace) -> BudgetExceeded | None:
         """Why there is no placement at all, if so: quicker than looking for the best one."""
-        settings, offload = self.settings, self.settings.offload_activations
+        offload = self.settings.offload_activations
         places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
         found = None
         for step, where in product(filter(None, (trace, trace.tiled)), places):
             try:
-                fill_fastest(
-                    pose_problem(
-                        step,
-                        self.machine.budgets_of_rank,
-                        precision=trace.precision,
-                        gradients=settings.kept_gradients,
-                        compute=self.machine.compute,
-                        offload_activations=where,
-                        ranks=self.machine.ranks,
-                        rule=settings.rule_in(trace.precision),
-                    )
-                )
+                fill_fastest(self._problem(step, where))
                 return None
             except BudgetExceeded as e:
                 found = found or e
         return found
+
+    def _problem(self, trace: MemoryTrace, where: str | None, **more: Any) -> Problem:
+        settings = self.settings
+        return pose_problem(
+            trace,
+            self.machine.budgets_of_rank,
+            precision=trace.precision,
+            gradients=settings.kept_gradients,
+            compute=self.machine.compute,
+            offload_activations=where,
+            ranks=self.machine.ranks,
+            rule=settings.rule_in(trace.precision),
+            **more,
+        )
+
+    @property
+    def may_tile(self) -> bool:
+        """Whether the step is in tiles where it does not fit otherwise."""
+        return self.settings.tile_tokens == "auto"
+
+    def plain(self) -> MemoryTrace:
+        """The step without the tiles that it may have."""
+        return self.changed(tile_tokens=None).trace() if self.may_tile else self.trace()
+
+    def least(self) -> float:
+        """What the step takes at least: seconds, or micro-batches where no speeds are known."""
+        settings, hardware, trace = self.settings, self.machine.hardware, self.plain()
+        if hardware is None:
+            return float(settings.accumulate)
+        where = settings.offload_activations
+        # With tiles, or wherever inputs of checkpointed blocks come to be, activations take less than is known here.
+        # So does staging in a plan without overlap, which is made where it does not fit with.
+        more: dict[str, Any] = {"overlap": False} | ({"activations": 0} if where == "auto" or self.may_tile else {})
+        return least_seconds(
+            trace,
+            self._problem(trace, None if where in ("auto", "no") else where, **more),
+            hardware,
+            accumulate=settings.accumulate,
+            schedule=settings.schedule,
+            local_ranks=self.machine.sharing,
+        )
 
     def fits(self) -> bool:
         """Say whether there is a placement."""
         return self.refusal(self.trace()) is None
 
 
-class _Traces:
-    """What was traced and read for one answer."""
+class Traces:
+    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of one and two."""
 
-    def __init__(self) -> None:
-        self.take = cache(take_trace)
+    def __init__(self, *, of_two: bool = False) -> None:
+        self._take = cache(take_trace)
+        self.take = cache(self._resized) if of_two else self._take
         self.read = cache(_read_trace)
+
+    def _resized(self, settings: TraceSettings) -> MemoryTrace:
+        size = settings.batch_size
+        if size > 2 and settings.tile_tokens is None:
+            with suppress(ValueError):  # a model that computes otherwise with more of them
+                one, two = (self._take(replace(settings, batch_size=number)) for number in (1, 2))
+                return resized(one, two, size)  # type: ignore[no-any-return]
+        return self._take(settings)
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:

@@ -139,9 +139,16 @@ class PlanSettings(_Printed, _Played, _Step):
     micro_batch: str | None = opt(
         None,
         "auto: keep the sequences of a step (--batch-size times --accumulate), and choose how many of them are in a "
-        "forward pass.",
+        "forward pass, so that the step is the quickest on the --machine.",
         _STEP,
     )
+    fastest: bool = opt(
+        False,
+        "Choose the quickest step of --tokens-per-step on the --machine: micro-batch, checkpointing, where its inputs "
+        "wait, and tiles where --tile-tokens auto allows them. Says what runs it.",
+        _STEP,
+    )
+    tokens_per_step: int | None = opt(None, "Tokens in an optimizer step of all GPUs, for --fastest.", _STEP, least=2)
     gradients: str | None = one_of(
         None,
         "What is kept until the update",
@@ -319,6 +326,15 @@ _PLAN_APART = {
         "{self.described} describes a step that is to be traced, and --trace {self.trace} brings one that has been: "
         "drop one of the two."
     ),
+    ("fastest", "!tokens_per_step"): "--fastest needs the tokens of a step: --tokens-per-step 65536.",
+    ("tokens_per_step", "!fastest"): "--tokens-per-step is for --fastest: --batch-size and --accumulate say it else.",
+    ("fastest", "!machine"): "--fastest needs the speeds of a machine: --machine NAME or FILE.",
+    ("fastest", "trace"): "--fastest looks at steps of several sizes, and --trace {self.trace} is of one: drop it.",
+    ("fastest", "batch_size|accumulate>1|micro_batch|alternatives"): (
+        "--fastest chooses how --tokens-per-step are divided, and shows what else there is: leave --batch-size, "
+        "--accumulate, --micro-batch and --alternatives out."
+    ),
+    ("mesh", "fastest"): "{self.mesh} with --fastest: leave one of the two out.",
     ("parallel", "dims"): "--parallel auto chooses the mesh: leave --tp, --pp and --cp out, or leave it out.",
     ("mesh", "trace"): (
         "{self.mesh} needs a step of one rank of a mesh, and --trace {self.trace} brings one of a whole model: give "

@@ -89,6 +89,17 @@ def params_of(name: str, layers: int | None, precision: str) -> MemoryTrace:
         return structural_trace(model, precision)
 
 
+def seq_len_of(settings: Any) -> int:
+    """Tokens in a sequence of a step.
+
+    Raises:
+        JobError: if there is no such model, or it has fewer positions.
+    """
+    from gemini.jobs.models import find_config
+
+    return _seq_len(find_config(settings.config, settings.layers).config, settings.seq_len)
+
+
 def _seq_len(config: Any, asked: int | None) -> int:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if asked is None:

@@ -1,0 +1,253 @@
+"""``gemini plan --fastest`` against every way there is: as quick as the best of them, no bound above what is played,
+not slower on a better machine; and what it says runs.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+from rich.console import Console
+from traces import decoder_trace
+
+import gemini
+from gemini.errors import BudgetExceeded, parse_bytes
+from gemini.jobs import planner
+from gemini.jobs.fastest import choose
+from gemini.jobs.planner import Traces, Way
+from gemini.jobs.settings import PlanSettings, TraceSettings
+from gemini.jobs.train_options import Parser, options_of, precision_of
+from gemini.planning.fastest import resized
+from gemini.planning.hardware import load_hardware
+from gemini.planning.trace import MemoryTrace
+from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
+
+CLOSE = 1.03
+SPEEDS = ("gpu_flops_bf16", "h2d", "d2h", "dram_bandwidth", "nvme_read", "nvme_write", "nvme_write_sustained")
+
+
+class Case(NamedTuple):
+    """A step to choose for."""
+
+    settings: PlanSettings
+    shape: dict[str, Any]
+    """Of the model, as ``decoder_trace`` takes it."""
+
+
+def draw(number: int, folder: Path) -> Case:
+    """The case of that number: a model, a machine that is another one's, faster here and slower there, budgets from
+    hardly enough on, and tokens of a step.
+    """
+    rng = random.Random(number)
+    shape = {"hidden": rng.choice([256, 512, 1024]), "layers": rng.randint(2, 5), "vocab": rng.choice([500, 8000])}
+    length = rng.choice([64, 256])
+    config = llama_config(folder / "config.json", **{**FOUR_BLOCKS, "max_position_embeddings": 4096})
+    hardware = load_hardware(rng.choice(["rtx4090", "rtx5090", "h100", "rtx3090"]))
+    speeds = {key: hardware.figures[key].value * 10 ** rng.uniform(-2, 1) for key in SPEEDS if hardware.has(key)}
+    speeds["update_cpu"] = hardware.figures["update_cpu"].value * 10 ** rng.uniform(-1, 1)
+    (folder / "machine.json").write_text(hardware.with_figures("drawn", **speeds).to_json())
+    params = decoder_trace(**shape, tokens=length).num_params
+    gpu = int(params * rng.choice([0.5, 2, 6, 20])) + (40 << 20) + (1280 << 20)
+    settings = PlanSettings(
+        config=str(config),
+        machine=str(folder / "machine.json"),
+        seq_len=length,
+        fastest=True,
+        tokens_per_step=length * rng.choice([1, 4, 6, 12, 16]),
+        gpu=f"{gpu}B",
+        cpu=f"{int(params * rng.choice([4, 12, 17, 40])) + (100 << 20)}B",
+        nvme="100GiB",
+        schedule=rng.choice(["overlapped"] * 3 + ["serial"]),
+    )
+    settings.check()
+    return Case(settings, shape)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, shape: dict[str, Any]) -> None:
+    """Traces by arithmetic in the place of those of a model."""
+
+    def take(settings: TraceSettings) -> MemoryTrace:
+        length = settings.seq_len or 0
+        tokens = settings.batch_size * length
+        made = decoder_trace(**shape, tokens=tokens, checkpointing=settings.gradient_checkpointing)
+        return replace(made, batch={"input_ids": (settings.batch_size, length)}, target="cuda")
+
+    monkeypatch.setattr(planner, "take_trace", take)
+
+
+def every_way(settings: PlanSettings) -> Iterator[tuple[Way, float]]:
+    """All there are that fit, each planned and played as a whole, with its seconds."""
+    sequences = (settings.tokens_per_step or 0) // (settings.seq_len or 1)
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    asked = replace(settings, fastest=False, tokens_per_step=None)
+    for size, checkpointing, where in product(sizes, (False, True), ("no", "cpu")):
+        if where == "cpu" and not checkpointing:
+            continue
+        changes = {"gradient_checkpointing": checkpointing, "offload_activations": where}
+        way = Way(replace(asked, batch_size=size, accumulate=sequences // size, **changes))
+        try:
+            plan = way.plan()
+        except BudgetExceeded:
+            continue
+        yield way, way.play(plan).step_seconds
+
+
+def chosen_seconds(settings: PlanSettings) -> float | None:
+    with Console(stderr=True, quiet=True).status("") as status:
+        way, choice = choose(Way(settings), status)
+    return way.play(way.plan()).step_seconds if choice.found else None
+
+
+def check(case: Case) -> str:
+    """Compare with the whole list; says what was found."""
+    ways = list(every_way(case.settings))
+    mine = chosen_seconds(case.settings)
+    if mine is None:
+        assert not ways
+        return "nothing fits"
+    best = min(seconds for _, seconds in ways)
+    assert mine <= CLOSE * best, f"{mine} s chosen, {best} s is the best of {len(ways)}"
+    for way, seconds in ways:
+        assert way.least() <= seconds * (1 + 1e-6), f"{way.least()} s at least, and {seconds} s as played"
+    return (
+        f"{len(ways)} ways, {mine / best - 1:.2%} above the best, {max(s for _, s in ways) / best:.2f} times the worst"
+    )
+
+
+@pytest.mark.parametrize(
+    "number", [0, 2, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in range(200) if n not in (0, 2, 11))]
+)
+def test_no_way_is_much_quicker(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = draw(number, tmp_path)
+    stand_in(monkeypatch, case.shape)
+    print(number, check(case))
+
+
+@pytest.mark.parametrize(
+    "better",
+    [
+        {"gpu": 4, "h2d": 3, "d2h": 3},
+        pytest.param({"cpu": 4}, marks=pytest.mark.slow),
+        pytest.param({"gpu": 4}, marks=pytest.mark.slow),
+        pytest.param({"dram_bandwidth": 3}, marks=pytest.mark.slow),
+        pytest.param({"gpu_flops_bf16": 2}, marks=pytest.mark.slow),
+    ],
+    ids=lambda better: "-".join(better),
+)
+def test_more_memory_and_higher_speeds_never_make_a_step_slower(
+    better: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what is not looked at because it could not be quicker by half a percent."""
+    case = draw(1, tmp_path)
+    stand_in(monkeypatch, case.shape)
+    settings, hardware = case.settings, load_hardware(case.settings.machine or "")
+    tiers = {name: times for name, times in better.items() if name in ("gpu", "cpu")}
+    speeds = {name: hardware.figures[name].value * times for name, times in better.items() if name not in tiers}
+    (tmp_path / "better.json").write_text(hardware.with_figures("drawn", **speeds).to_json())
+    sizes = {name: f"{int(parse_bytes(getattr(settings, name)) * times)}B" for name, times in tiers.items()}
+    before = chosen_seconds(settings)
+    after = chosen_seconds(replace(settings, machine=str(tmp_path / "better.json"), **sizes))
+    assert before is not None and after is not None and after <= 1.006 * before
+
+
+def test_a_trace_of_any_size_is_made_of_two(tiny_config: Path) -> None:
+    """Of small ones too, where as many tokens as a layer is wide make two products of one shape."""
+    for checkpointing in (False, True):
+        traces = Traces(of_two=True), Traces()
+        for size in (3, 8):
+            settings = TraceSettings(
+                config=str(tiny_config), batch_size=size, seq_len=16, gradient_checkpointing=checkpointing
+            )
+            made, real = (each.take(settings) for each in traces)
+            assert (made.params, made.batch, made.tokens) == (real.params, real.batch, real.tokens)
+            assert made.flops == real.flops and len(made.moments) == len(real.moments)
+            for one, other in zip(made.moments, real.moments, strict=True):
+                assert sum(p.flops for p in one.products) == sum(p.flops for p in other.products)
+                for name in ("peak_bytes", "live_bytes", "saved_bytes", "restored_bytes", "touched_bytes"):
+                    assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.02, abs=64 << 10), name
+    with pytest.raises(ValueError, match="in one step and"):
+        resized((1, 2), (1, 2, 3), 4)
+
+
+FASTEST = ("--machine", "rtx4090", "--seq-len", 64, "--fastest", "--tokens-per-step", 512)
+
+
+def test_the_answer_says_what_else_there_is_and_what_runs_it(gemini_command: Command, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
+    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB")
+    best = said["fastest"]
+    assert said["tokens"] == 512 and best["played"] <= best["candidates"]
+    assert best["hours_per_million"] == pytest.approx(1e6 / said["step"]["tokens_per_second"] / 3600)
+    rates = [other["tokens_per_second"] for other in best["runners_up"]]
+    assert rates == sorted(rates, reverse=True) and all(0 <= other["loss"] < 1 for other in best["runners_up"])
+    again = gemini_command.told(
+        "plan", config, "--machine", "rtx4090", "--seq-len", 64, *shlex.split(best["options"]),
+        "--gpu", "1400MiB", "--cpu", "2GiB",
+    )  # fmt: skip
+    assert again["step"]["seconds"] == pytest.approx(said["step"]["seconds"], rel=0.03)
+    page = (Path(gemini.__file__).parents[1] / "docs" / "reference" / "cli.md").read_text()
+    assert all(f"`{name}`" in page for name in ("fastest", *best))
+    screen = gemini_command.ok("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB").stdout
+    assert f"chosen           {best['options']}" in screen and "hours for a million tokens" in screen
+    assert "run it with      gemini sft --model_name_or_path" in screen
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), marks=pytest.mark.slow),
+        ("--nvme", "1GB", "--cpu", "100MiB", "--precision", "fp32"),
+        ("--lora", 8, "--optimizer", "lion", "--states", "compact"),
+        ("--out", "plan.json"),
+    ],
+    ids=lambda more: "-".join(map(str, more[:2])) or "plain",
+)
+def test_what_runs_it_is_read(
+    more: tuple[Any, ...], gemini_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command by the command's own parser, the lines by Python: both are of the step that was chosen."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").mkdir()
+    config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
+    said = gemini_command.told("plan", config, *FASTEST, "--gpu", "1400MiB", "--cpu", "2GiB", *more)
+    gemini_words, kind, *words = shlex.split(said["fastest"]["command"])
+    assert (gemini_words, kind) == ("gemini", "sft")
+    options = options_of(Parser("sft").read(words))
+    made = options.args.per_device_train_batch_size, options.args.gradient_accumulation_steps
+    assert made == (said["batch"]["input_ids"][0], said["accumulate"]) and options.args.max_length == 64
+    assert options.args.gradient_checkpointing is bool(said["checkpointing"])
+    assert precision_of(options.args) == said["precision"] and options.model.lora_r == (8 if "--lora" in more else 16)
+    assert (options.ours.nvme_path is not None) == bool(sum(said["held"].get("nvme", {}).values()))
+    seen: list[Any] = []
+    model = SimpleNamespace(gradient_checkpointing_enable=lambda: seen.append("checkpointing"))
+    face = SimpleNamespace(
+        **{name: getattr(gemini, name) for name in ("GeminiConfig", "MemoryBudget", "Plan")},
+        GeminiDDP=lambda model, config: seen.append(config),
+        optim=gemini.optim,
+    )
+    exec("\n".join(said["fastest"]["python"]), {"gemini": face, "model": model})
+    *checkpointing, config = seen
+    assert bool(checkpointing) is bool(said["checkpointing"]) and config.precision == said["precision"]
+    assert config.gradients == said["gradients"] and isinstance(config.placement, gemini.Plan) == ("--out" in more)
+    assert config.rule_spec.name == said["optimizer"] and config.states == options.ours.states
+
+
+def test_what_it_does_not_choose_for(gemini_command: Command, tmp_path: Path) -> None:
+    config = llama_config(tmp_path / "config.json", **FOUR_BLOCKS)
+    machine = ("plan", config, "--machine", "rtx4090", "--fastest")
+    refused(gemini_command(*machine), "--fastest needs the tokens of a step: --tokens-per-step")
+    refused(gemini_command("plan", config, "--tokens-per-step", 64), "--tokens-per-step is for --fastest")
+    refused(gemini_command("plan", config, *FASTEST[2:]), "--fastest needs the speeds of a machine: --machine NAME")
+    refused(gemini_command(*machine, *FASTEST[2:], "--accumulate", 2), "--fastest chooses how --tokens-per-step are")
+    refused(gemini_command(*machine, *FASTEST[2:], "--gpus", 2, "--tp", 2), "--tp with --fastest: leave one of the two")
+    odd = gemini_command(*machine, "--seq-len", 60, "--tokens-per-step", 500)
+    refused(odd, "--tokens-per-step 500 is no whole number of sequences of 60 tokens: --tokens-per-step 480")
+    small = gemini_command.told(*machine, *FASTEST[2:], "--gpu", "1MiB", "--cpu", "1MiB", "--nvme", "1MiB")
+    assert not small["fits"] and small["fastest"] is None and small["refusal"]
