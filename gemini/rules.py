@@ -134,7 +134,9 @@ class UpdateRule(ABC):
 
     @property
     def face(self) -> UpdateRule:
-        """The rule that an optimizer of such a model has: this one, unless its states are kept in another form."""
+        """The rule that an optimizer of such a model has: this one, unless it keeps states in another form, or more of
+        them than an optimizer knows.
+        """
         return self
 
     def of(self, exact: bool) -> UpdateRule:
@@ -318,7 +320,7 @@ def refuse_other(given: UpdateRule, wrapped_for: UpdateRule) -> None:
     Raises:
         GeminiError: naming both.
     """
-    if given != wrapped_for.face:
+    if given not in (wrapped_for.face, wrapped_for):
         raise GeminiError(
             f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for.face!r}, whose planes its "
             "chunks have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with "

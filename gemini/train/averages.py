@@ -1,0 +1,136 @@
+"""``gemini.EMA``: the moving averages that a model keeps beside its masters, by name, and in the place of its weights.
+
+What keeps them up to date is the rule that the model is wrapped for (:mod:`gemini.optim.average`): they are a plane of
+its chunks, on the tier of its states. A param that had no update yet, and a frozen one, is its own average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE
+from gemini.optim.average import EMA as PLANE
+from gemini.optim.average import AveragedRule
+from gemini.ranks.agree import Attempt, Facts
+from gemini.ranks.agreement import Point
+from gemini.train.engine import Engine
+from gemini.train.params.handle import ParamHandle
+from gemini.train.step import run_alone
+from gemini.train.wrap import settle
+
+
+class EMA:
+    """The moving average of the weights of a managed model, of which this is a view: it holds nothing itself.
+
+    The average is kept by the model's update rule, in the pass of the optimizer's update, in fp32 and with 4 bytes per
+    trained param; it is saved in checkpoints with the states::
+
+        rule = gemini.optim.AveragedRule(decay=0.999)
+        model = gemini.GeminiDDP(model, gemini.GeminiConfig(optimizer=rule))
+        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4)
+        ...
+        with gemini.EMA(model).swapped_in():
+            evaluate(model)
+
+    Args:
+        model: of any number of ranks; of a pipeline the stage of this rank.
+
+    Raises:
+        ValueError: for a model that is not managed.
+        GeminiError: for one that was wrapped for a rule without an average.
+    """
+
+    def __init__(self, model: nn.Module):
+        engine = model.__dict__.get("_gemini_engine") if isinstance(model, nn.Module) else None
+        if not isinstance(engine, Engine):
+            raise ValueError(
+                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline a stage of it), and this "
+                f"{type(model).__name__} is none"
+            )
+        rule = engine.stepping.rule
+        if not isinstance(rule, AveragedRule):
+            raise GeminiError(
+                f"this model keeps no average: it was wrapped for {rule.face!r}. Wrap it with "
+                f"GeminiConfig(optimizer=gemini.optim.AveragedRule(rule={rule.face!r}, decay=0.999)); its optimizer "
+                "stays the same"
+            )
+        self._engine = engine
+
+    def full_param(self, name: str) -> torch.Tensor:
+        """A copy of the average of one param, whole, in fp32 on the CPU. With several ranks all of them call this
+        together, as :meth:`gemini.GeminiDDP.full_param`.
+
+        Raises:
+            KeyError: for an unknown name.
+        """
+        return run_alone(self._engine.state, self._read, self._engine.by_names[name])
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside this block the averages are the weights of the model: what it computes, ``full_param``,
+        ``state_dict``, ``save_pretrained`` and :func:`gemini.weights_for` have them. At its end the masters are back,
+        with the same bits. Both change places one param after the other, which takes host memory for the largest one.
+
+        Evaluation and export alone: a backward, ``optimizer.step()``, checkpoints and the states of the optimizer are
+        refused inside. Gradients that wait for a step are kept. What is written to weights inside goes into the
+        averages. With several ranks all of them enter together. A block inside another one has no effect.
+
+        Raises:
+            GeminiError: inside a forward, a backward or ``gathered()``.
+            StorageError: if the drive fails: then the model has to be loaded from a checkpoint.
+        """
+        if self._engine.state.shows_averages:
+            yield
+            return
+        swapped = run_alone(self._engine.state, self._enter)
+        try:
+            yield
+        finally:
+            run_alone(self._engine.state, self._leave, swapped)
+
+    def _read(self, handle: ParamHandle) -> torch.Tensor:
+        engine = self._engine
+        if not _has_average(handle) or engine.state.shows_averages:
+            return engine.by_names.read_whole(handle, torch.float32)
+        average = engine.by_names.read_plane(handle, PLANE)
+        assert average is not None
+        return engine.by_names.joined(handle, average)
+
+    def _enter(self) -> list[ParamHandle]:
+        engine, state = self._engine, self._engine.state
+        with Attempt() as attempt:
+            if state.computing:
+                raise GeminiError("swapped_in() inside a forward, a backward or gathered(): leave that first")
+            settle(engine)
+        engine.by_names.agree(Point.SWAP, "swapped_in()", lambda: Facts({}), attempt.refusal)
+        swapped = [handle for handle in engine.params.handles if _has_average(handle)]
+        self._exchange(swapped, to_averages=True)
+        return swapped
+
+    def _leave(self, swapped: list[ParamHandle]) -> None:
+        if self._engine.state.corrupted_by is None:
+            # What a forward that broke off has left open reads averages.
+            self._engine.recovery.forget_interrupted()
+            self._exchange(swapped, to_averages=False)
+
+    def _exchange(self, swapped: list[ParamHandle], *, to_averages: bool) -> None:
+        state = self._engine.state
+        with WHOLE:
+            try:
+                for handle in swapped:
+                    self._engine.by_names.exchange(handle, PLANE)
+            except BaseException as e:
+                # Some have changed places and some have not.
+                state.mark_corrupted(e)
+                raise
+            finally:
+                state.shows_averages = to_averages and state.corrupted_by is None
+
+
+def _has_average(handle: ParamHandle) -> bool:
+    return PLANE in handle.chunk.planes and handle.num_steps > 0
