@@ -46,20 +46,25 @@ class EMA:
     """
 
     def __init__(self, model: nn.Module):
-        engine = model.__dict__.get("_gemini_engine") if isinstance(model, nn.Module) else None
-        if not isinstance(engine, Engine):
-            raise ValueError(
-                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline a stage of it), and this "
-                f"{type(model).__name__} is none"
-            )
-        rule = engine.stepping.rule
+        # The model and not what manages it, which goes with `gemini.release(model)`.
+        self._model = model
+        rule = self._engine.stepping.rule
         if not isinstance(rule, AveragedRule):
             raise GeminiError(
                 f"this model keeps no average: it was wrapped for {rule.face!r}. Wrap it with "
                 f"GeminiConfig(optimizer=gemini.optim.AveragedRule(rule={rule.face!r}, decay=0.999)); its optimizer "
                 "stays the same"
             )
-        self._engine = engine
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._model.__dict__.get("_gemini_engine") if isinstance(self._model, nn.Module) else None
+        if not isinstance(engine, Engine):
+            raise ValueError(
+                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline a stage of it), and this "
+                f"{type(self._model).__name__} is none"
+            )
+        return engine
 
     def full_param(self, name: str) -> torch.Tensor:
         """A copy of the average of one param, whole, in fp32 on the CPU. With several ranks all of them call this
