@@ -7,8 +7,8 @@ average begins as the master that its first update finds, and after every update
 
     average -= (average - master) * (1 - decay)
 
-That is ``EMAModel.step`` of diffusers, bit for bit, on fp32 params. (``torch.lerp`` has no bits of its own: it contracts
-the same formula where an element happens to be in a vector register.)
+That is ``EMAModel.step`` of diffusers over fp32 params, bit for bit. (``torch.lerp`` rounds once less where an element
+happens to be in a vector register, so what it gives depends on where a tensor begins and ends.)
 """
 
 from __future__ import annotations

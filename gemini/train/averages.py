@@ -38,7 +38,7 @@ class EMA:
             evaluate(model)
 
     Args:
-        model: of any number of ranks; of a pipeline the stage of this rank.
+        model: of any number of ranks; of a pipeline its ``model``.
 
     Raises:
         ValueError: for a model that is not managed.
@@ -61,7 +61,7 @@ class EMA:
         engine = self._model.__dict__.get("_gemini_engine") if isinstance(self._model, nn.Module) else None
         if not isinstance(engine, Engine):
             raise ValueError(
-                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline a stage of it), and this "
+                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline `pipe.model`), and this "
                 f"{type(self._model).__name__} is none"
             )
         return engine

@@ -1,4 +1,4 @@
-"""Moving averages as a plane: the bits of a plain fp32 loop beside training, wherever chunks live, whatever a step is."""
+"""Moving averages as a plane: the bits of a plain fp32 loop beside training, wherever chunks live."""
 
 import copy
 import shutil
@@ -31,7 +31,6 @@ from tests.train.helpers import (
     noise,
     same_bits,
     snapshot,
-    squares,
     train,
     train_plain,
 )
@@ -179,7 +178,9 @@ def test_every_rule_has_averages_beside_its_own_states(which: str, where: str, t
     alone = wrap(Blocks(), "ram", tmp_path, rule)
     model = wrap(Blocks(), where, tmp_path, averaged)
     optimizers = [make_optimizer(one, rule) for one in (alone, model)]
-    wanted: dict[str, torch.Tensor] = {name: alone.full_param(name, torch.float32) for name, _ in alone.named_parameters()}
+    wanted: dict[str, torch.Tensor] = {
+        name: alone.full_param(name, torch.float32) for name, _ in alone.named_parameters()
+    }
     for seed in range(4):
         for one, optimizer in zip((alone, model), optimizers, strict=True):
             train(one, optimizer, [seed], loss_of)
@@ -328,7 +329,7 @@ def test_states_without_averages_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(PlanMismatch, match="rule 'Adam with EMA', the model was wrapped for 'Adam'"):
         gemini.load_checkpoint(tmp_path / "averaged", *models["alone"])
     states = models["alone"][1].state_dict()
-    with pytest.raises(ValueError, match=r"has no 'ema', only .* put the masters into the states as 'ema'"):
+    with pytest.raises(ValueError, match=r"has no 'ema', only .* make 'ema' of each state the master"):
         models["averaged"][1].load_state_dict(states)
     with pytest.raises(ValueError, match="has 'ema', which Adam does not have"):
         models["alone"][1].load_state_dict(models["averaged"][1].state_dict())
@@ -403,7 +404,11 @@ def test_training_and_saving_are_refused_inside(where: str, tmp_path: Path) -> N
     assert not (tmp_path / "other").exists()
     optimizer.zero_grad()
     assert_same_averages(model, plain)
-    with model.gathered(model.layers[0].bias), pytest.raises(GeminiError, match=r"swapped_in\(\) inside"), gemini.EMA(model).swapped_in():
+    with (
+        model.gathered(model.layers[0].bias),
+        pytest.raises(GeminiError, match=r"swapped_in\(\) inside"),
+        gemini.EMA(model).swapped_in(),
+    ):
         pass
     with pytest.raises(ZeroDivisionError), gemini.EMA(model).swapped_in():
         1 / 0  # noqa: B018
@@ -445,7 +450,7 @@ def test_averages_take_four_bytes_per_param_in_memory_and_plans(tmp_path: Path) 
     assert 4 * numel <= world_of(model).held(Tier.CPU, "ema") <= 4 * numel + 6 * 8192  # whole pages
     trace = gemini.trace(Blocks(), {"x": noise(2, 5, 32)}, precision="bf16", loss=lambda out: out.float().mean())
     memory = gemini.MemoryBudget(cpu="1GiB")
-    averaged, alone = (gemini.plan(trace, memory, optimizer=rule) for rule in (RULE, AdamRule()))
+    averaged, alone = (gemini.plan(trace, None, memory, optimizer=rule) for rule in (RULE, AdamRule()))
     assert averaged.bytes_per_param == pytest.approx(alone.bytes_per_param * 16 / 12, rel=0.01)
     held = [sum(tier.get("ema", 0) for tier in plan.planes_held.values()) for plan in (averaged, alone)]
     assert held == [world_of(model).held(Tier.CPU, "ema"), 0]
@@ -461,7 +466,11 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         (lambda: AveragedRule(AdamRule), TypeError, "rule=\\) is a gemini.rules.UpdateRule"),  # type: ignore[arg-type]
         (lambda: gemini.GeminiConfig(optimizer=RULE, states="compact"), ValueError, "not for 'Adam with EMA'"),
         (lambda: gemini.EMA(Blocks()), ValueError, "a model that GeminiDDP manages"),
-        (lambda: gemini.EMA(wrap(Blocks(), "ram", tmp_path, AdamRule())), GeminiError, "keeps no average.*AveragedRule"),
+        (
+            lambda: gemini.EMA(wrap(Blocks(), "ram", tmp_path, AdamRule())),
+            GeminiError,
+            "keeps no average.*AveragedRule",
+        ),
     ]
     for call, kind, words in refused:
         with pytest.raises(kind, match=words):

@@ -71,14 +71,14 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
         PlanMismatch: for states of another rule, and for compact ones of another form.
     """
     if face_of(saved) != face_of(here):
-        begins = (
-            f". To let the average begin here load it into a model of that rule, put the masters into "
+        lacks_average = {*here.kinds} - {*saved.kinds} == {EMA}
+        begin = (
+            ". To let the average begin here load it into a model of that rule, put the masters into "
             f"optimizer.state_dict() (states[{EMA!r}]), and load that into this one"
         )
         raise PlanMismatch(
             f"{path} was saved with states of the update rule {saved.name!r}, the model was wrapped for "
-            f"{here.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule"
-            + begins * ({*here.kinds} - {*saved.kinds} == {EMA})
+            f"{here.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule" + begin * lacks_average
         )
     if saved.exact is not None:
         ours = compact(face_of(here))

@@ -184,12 +184,9 @@ def _check_keys(spec: RuleSpec, state: Mapping[str, Any], param: nn.Parameter, n
     those = f"the rule {spec.name!r} has {', '.join(map(repr, wanted))}"
     if missing:
         names = " and no ".join(map(repr, missing))
-        begins = (
-            f'. To let the average begin here put the masters into the states as {EMA!r}: model.full_param(name, '
-            "torch.float32)"
-        )
+        begin = f". To let the average begin here make {EMA!r} of each state the master (full_param in torch.float32)"
         raise ValueError(
-            f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}{begins * (missing == [EMA])}"
+            f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}{begin * (missing == [EMA])}"
         )
     # What completes the weights may stand beside them.
     strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
