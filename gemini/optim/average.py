@@ -66,9 +66,9 @@ class AveragedRule(UpdateRule):
 
     Args:
         rule: the rule that updates, by default Adam's. The optimizer of the model is that of this rule.
-        decay: what is kept of the average in each update, from 0 (it is the master) to 1 (it stays); or a function that
-            is called with the number of the param's update, from 1 on, and returns that: a warm-up, or averaging that
-            begins late or only every few steps. With several ranks it returns the same on each.
+        decay: what is kept of the average in each update, from 0 (it is the master) to 1 (it stays); or that as a
+            function of the number of the param's update, from 1 on: a warm-up, or averaging that begins late or only
+            every few steps. It always returns the same for a number, on every rank.
         dtype: of the average. Only fp32: in half precision it would stand still, as soon as its steps are less than
             half of its last bit.
 

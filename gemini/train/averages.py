@@ -92,11 +92,12 @@ class EMA:
         if self._engine.state.shows_averages:
             yield
             return
-        swapped = run_alone(self._engine.state, self._enter)
         try:
+            # Inside: a Ctrl-C that had to wait for the exchange is raised right behind it.
+            run_alone(self._engine.state, self._enter)
             yield
         finally:
-            run_alone(self._engine.state, self._leave, swapped)
+            run_alone(self._engine.state, self._leave)
 
     def _read(self, handle: ParamHandle) -> torch.Tensor:
         engine = self._engine
@@ -106,35 +107,34 @@ class EMA:
         assert average is not None
         return engine.by_names.joined(handle, average)
 
-    def _enter(self) -> list[ParamHandle]:
+    def _enter(self) -> None:
         engine, state = self._engine, self._engine.state
         with Attempt() as attempt:
             if state.computing:
                 raise GeminiError("swapped_in() inside a forward, a backward or gathered(): leave that first")
             settle(engine)
         engine.by_names.agree(Point.SWAP, "swapped_in()", lambda: Facts({}), attempt.refusal)
-        swapped = [handle for handle in engine.params.handles if _has_average(handle)]
-        self._exchange(swapped, to_averages=True)
-        return swapped
+        self._exchange()
 
-    def _leave(self, swapped: list[ParamHandle]) -> None:
-        if self._engine.state.corrupted_by is None:
+    def _leave(self) -> None:
+        if self._engine.state.shows_averages:
             # What a forward that broke off has left open reads averages.
             self._engine.recovery.forget_interrupted()
-            self._exchange(swapped, to_averages=False)
+            self._exchange()
 
-    def _exchange(self, swapped: list[ParamHandle], *, to_averages: bool) -> None:
-        state = self._engine.state
+    def _exchange(self) -> None:
+        engine, state = self._engine, self._engine.state
         with WHOLE:
+            shows, state.shows_averages = state.shows_averages, False
             try:
-                for handle in swapped:
-                    self._engine.by_names.exchange(handle, PLANE)
+                # The same params both times: nothing is updated or loaded in between.
+                for handle in filter(_has_average, engine.params.handles):
+                    engine.by_names.exchange(handle, PLANE)
             except BaseException as e:
                 # Some have changed places and some have not.
                 state.mark_corrupted(e)
                 raise
-            finally:
-                state.shows_averages = to_averages and state.corrupted_by is None
+            state.shows_averages = not shows
 
 
 def _has_average(handle: ParamHandle) -> bool:

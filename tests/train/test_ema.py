@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -60,12 +61,21 @@ class PlainAverage(Plain):
         return self.averages[name].view(self.model.get_parameter(name).shape)
 
 
+ON_DEVICE = {
+    "on the device": {"weights_on_gpu": 1.0, "optimizer_on_gpu": 1.0},
+    "streamed": {"weights_on_gpu": 0.5, "updates_on_gpu": 1.0},
+}
+"""Updated by the stand-in for a GPU."""
+
+
 def wrap(model: nn.Module, where: str, path: Path, rule: UpdateRule = RULE, **how: Any) -> Any:
     """Managed with averages, in budgets that have room for them in staging as well and for nothing else."""
     more = {key: how.pop(key) for key in ("update_threads", "durable") if key in how}
     room = 2**16 if where == "standin" and rule.spec.whole else 0  # of staging for a whole param, on the device
     config = make_config(model, where, path, slack=room, **how)
     memory = vars(config.memory)
+    if where in ON_DEVICE:
+        memory, more["placement"] = {**memory, "gpu": "64MiB"}, gemini.StaticPlacement(**ON_DEVICE[where])
     if where in ("disk", "serial", "small"):
         largest = max(param.numel() for param in model.parameters())
         tile, sets = tile_numel(2 * largest), staging_sets(Tier.CPU, config.precision, overlap=True)
@@ -127,6 +137,7 @@ STEPS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("where", [*helpers.PLACEMENTS, *ON_DEVICE])
 @pytest.mark.parametrize("how", STEPS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_the_bits_of_a_plain_loop(precision: str, how: str, where: str, tmp_path: Path) -> None:
@@ -417,12 +428,24 @@ def test_training_and_saving_are_refused_inside(where: str, tmp_path: Path) -> N
     assert_same_averages(model, plain)
 
 
-def test_a_drive_that_fails_in_the_middle_leaves_no_model_of_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_breaks_off_in_the_middle_leaves_no_model_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, plain = trained("disk", tmp_path)
     gemini.save_checkpoint(tmp_path / "saved", model, optimizer)
-    world, calls = world_of(model), []
+    world, real, calls = world_of(model), world_of(model).by_names.exchange, []
+
+    def interrupted(handle: Any, kind: str) -> None:
+        calls.append(handle)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        real(handle, kind)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(world.by_names, "exchange", interrupted)
+        with gemini.EMA(model).swapped_in():
+            raise AssertionError("never inside")
+    assert len(calls) == 2 * len(world.handles)
+    assert_same_averages(model, plain)
+    calls.clear()
 
     def failing(handle: Any, kind: str) -> None:
         calls.append(handle)
@@ -430,7 +453,6 @@ def test_a_drive_that_fails_in_the_middle_leaves_no_model_of_both(
             raise StorageError("no space left")
         real(handle, kind)
 
-    real = world.by_names.exchange
     with monkeypatch.context() as patched, pytest.raises(StorageError, match="no space left"):
         patched.setattr(world.by_names, "exchange", failing)
         with gemini.EMA(model).swapped_in():
