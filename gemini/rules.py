@@ -70,6 +70,7 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
     "0 or less": lambda value: -LARGEST <= value <= 0,
     "positive": lambda value: 0 < value <= LARGEST,
     "in [0, 1)": lambda value: 0 <= value < 1,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
     "a whole number from 1 to 99": lambda value: type(value) is int and 1 <= value <= 99,
 }
 

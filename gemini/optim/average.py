@@ -1,9 +1,6 @@
 """A moving average of the masters (EMA) as one more plane of a rule: it moves, tile by tile, behind the rule's update.
 
-    config = gemini.GeminiConfig(optimizer=gemini.optim.AveragedRule(decay=0.999))
-
-The optimizer of such a model is that of the rule inside; :class:`gemini.EMA` reads the averages. Of each param the
-average begins as the master that its first update finds, and after every update, in fp32 and in this order::
+Of each param it begins as the master that its first update finds. After every update, in fp32 and in this order::
 
     average -= (average - master) * (1 - decay)
 
@@ -23,9 +20,10 @@ from torch import Tensor, nn
 
 from gemini.kernels.arrays import Arrays, Segment, Where
 from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
-from gemini.rules import ADAM, ElementwiseRule, UpdateRule, kernel_scalars, number_of
+from gemini.rules import ADAM, ElementwiseRule, Hyper, UpdateRule, kernel_scalars
 
 EMA: PlaneKind = "ema"
+_DECAY = Hyper(0.999, within="in [0, 1]")
 
 
 @dataclass(frozen=True)
@@ -63,36 +61,38 @@ class AveragedScalars(NamedTuple):
 @dataclass(frozen=True)
 class AveragedRule(UpdateRule):
     """Another rule, and a moving average of the masters: 4 more bytes per param, on whatever tier its states are.
+    :class:`gemini.EMA` reads it.
 
     Args:
         rule: the rule that updates, by default Adam's. The optimizer of the model is that of this rule.
         decay: what is kept of the average in each update, from 0 (it is the master) to 1 (it stays); or that as a
             function of the number of the param's update, from 1 on: a warm-up, or averaging that begins late or only
             every few steps. It always returns the same for a number, on every rank.
-        dtype: of the average. Only fp32: in half precision it would stand still, as soon as its steps are less than
-            half of its last bit.
+        dtype: only fp32. In half precision it stands still when its steps are less than half of its last bit.
 
     Raises:
-        TypeError: for what is no rule, and a decay that is no number.
-        ValueError: for a decay outside of 0 and 1, another dtype, and a rule with an average or compact states.
+        ValueError, TypeError: for a decay outside of 0 and 1, another dtype, and a rule inside that is none, has an
+            average itself or compact states.
     """
 
     rule: UpdateRule = ADAM
-    decay: float | Callable[[int], float] = 0.999
+    decay: float | Callable[[int], float] = _DECAY.default
     dtype: torch.dtype = torch.float32
 
+    defaults = property(lambda self: self.rule.defaults)  # type: ignore[assignment]
+    has_kernel = property(lambda self: self.rule.has_kernel)  # type: ignore[assignment]
+    uniform = property(lambda self: self.rule.uniform)  # type: ignore[assignment]
+    face = property(lambda self: self.rule)  # type: ignore[assignment]
+
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, UpdateRule):
-            raise TypeError(f"AveragedRule(rule=) is a gemini.rules.UpdateRule, got {self.rule!r}")
-        if self.rule.face is not self.rule:
-            raise ValueError(f"AveragedRule(rule={self.rule!r}): give it the rule inside of that one")
+        if not isinstance(self.rule, UpdateRule) or self.rule.face is not self.rule:
+            raise TypeError(f"AveragedRule(rule=) is a rule without an average and compact states, got {self.rule!r}")
         if self.dtype is not torch.float32:
             raise ValueError(
-                f"AveragedRule(dtype={self.dtype}): averages are kept in torch.float32. In half precision one stands "
-                "still when its steps, (1 - decay) of a difference, are less than half of its last bit"
+                f"AveragedRule(dtype={self.dtype}): averages are kept in torch.float32, or they stand still"
             )
         if not callable(self.decay):
-            object.__setattr__(self, "decay", _checked(self.decay, "AveragedRule(decay=)"))
+            _DECAY.check(self.decay, "AveragedRule(decay=)")
 
     def __repr__(self) -> str:
         # Ranks compare it, and the repr of a function has an address.
@@ -104,22 +104,6 @@ class AveragedRule(UpdateRule):
         own = self.rule.spec
         return replace(own, name=f"{own.name} with EMA", planes=(*own.planes, *_AVERAGE.spec.planes))
 
-    @property
-    def defaults(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return self.rule.defaults
-
-    @property
-    def has_kernel(self) -> bool:  # type: ignore[override]
-        return self.rule.has_kernel
-
-    @property
-    def uniform(self) -> frozenset[str]:  # type: ignore[override]
-        return self.rule.uniform
-
-    @property
-    def face(self) -> UpdateRule:
-        return self.rule
-
     def check_group(self, group: Mapping[str, Any], what: str) -> None:
         self.rule.check_group(group, what)
 
@@ -129,11 +113,11 @@ class AveragedRule(UpdateRule):
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
         decay = self.decay
         if callable(decay):
-            decay = _checked(decay(step), f"decay({step}) of {self!r}")
+            decay = decay(step)
+            _DECAY.check(decay, f"decay({step}) of {self!r}")
         # Sophia's estimates are no steps of the weights.
-        if group.get("estimates_hessian"):
-            decay = 1.0
-        average = None if decay == 1 else _AVERAGE.scalars({"decay": decay, "fresh": 0.0}, step, 1.0)
+        stays = decay == 1 or group.get("estimates_hessian")
+        average = None if stays else _AVERAGE.scalars({"decay": float(decay), "fresh": 0.0}, step, 1.0)
         return AveragedScalars(self.rule.scalars(group, step, grad_scale), average, step == 1)
 
     def update(
@@ -151,18 +135,7 @@ class AveragedRule(UpdateRule):
         if not self.has_kernel:
             super().run(arrays, segments, stop, grad_scale)
             return
-        first = [one._replace(scalars=_BEGIN) for one in segments if one.scalars.is_first]
-        moved = [one._replace(scalars=one.scalars.average) for one in segments if one.scalars.average is not None]
-        if first:
-            _AVERAGE.run(arrays, first, stop)
+        _AVERAGE.run(arrays, [one._replace(scalars=_BEGIN) for one in segments if one.scalars.is_first], stop)
         self.rule.run(arrays, [one._replace(scalars=one.scalars.own) for one in segments], stop, grad_scale)
-        if moved:
-            _AVERAGE.run(arrays, moved, stop)
-
-
-def _checked(decay: Any, what: str) -> float:
-    """A decay as a number. Raises TypeError for what is none, ValueError for one out of range; ``what`` names it."""
-    number = number_of(decay, what)
-    if not 0 <= number <= 1:
-        raise ValueError(f"{what} is a number from 0 to 1, got {decay!r}")
-    return number
+        moved = [one._replace(scalars=one.scalars.average) for one in segments if one.scalars.average is not None]
+        _AVERAGE.run(arrays, moved, stop)

@@ -25,20 +25,12 @@ from gemini.train.wrap import settle
 
 
 class EMA:
-    """The moving average of the weights of a managed model, of which this is a view: it holds nothing itself.
-
-    The average is kept by the model's update rule, in the pass of the optimizer's update, in fp32 and with 4 bytes per
-    trained param; it is saved in checkpoints with the states::
-
-        rule = gemini.optim.AveragedRule(decay=0.999)
-        model = gemini.GeminiDDP(model, gemini.GeminiConfig(optimizer=rule))
-        optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4)
-        ...
-        with gemini.EMA(model).swapped_in():
-            evaluate(model)
+    """The moving average of the weights of a managed model. The model keeps it, in fp32 beside its states, and moves it
+    in the pass of the optimizer's update; checkpoints have it.
 
     Args:
-        model: of any number of ranks; of a pipeline its ``model``.
+        model: wrapped with ``GeminiConfig(optimizer=gemini.optim.AveragedRule(decay=0.999))``. Of a pipeline its
+            ``model``.
 
     Raises:
         ValueError: for a model that is not managed.
@@ -52,26 +44,19 @@ class EMA:
         if not isinstance(rule, AveragedRule):
             raise GeminiError(
                 f"this model keeps no average: it was wrapped for {rule.face!r}. Wrap it with "
-                f"GeminiConfig(optimizer=gemini.optim.AveragedRule(rule={rule.face!r}, decay=0.999)); its optimizer "
-                "stays the same"
+                f"GeminiConfig(optimizer=gemini.optim.AveragedRule({rule.face!r}, decay=0.999))"
             )
 
     @property
     def _engine(self) -> Engine:
-        engine = self._model.__dict__.get("_gemini_engine") if isinstance(self._model, nn.Module) else None
+        engine = getattr(self._model, "__dict__", {}).get("_gemini_engine")
         if not isinstance(engine, Engine):
-            raise ValueError(
-                f"gemini.EMA takes a model that GeminiDDP manages (of a pipeline `pipe.model`), and this "
-                f"{type(self._model).__name__} is none"
-            )
+            raise ValueError(f"gemini.EMA takes a managed model (of a pipeline `pipe.model`), got {type(self._model)}")
         return engine
 
     def full_param(self, name: str) -> torch.Tensor:
         """A copy of the average of one param, whole, in fp32 on the CPU. With several ranks all of them call this
-        together, as :meth:`gemini.GeminiDDP.full_param`.
-
-        Raises:
-            KeyError: for an unknown name.
+        together, as :meth:`gemini.GeminiDDP.full_param`. ``KeyError`` for an unknown name.
         """
         return run_alone(self._engine.state, self._read, self._engine.by_names[name])
 
@@ -100,20 +85,16 @@ class EMA:
             run_alone(self._engine.state, self._leave)
 
     def _read(self, handle: ParamHandle) -> torch.Tensor:
-        engine = self._engine
-        if not _has_average(handle) or engine.state.shows_averages:
-            return engine.by_names.read_whole(handle, torch.float32)
-        average = engine.by_names.read_plane(handle, PLANE)
-        assert average is not None
-        return engine.by_names.joined(handle, average)
+        by_names, in_place = self._engine.by_names, self._engine.state.shows_averages
+        average = None if in_place or not handle.num_steps else by_names.read_plane(handle, PLANE)
+        return by_names.read_whole(handle, torch.float32) if average is None else by_names.joined(handle, average)
 
     def _enter(self) -> None:
-        engine, state = self._engine, self._engine.state
         with Attempt() as attempt:
-            if state.computing:
+            if self._engine.state.computing:
                 raise GeminiError("swapped_in() inside a forward, a backward or gathered(): leave that first")
-            settle(engine)
-        engine.by_names.agree(Point.SWAP, "swapped_in()", lambda: Facts({}), attempt.refusal)
+            settle(self._engine)
+        self._engine.by_names.agree(Point.SWAP, "swapped_in()", lambda: Facts({}), attempt.refusal)
         self._exchange()
 
     def _leave(self) -> None:
@@ -128,14 +109,11 @@ class EMA:
             shows, state.shows_averages = state.shows_averages, False
             try:
                 # The same params both times: nothing is updated or loaded in between.
-                for handle in filter(_has_average, engine.params.handles):
-                    engine.by_names.exchange(handle, PLANE)
+                for handle in engine.params.handles:
+                    if handle.num_steps and PLANE in handle.chunk.planes:
+                        engine.by_names.exchange(handle, PLANE)
             except BaseException as e:
                 # Some have changed places and some have not.
                 state.mark_corrupted(e)
                 raise
             state.shows_averages = not shows
-
-
-def _has_average(handle: ParamHandle) -> bool:
-    return PLANE in handle.chunk.planes and handle.num_steps > 0

@@ -542,11 +542,7 @@ class StepState:
             )
 
     def check_masters(self, what: str) -> None:
-        """Refuse ``what`` trains, saves or loads, while averages are in the place of the masters.
-
-        Raises:
-            GeminiError: until the block of ``swapped_in()`` is left.
-        """
+        """Refuse ``what`` trains, saves or loads, with a GeminiError, inside of ``swapped_in()``."""
         if self.shows_averages:
             raise GeminiError(
                 f"{what} inside `with ema.swapped_in()`, where averages are in the place of the weights: leave the "

@@ -335,18 +335,18 @@ def test_states_without_averages_are_refused_in_words(tmp_path: Path) -> None:
         train(model, optimizer, range(2), loss_of)
         gemini.save_checkpoint(tmp_path / name, model, optimizer)
     before = [snapshot(model) for model, _ in models.values()]
-    with pytest.raises(PlanMismatch, match=r"rule 'Adam', the model was wrapped for 'Adam with EMA'.*states\[.ema.\]"):
+    with pytest.raises(PlanMismatch, match=r"rule 'Adam', the model was wrapped for 'Adam with EMA'"):
         gemini.load_checkpoint(tmp_path / "alone", *models["averaged"])
     with pytest.raises(PlanMismatch, match="rule 'Adam with EMA', the model was wrapped for 'Adam'"):
         gemini.load_checkpoint(tmp_path / "averaged", *models["alone"])
     states = models["alone"][1].state_dict()
-    with pytest.raises(ValueError, match=r"has no 'ema', only .* make 'ema' of each state the master"):
+    with pytest.raises(ValueError, match=r"has no 'ema', only .*: the rule 'Adam with EMA' has"):
         models["averaged"][1].load_state_dict(states)
     with pytest.raises(ValueError, match="has 'ema', which Adam does not have"):
         models["alone"][1].load_state_dict(models["averaged"][1].state_dict())
     for model, old in zip((averaged, alone), before, strict=True):
         assert_same_snapshot(snapshot(model), old)
-    # As the words say: averages begin where the other run was.
+    # As docs/guide/ema.md says: averages begin where the other run was.
     for number, (name, _) in enumerate(alone.named_parameters()):
         states["state"][number]["ema"] = alone.full_param(name, torch.float32)
     models["averaged"][1].load_state_dict(states)
@@ -481,13 +481,13 @@ def test_averages_take_four_bytes_per_param_in_memory_and_plans(tmp_path: Path) 
 
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     refused: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: AveragedRule(decay=1.5), ValueError, "decay.* from 0 to 1, got 1.5"),
+        (lambda: AveragedRule(decay=1.5), ValueError, r"decay=\) must be in \[0, 1\], got 1.5"),
         (lambda: AveragedRule(decay="0.9"), TypeError, "must be a number"),  # type: ignore[arg-type]
         (lambda: AveragedRule(dtype=torch.bfloat16), ValueError, "averages are kept in torch.float32"),
-        (lambda: AveragedRule(RULE), ValueError, "give it the rule inside"),
-        (lambda: AveragedRule(AdamRule), TypeError, "rule=\\) is a gemini.rules.UpdateRule"),  # type: ignore[arg-type]
+        (lambda: AveragedRule(RULE), TypeError, "a rule without an average"),
+        (lambda: AveragedRule(AdamRule), TypeError, "rule=\\) is a rule without"),  # type: ignore[arg-type]
         (lambda: gemini.GeminiConfig(optimizer=RULE, states="compact"), ValueError, "not for 'Adam with EMA'"),
-        (lambda: gemini.EMA(Blocks()), ValueError, "a model that GeminiDDP manages"),
+        (lambda: gemini.EMA(Blocks()), ValueError, "takes a managed model"),
         (
             lambda: gemini.EMA(wrap(Blocks(), "ram", tmp_path, AdamRule())),
             GeminiError,
@@ -502,7 +502,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     train(model, optimizer, [0], loss_of)
     before = snapshot(model)
     loss_of(model, 1).backward()
-    with pytest.raises(ValueError, match=r"decay\(2\) of AveragedRule\(.*lambda.* from 0 to 1, got 2.0"):
+    with pytest.raises(ValueError, match=r"decay\(2\) of AveragedRule\(.*lambda.* must be in \[0, 1\], got 2.0"):
         optimizer.step()
     assert_same_snapshot(snapshot(model), before)
     with pytest.raises(GeminiError, match="wrapped for"):

@@ -26,7 +26,6 @@ from gemini.errors import PlanMismatch, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels.reference import decode, encode
 from gemini.memory.movement.mover import Mover, tiles
-from gemini.optim.average import EMA
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 from gemini.ranks.agree import Handshake
@@ -71,14 +70,9 @@ def check_rule(path: Path, saved: RuleSpec, here: RuleSpec) -> None:
         PlanMismatch: for states of another rule, and for compact ones of another form.
     """
     if face_of(saved) != face_of(here):
-        lacks_average = {*here.kinds} - {*saved.kinds} == {EMA}
-        begin = (
-            ". To let the average begin here load it into a model of that rule, put the masters into "
-            f"optimizer.state_dict() (states[{EMA!r}]), and load that into this one"
-        )
         raise PlanMismatch(
             f"{path} was saved with states of the update rule {saved.name!r}, the model was wrapped for "
-            f"{here.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule" + begin * lacks_average
+            f"{here.name!r}: wrap it with GeminiConfig(optimizer=) of the same rule"
         )
     if saved.exact is not None:
         ours = compact(face_of(here))

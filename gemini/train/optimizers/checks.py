@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini.optim.average import EMA
 from gemini.planning.planes import shapes_of
 from gemini.ranks.agree import Facts, checksum_text, plain
 from gemini.ranks.agreement import Point
@@ -184,10 +183,7 @@ def _check_keys(spec: RuleSpec, state: Mapping[str, Any], param: nn.Parameter, n
     those = f"the rule {spec.name!r} has {', '.join(map(repr, wanted))}"
     if missing:
         names = " and no ".join(map(repr, missing))
-        begin = f". To let the average begin here make {EMA!r} of each state the master (full_param in torch.float32)"
-        raise ValueError(
-            f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}{begin * (missing == [EMA])}"
-        )
+        raise ValueError(f"the loaded state of {name!r} has no {names}, only {sorted(state)}: {those}")
     # What completes the weights may stand beside them.
     strange = [key for key in state if key not in {*wanted, "residual", RESIDUAL_OF, "master"}]
     if strange:
