@@ -11,6 +11,7 @@ import gemini
 from gemini.errors import GeminiError, RankMismatch
 from gemini.optim import AveragedRule
 from tests.ranks.parallel_cases import config_for, hybrid_adam, llama, mesh_of
+from tests.ranks.pipeline_cases import deep, ids_of
 from tests.ranks.pool import Pools
 from tests.train.helpers import same_bits
 
@@ -100,3 +101,27 @@ def test_all_ranks_swap_or_none(pool_of: Pools, tmp_path: Path) -> None:
     for told in pool_of(2).run(apart, tmp_path):
         (words,) = told
         assert words.startswith(RankMismatch.__name__) and "swapped_in()" in words and "save_checkpoint" in words
+
+
+def piped(folder: Path) -> tuple[bool, bool]:
+    """Over two stages, each with the averages of its own params."""
+    config = config_for("disk", str(folder), precision="bf16", optimizer=AveragedRule(decay=DECAY))
+    pipe = gemini.Pipeline(deep(), config, mesh=mesh_of({"pp": 2}), micro_batches=4)
+    optimizer, ema = hybrid_adam(pipe), gemini.EMA(pipe.model)
+    averages = {name: ema.full_param(name) for name, _ in pipe.named_parameters()}
+    for step in range(3):
+        pipe.step(input_ids=ids_of(step, 0), labels=ids_of(step, 0))
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, average in averages.items():
+            average.sub_((average - pipe.model.full_param(name, torch.float32)) * (1 - DECAY))
+    before = masters(pipe.model)
+    are_alike = all(same_bits(ema.full_param(name), value) for name, value in averages.items())
+    with ema.swapped_in():
+        are_alike &= all(same_bits(value, averages[name]) for name, value in masters(pipe.model).items())
+    return are_alike, all(same_bits(value, before[name]) for name, value in masters(pipe.model).items())
+
+
+def test_stages_have_averages_of_their_own(pool_of: Pools, tmp_path: Path) -> None:
+    assert pool_of(2).run(piped, tmp_path) == [(True, True)] * 2

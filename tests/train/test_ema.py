@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import gemini
-from gemini import optim
+from gemini import kernels, optim
 from gemini.errors import GeminiError, PlanMismatch, StorageError
 from gemini.optim import AdamRule, AveragedRule
 from gemini.planning.planes import ADAM
 from gemini.planning.working import staging_bytes, staging_sets, tile_numel
-from gemini.rules import UpdateRule
+from gemini.rules import Arrays, Segment, UpdateRule
 from gemini.tiers import Tier
 from tests.plain import Plain
 from tests.scaling import new_scaler
@@ -508,3 +508,23 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(GeminiError, match="wrapped for"):
         gemini.HybridOptimizer(model.parameters(), AveragedRule(decay=0.5))
     gemini.HybridOptimizer(model.parameters(), world_of(model).config.optimizer)
+
+
+@pytest.mark.parametrize("isa", ["native", "reference"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_device_stops_leaves_the_average_too(is_first: bool, isa: str) -> None:
+    """And what it clips there goes into it: kernels by turns, with the bits of the torch lines in one."""
+    number = 1000
+    states = {kind: noise(number, seed=seed, dtype=torch.float32) for seed, kind in enumerate(("exp_avg", "ema"))}
+    states["exp_avg_sq"] = states["ema"].square()
+    weights, grad = noise(number, seed=3, dtype=torch.float32), noise(number, seed=4)
+    wanted, old = copy.deepcopy((weights, states)), copy.deepcopy((weights, states))
+    step = 1 if is_first else 2
+    RULE.update(wanted[0], grad, wanted[1], RULE.scalars(RULE.defaults, step, 0.25), None)
+    arrays, segments = Arrays(weights, None, states, grad), [Segment(0, number, RULE.scalars(RULE.defaults, step, 1.0))]
+    with kernels.use_isa(isa if isa == "reference" else None):
+        stop = kernels.new_flag(weights)
+        RULE.run(arrays, segments, stop.fill_(1), torch.tensor([0.25]))
+        assert all(same_bits(states[kind], old[1][kind]) for kind in states) and same_bits(weights, old[0])
+        RULE.run(arrays, segments, stop.fill_(0), torch.tensor([0.25]))
+    assert all(same_bits(states[kind], wanted[1][kind]) for kind in states) and same_bits(weights, wanted[0])
