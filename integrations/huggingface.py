@@ -29,6 +29,7 @@ from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
+from gemini.train.params.handle import original_class
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -98,9 +99,7 @@ class GeminiTrainerMixin:
     has_own_loss = False
     """Whether the loss is right on a part of the layers or sequences, where the stock trainer's is not."""
 
-    def __init__(
-        self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any
-    ):  # fmt: skip
+    def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, durable_every: int = 1, **kwargs: Any):
         check_config(gemini_config)
         if type(durable_every) is not int or durable_every < 1:
             raise ValueError(f"durable_every is a number of steps, 1 or more, got {durable_every!r}")
@@ -139,9 +138,11 @@ class GeminiTrainerMixin:
         self.accelerator.__class__ = GeminiAccelerator
         chosen = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.adopt(
-            self._gemini_config, self.args.mixed_precision, reduce_always="sync_each_batch" not in chosen,
+            self._gemini_config,
+            self.args.mixed_precision,
+            reduce_always="sync_each_batch" not in chosen,
             parallelism=self.args.parallelism_config,
-        )  # fmt: skip
+        )
         gather = self.accelerator.gather_for_metrics  # what the Trainer keeps of it is of the class before
         self.gather_function = partial(gather, use_gather_object=self.args.eval_use_gather_object)
         if self.model is not None:
@@ -388,7 +389,7 @@ class GeminiTrainerMixin:
 
 
 def _is_pretrained(model: Any) -> bool:
-    return hasattr(model._gemini_original, "save_pretrained")
+    return hasattr(original_class(model), "save_pretrained")
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):

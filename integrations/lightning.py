@@ -51,9 +51,14 @@ from .lightning_precision import GeminiPrecision, precision_of  # noqa: E402
 
 _REFUSED_CALLBACKS = {"StochasticWeightAveraging", "WeightAveraging", "ModelPruning"}
 _DDP_ARGUMENTS = {
-    "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin",
-    "process_group_backend", "timeout",
-}  # fmt: skip
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+}
 
 
 class GeminiStrategy(DDPStrategy):

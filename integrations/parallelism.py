@@ -39,8 +39,11 @@ def parallel_of(config: Any, num_processes: int, device_type: str) -> Parallel |
         return None
     parts = config.cp_size * config.sp_size
     dims = {
-        "dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, "cp": parts, "tp": config.tp_size,
-    }  # fmt: skip
+        "dp_replicate": config.dp_replicate_size,
+        "dp_shard": config.dp_shard_size,
+        "cp": parts,
+        "tp": config.tp_size,
+    }
     total = math.prod(dims.values())
     if total != num_processes:
         left = num_processes * config.dp_shard_size / total

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from gemini.errors import GeminiError
 from gemini.pipeline.course import Course, course_of, on_meta
 from gemini.pipeline.stages import Stage, is_in, loss_in
-from gemini.train.params.handle import stepping_in_backward
+from gemini.train.params.handle import original_class, stepping_in_backward
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -98,7 +98,7 @@ def breadth_first(
             del output
         held.append(row)
     losses = []
-    with gradients.at_hand(chunks[-1]):
+    with gradients.homes.at_hand(chunks[-1]):
         for number, part in enumerate(parts):
             # One micro-batch after another: logits are as large as nothing else, and never there for two.
             own = loss_of(stages[-1](*_entry(values, grads, number), **part), number)
@@ -108,7 +108,7 @@ def breadth_first(
             losses.append(own.detach())
             del own
     while held:
-        with gradients.at_hand(chunks[len(held) - 1]):
+        with gradients.homes.at_hand(chunks[len(held) - 1]):
             for number, edge in enumerate(held.pop()):
                 grad, grads[number] = grads[number], None
                 with in_backward():
@@ -210,7 +210,7 @@ def _plain_twin(model: Any) -> nn.Module:
         for name, value in vars(module).items():
             if name.endswith("_hooks") and isinstance(value, dict):
                 memo[id(value)] = OrderedDict()  # they gather, and belong to the engine
-    twin: Any = object.__new__(type(model)._gemini_original)
+    twin: Any = object.__new__(original_class(model))
     memo[id(model)] = twin
     own = {name: value for name, value in vars(model).items() if not name.startswith("_gemini") and name != "forward"}
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in own.items()})

@@ -21,7 +21,7 @@ from gemini.train.engine import Engine
 from gemini.train.modules.reading import Structure, is_a, is_tuner_layer
 from gemini.train.params.codes import first_coded
 from gemini.train.params.exposure import take_in
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.params.state_dict import own_state
 from gemini.train.sharding.company import Company
 from gemini.train.wrap import unmanage
@@ -233,8 +233,8 @@ class _written:
     """``gathered(write=True)`` for one tuner layer; what PEFT puts in place of a weight is copied into it."""
 
     def __init__(self, model: Any, layer: nn.Module):
-        self._params = [param for param in layer.parameters() if handle_of(param) is not None]
-        self._gathered = model.gathered(self._params, write=True)
+        self._handles = handles_of(layer.parameters())
+        self._gathered = model.gathered([handle.param for handle in self._handles], write=True)
 
     def __enter__(self) -> None:
         self._gathered.__enter__()
@@ -242,6 +242,6 @@ class _written:
     def __exit__(self, *error: Any) -> Any:
         if error[0] is None:
             # Before the block ends, which takes over what is in the window and refuses other memory.
-            for param in self._params:
-                take_in(param._gemini)  # type: ignore[attr-defined]
+            for handle in self._handles:
+                take_in(handle)
         return self._gathered.__exit__(*error)

@@ -204,9 +204,14 @@ class StoreFolder:
     """
 
     def __init__(
-        self, directories: Sequence[str | Path], sizes: Mapping[str, int], *, rank: int = 0, ranks: int = 1,
+        self,
+        directories: Sequence[str | Path],
+        sizes: Mapping[str, int],
+        *,
+        rank: int = 0,
+        ranks: int = 1,
         smallest: Smallest = lambda values: values,
-    ):  # fmt: skip
+    ):
         self.directory, *self._others = (Path(os.path.realpath(directory)) for directory in directories)
         self.rank, self.ranks = rank, ranks
         self._lock = _locked(self.directory, rank)
@@ -310,8 +315,10 @@ class StoreFolder:
             if found is not None and found.sequence == record.sequence:
                 # The next record goes to the other file: this one is the commit to come back to.
                 self._place = 1 - place
-        checked = {name: check_runs(record.text["runs"].get(name), pair.num_bytes, self.folder)
-                   for name, pair in self.slots.pairs.items()}  # fmt: skip
+        checked = {
+            name: check_runs(record.text["runs"].get(name), pair.num_bytes, self.folder)
+            for name, pair in self.slots.pairs.items()
+        }
         # All are checked before one is taken: a damaged record changes nothing.
         for name, pair in self.slots.pairs.items():
             pair.take_committed(checked[name])

@@ -71,9 +71,16 @@ class StoreHome(CheckpointHome):
     """
 
     def __init__(
-        self, store: StoreFolder, draft: Draft, chunks: list[Chunk], sources: list[PlanePart], piece: int, *,
-        pending: Mapping[int, Event], changed: ChangedChunks,
-    ):  # fmt: skip
+        self,
+        store: StoreFolder,
+        draft: Draft,
+        chunks: list[Chunk],
+        sources: list[PlanePart],
+        piece: int,
+        *,
+        pending: Mapping[int, Event],
+        changed: ChangedChunks,
+    ):
         self.place, self.draft, self.pending = store.directory, draft, dict(pending)
         self._store, self._sources, self._changed = store, sources, changed
         _check_slots(store, chunks)

@@ -95,9 +95,14 @@ def save_checkpoint(
 
 
 def _save(
-    directory: str | os.PathLike[str], model: nn.Module, optimizer: HybridOptimizer, scheduler: Any, extra: Any, *,
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: HybridOptimizer,
+    scheduler: Any,
+    extra: Any,
+    *,
     wait: bool,
-) -> PendingCheckpoint:  # fmt: skip
+) -> PendingCheckpoint:
     engine = _engine(model)
     with Attempt() as attempt:
         final = place_of(directory)

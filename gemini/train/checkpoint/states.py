@@ -420,9 +420,10 @@ def _compare_scheduler(path: Path, scheduler: Any, saved: Any, kind: str | None)
         # method, and nothing that they have without showing it.
         hidden = getattr(scheduler, "__dict__", ())
         strange = [
-            key for key in saved.keys() - here.keys()
+            key
+            for key in saved.keys() - here.keys()
             if kind is None or strict or key in hidden or callable(getattr(scheduler, str(key), None))
-        ]  # fmt: skip
+        ]
         if strange:
             raise _other_scheduler(path, scheduler, f"which has no {min(strange, key=str)!r}")
         for name in _COUNTERS:
@@ -522,7 +523,7 @@ def joined(parts: Sequence[ModelPart], order: Mapping[str, StageParam]) -> Model
     factors = {name: value for part in parts for name, value in part.factors.items()}
     return ModelPart(
         {name: params[name] for name in order}, groups, buffers, factors, [name for name in order if name in exact]
-    )  # fmt: skip
+    )
 
 
 def own_groups(groups: list[dict[str, Any]], params: ParamSet) -> list[dict[str, Any]]:

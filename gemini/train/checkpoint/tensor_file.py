@@ -25,11 +25,9 @@ import torch
 from gemini.errors import StorageError
 from gemini.replacing import sync
 
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "C64": torch.complex64,
-}  # fmt: skip
+_INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = _FLOATS | _INTEGERS | {"BOOL": torch.bool, "C64": torch.complex64}
 STORED_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
 """Those that every reader of the format knows, by the names it has for them."""
 

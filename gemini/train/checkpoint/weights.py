@@ -28,7 +28,7 @@ _BASE, _OF_BASE = "base_model.model.", ".base_layer."
 """What PEFT puts in the names of the base model: before all of them, and where a layer is around one."""
 
 
-class _Entry(NamedTuple):
+class _Weight(NamedTuple):
     """A tensor to come: its size is known before anything is read."""
 
     name: str
@@ -90,12 +90,12 @@ def weights_for(
     return _pairs(found) if bucket_bytes is None else _in_buckets(found, parse_bytes(bucket_bytes, what="bucket_bytes"))
 
 
-def _pairs(entries: Iterator[_Entry]) -> Iterator[NamedTensor]:
+def _pairs(entries: Iterator[_Weight]) -> Iterator[NamedTensor]:
     for entry in entries:
         yield entry.name, entry.read()
 
 
-def _in_buckets(entries: Iterator[_Entry], size: int) -> Iterator[list[NamedTensor]]:
+def _in_buckets(entries: Iterator[_Weight], size: int) -> Iterator[list[NamedTensor]]:
     bucket, num_bytes = list[NamedTensor](), 0
     for entry in entries:
         if bucket and num_bytes + entry.num_bytes > size:
@@ -109,16 +109,16 @@ def _in_buckets(entries: Iterator[_Entry], size: int) -> Iterator[list[NamedTens
         yield bucket
 
 
-def _entries(model: nn.Module, by_names: ByName) -> Iterator[_Entry]:
+def _entries(model: nn.Module, by_names: ByName) -> Iterator[_Weight]:
     seen = set[ParamHandle]()
     for name, value in own_state(model).items():
         handle = handle_of(value)
         if handle is None and isinstance(value, torch.Tensor):
-            yield _Entry(name, value.nbytes, partial(value.detach().to, "cpu"))
+            yield _Weight(name, value.nbytes, partial(value.detach().to, "cpu"))
         elif handle is not None and handle not in seen:
             seen.add(handle)
             numel = torch.Size(handle.whole_shape).numel()
-            yield _Entry(name, numel * handle.chunk.flat.itemsize, partial(_whole, by_names, handle))
+            yield _Weight(name, numel * handle.chunk.flat.itemsize, partial(_whole, by_names, handle))
 
 
 def _whole(by_names: ByName, handle: ParamHandle) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _whole(by_names: ByName, handle: ParamHandle) -> torch.Tensor:
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-def _merged(entries: Iterator[_Entry], model: nn.Module, by_names: ByName) -> Iterator[_Entry]:
+def _merged(entries: Iterator[_Weight], model: nn.Module, by_names: ByName) -> Iterator[_Weight]:
     """The weights of the base model with the active adapters in them, by the names that they had."""
     layers = {name: module for name, module in model.named_modules() if is_tuner_layer(module)}
     instead = (_OF_BASE, f".modules_to_save.{getattr(model, 'active_adapter', 'default')}.", ".token_adapter.")
@@ -145,7 +145,7 @@ def _merged(entries: Iterator[_Entry], model: nn.Module, by_names: ByName) -> It
             read = partial(_merge, layers[around[0]], parts[-1], by_names)
         for known in instead:
             plain = plain.replace(known, ".")
-        yield _Entry(plain.replace(_OF_BASE, "."), entry.num_bytes, read)
+        yield _Weight(plain.replace(_OF_BASE, "."), entry.num_bytes, read)
 
 
 def _merge(layer: Any, name: str, by_names: ByName) -> torch.Tensor:

@@ -20,33 +20,29 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, NoReturn
 
 import torch
 
 from gemini import kernels
-from gemini.errors import BudgetExceeded, GeminiError, StorageError, human_bytes
+from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
+from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
 from gemini.memory.movement.staging import StagingSet
 from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
-from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
+from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS
 from gemini.ranks.wire import Tag, Wire
-from gemini.tiers import OF_BUDGET, WELCOME, Tier, Turn, Want
+from gemini.tiers import WELCOME, Tier, Turn, Want
+from gemini.train.gradients.homes import WAIT_FOR_LANDING, GradientHomes, adds_up
 from gemini.train.gradients.norms import GradientNorms
-from gemini.train.params.by_name import copy_plane, read_range
+from gemini.train.params.by_name import read_range
 from gemini.train.params.handle import Leftover, ParamHandle, ParamSet
 
 HOLDER = "gradients in flight"
-
-_SUMS = PlaneSpec(GRAD, "float32")
-
-_WAIT = "gradient landing", "wait for gradients to land"
 
 _LANDING = WELCOME | {Turn.LANDINGS}
 """Asked for gradients that wait for their landing: windows that are fetched again anyway, and those before them."""
@@ -87,7 +83,7 @@ class _Straight(Transfer):
         super().give_back()
 
 
-class _Place(NamedTuple):
+class _GradPlace(NamedTuple):
     """The place of a param's gradient in the planes of its chunk: one of ``view`` and ``home``, or through staging."""
 
     view: torch.Tensor | None = None
@@ -98,7 +94,7 @@ class _Place(NamedTuple):
     """In the plane, where the device copies to it and what leaves the device is just what it holds."""
 
 
-class _Way(NamedTuple):
+class _StagedWay(NamedTuple):
     """The way through staging into the grad planes of a chunk."""
 
     planes: tuple[Plane, ...]
@@ -108,7 +104,7 @@ class _Way(NamedTuple):
     """Areas that planes do not take. One tile is worked on, so one less than that are on their way."""
 
     @classmethod
-    def of(cls, chunk: Chunk, num_areas: int) -> _Way:
+    def of(cls, chunk: Chunk, num_areas: int) -> _StagedWay:
         planes = tuple(chunk.planes[kind] for kind in GRADS if kind in chunk.planes)
         outbound = frozenset(number for number, plane in enumerate(planes, 1) if plane.host_view(0, 0) is None)
         return cls(planes, outbound, tuple(area for area in range(num_areas) if area not in outbound))
@@ -125,9 +121,10 @@ class GradientStore:
             norms: of these gradients.
             working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
         """
-        self.norms, self._handles, self._working_set = norms, handles, working_set
+        self.norms, self._handles = norms, handles
+        self.homes = GradientHomes(handles, store, working_set=working_set)
         self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
-        self._manager, self._files, self._transfers = store.manager, store.files, store.transfers
+        self._transfers = store.transfers
         self._behind = Lane.LANDING in store.transfers.staging
         """Whether gradients leave the device behind backward; else each is waited for."""
         self._staging = store.transfers.staging.get(Lane.LANDING)
@@ -172,14 +169,14 @@ class GradientStore:
         else:
             handle.norm_sums = kernels.copy_grad(view, flat)
 
-    def _place_of(self, handle: ParamHandle) -> _Place:
+    def _place_of(self, handle: ParamHandle) -> _GradPlace:
         chunk, start = handle.chunk, handle.slot.start
         view, lost = self._views(chunk, start, start + handle.slot.numel)
         home = chunk.planes[GRAD].host_view(start, start + handle.slot.numel)
         # Its planes hold something else than the gradient, or a copy there would be waited for where it is begun.
         if home is None or GRAD_ERROR in chunk.planes or home.dtype != handle.view.dtype or not handle.slot.numel:
-            return _Place(view, lost)
-        return _Place(view, lost, home if self._device.copies_beside(home) else None)
+            return _GradPlace(view, lost)
+        return _GradPlace(view, lost, home if self._device.copies_beside(home) else None)
 
     def _leave(self, handle: ParamHandle, flat: torch.Tensor, home: torch.Tensor | None, adding: bool) -> None:
         """Land a gradient that leaves the device, or whose planes are not both there."""
@@ -192,7 +189,7 @@ class GradientStore:
                 behind = self._is_held(chunk, flat)
                 landing = self._leave_straight(handle, flat, home, behind=behind)
             if not behind:
-                error = self._transfers.wait(landing, *_WAIT)
+                error = self._transfers.wait(landing, *WAIT_FOR_LANDING)
                 self._transfers.end(landing)
                 if error is not None:
                     handle.norm_sums = None
@@ -300,7 +297,7 @@ class GradientStore:
             return True
         waiting = next((landing for landing in self.landing.values() if not landing.is_over()), None)
         if waiting is not None:
-            error = self._transfers.wait(waiting, *_WAIT)
+            error = self._transfers.wait(waiting, *WAIT_FOR_LANDING)
             if error is not None:
                 raise error
             self._reap()
@@ -318,7 +315,7 @@ class GradientStore:
             StorageError and whatever else kept a gradient from landing.
         """
         for landing in list(self.landing.values()) if self.landing else ():
-            if landing.copies is DONE and self._transfers.wait(landing, *_WAIT) is not None:
+            if landing.copies is DONE and self._transfers.wait(landing, *WAIT_FOR_LANDING) is not None:
                 self.drain()
 
     def drain(self) -> None:
@@ -327,7 +324,7 @@ class GradientStore:
         Raises:
             StorageError and whatever else kept one from it; what has landed stays.
         """
-        self._transfers.drain(Lane.LANDING, *_WAIT)
+        self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
 
     def land_piece(
         self, chunk: Chunk, flat: torch.Tensor, at: int, adding: bool, after: Event | None = None
@@ -376,9 +373,9 @@ class GradientStore:
         """
         index, staging = chunk.spec.index, self._mover.own_staging()
         # The same in every step, until the planes change.
-        way = chunk.prepared.get(_Way)
+        way = chunk.prepared.get(_StagedWay)
         if way is None:
-            way = chunk.prepared[_Way] = _Way.of(chunk, staging.num_scratch)
+            way = chunk.prepared[_StagedWay] = _StagedWay.of(chunk, staging.num_scratch)
         planes, outbound, areas = way
         crosses = flat.device.type != "cpu" or self._device.tier is Tier.GPU
         # An area has room for fp32: of what is narrower more than a tile comes at once, where it need not be staged.
@@ -449,212 +446,6 @@ class GradientStore:
         coming.popleft()
         return sums
 
-    def promote(self, chunks: list[Chunk]) -> None:
-        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
-
-        Raises:
-            BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
-            StorageError: if the disk fails; every gradient is still there, in one form or the other.
-        """
-        narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
-        if not narrow:
-            return
-        # Landings under way write to the planes that are replaced.
-        self.drain()
-        self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
-        num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
-        try:
-            wide = self._make_wide(narrow)
-        except (BudgetExceeded, StorageError) as e:
-            raise type(e)(
-                "a second backward before optimizer.step() needs fp32 sums of the gradients, "
-                f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
-                "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
-            ) from e
-        try:
-            for chunk, plane in zip(narrow, wide, strict=True):
-                old = chunk.planes[GRAD]
-                self._widen(chunk, old, plane)
-                # The old plane is given back when no chunk refers to it any more, and not before.
-                with WHOLE:
-                    chunk.change_planes({GRAD: plane})
-                    self._end(old)
-        except BaseException:
-            # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
-            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
-            raise
-
-    @contextlib.contextmanager
-    def at_hand(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """Keep the gradients of these chunks where modules compute, as far as there is room: the backwards inside add
-        to them there, and they go home once. The bits are the same.
-
-        Raises:
-            BudgetExceeded: as :meth:`promote`.
-            StorageError: if the disk fails.
-        """
-        self.promote(list(chunks))
-        # Their weights stay there for all backwards inside: fetched again for each, more would be lost than is won.
-        needed = self._working_set + sum(chunk.weights.num_bytes for chunk in chunks if not chunk.resident)
-        moved: list[tuple[Chunk, dict[PlaneKind, Plane]]] = []
-        try:
-            for chunk in chunks:
-                homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
-                if self._has_room_for(homes.values(), needed):
-                    self._bring(chunk, homes, moved)
-            yield
-        finally:
-            try:
-                self.drain()  # what lands writes to the planes that go
-            finally:
-                while moved:
-                    self._send_home(*moved.pop())
-
-    def _has_room_for(self, homes: Collection[Plane], needed: int) -> bool:
-        """Whether the device can have what these planes hold beside ``needed``, and does not already."""
-        is_away = any(plane.tier is not self._device.tier for plane in homes)
-        return is_away and sum(plane.num_bytes for plane in homes) <= self._manager.room.left_beside(needed)
-
-    def _bring(
-        self, chunk: Chunk, homes: dict[PlaneKind, Plane], moved: list[tuple[Chunk, dict[PlaneKind, Plane]]]
-    ) -> None:
-        """Put planes of the device in the place of a chunk's grad planes, if there is room."""
-        tier = self._device.tier
-        chunk.settle()  # an update of the step before may still read them
-        self.drain()
-        near: dict[PlaneKind, Plane] = {}
-        with WHOLE:
-            for kind, home in homes.items():
-                if not self._ledger.reserve_if_room(tier, home.num_bytes, GRAD, WELCOME):
-                    break
-                try:
-                    spec = PlaneSpec(kind, str(home.dtype).removeprefix("torch."))
-                    near[kind] = make_plane(spec, home.numel, tier, self._device, self._files)
-                except BaseException:
-                    self._ledger.release(tier, home.num_bytes, GRAD)
-                    self._end(*near.values())
-                    raise
-            if len(near) < len(homes):
-                self._end(*near.values())
-                return
-            chunk.change_planes(near)
-            moved.append((chunk, homes))
-        if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
-            for kind, home in homes.items():
-                copy_plane(self._mover, home, near[kind])
-
-    def _send_home(self, chunk: Chunk, homes: dict[PlaneKind, Plane]) -> None:
-        near = {kind: chunk.planes[kind] for kind in homes}
-        own = [handle for handle in self._handles if handle.chunk is chunk]
-        try:
-            if any(handle.has_grad for handle in own):
-                for kind, home in homes.items():
-                    copy_plane(self._mover, near[kind], home)
-        except BaseException:
-            for handle in own:
-                handle.norm_sums = None  # what is there of it may be torn
-            raise
-        finally:
-            with WHOLE:
-                chunk.change_planes(homes)
-                self._end(*near.values())
-
-    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
-        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
-
-        Raises:
-            BudgetExceeded: if there is no room.
-            StorageError: if the spill file cannot grow.
-        """
-        with WHOLE:
-            try:
-                return self._try_wide(narrow, staging_first=False)
-            except BudgetExceeded:
-                if self._mover.staging.is_reserved:
-                    raise
-            # Sums that stay where they are may have taken the room of the staging that the others need.
-            return self._try_wide(narrow, staging_first=True)
-
-    def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
-        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
-        """Make planes for the sums in what is free, or nothing. ``staging_first``: reserve the staging before them."""
-        staging, has_reserved = self._mover.staging, False
-        wide: list[Plane] = []
-        try:
-            if staging_first:
-                has_reserved = staging.reserve()
-            for chunk in narrow:
-                tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
-                try:
-                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
-                except BaseException:
-                    self._ledger.release(tier, num_bytes, GRAD)
-                    raise
-            planes = [*wide, *(chunk.planes[GRAD] for chunk in narrow)]
-            if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
-                has_reserved = staging.reserve()
-        except BaseException:
-            self._end(*wide)
-            if has_reserved:
-                staging.give_back()
-            raise
-        return wide
-
-    def _end(self, *planes: Plane) -> None:
-        """Give back planes: their slots and their bytes."""
-        for plane in planes:
-            # The slot before the bytes: who finds bytes free allocates a slot at once.
-            if isinstance(plane, FilePlane):
-                plane.give_back()
-            self._ledger.release(plane.tier, plane.num_bytes, GRAD)
-
-    def _reserve_wide(self, chunk: Chunk) -> Tier:
-        """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
-        num_bytes = 4 * _grad_numel(chunk)
-        home = chunk.planes[GRAD].tier
-        order = list(Tier)
-        refusal: BudgetExceeded | None = None
-        # Never to a faster one: that memory was not planned for gradients.
-        for tier in order[order.index(home) :]:
-            if tier not in self._ledger.tiers:
-                continue
-            try:
-                if tier is self._device.tier:
-                    self._leave_working_set(tier, num_bytes)
-                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
-                return tier
-            except BudgetExceeded as e:
-                refusal = e
-        assert refusal is not None
-        raise refusal
-
-    def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
-        """Refuse what would leave no room to gather weights: the step would break off in its middle."""
-        free = self._manager.room.left_beside(self._working_set)
-        if num_bytes > free:
-            raise BudgetExceeded(
-                f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
-                f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
-                "weights need"
-            )
-
-    def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
-        """Copy what a plane has into its wider successor; nothing if no param of the chunk has a gradient."""
-        if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
-            return
-        there, into = old.device_view(0, old.numel), new.device_view(0, old.numel)
-        if there is not None and into is not None:
-            into.copy_(there)  # neither through the host nor waited for
-            return
-        for start, stop in tiles(0, old.numel, self._mover.tile):
-            narrow, _ = self._mover.host_tile(1, old, start, stop)
-            wide = new.host_view(start, stop)
-            if wide is not None:
-                wide.copy_(narrow)
-            else:
-                wide = self._mover.scratch(2, torch.float32, stop - start)
-                self._mover.store(new, start, stop, wide.copy_(narrow))
-
     def clip(self, handles: list[ParamHandle], coefficient: float) -> None:
         """Let the update scale the gradients of these params, beside the coefficient of the whole model."""
         for handle in handles:
@@ -722,11 +513,6 @@ class GradientStore:
             handle.norm_sums, handle.clip, handle.clip_folded = None, 1.0, 1.0
 
 
-def adds_up(chunk: Chunk) -> bool:
-    """Whether gradients can be added to what is in the grad plane of a chunk."""
-    return GRAD_ERROR in chunk.planes or chunk.planes[GRAD].dtype is torch.float32
-
-
 def _keep(into: torch.Tensor, lost: torch.Tensor | None, flat: torch.Tensor, adding: bool) -> kernels.Sums:
     """Copy or add a gradient to its plane: the sums of squares. ``lost``: what rounding the sum to ``into`` loses,
     where that is kept.
@@ -743,10 +529,6 @@ def _scaled(tiles: list[torch.Tensor], factor: float, mover: Mover) -> kernels.S
     whole = mover.scratch(0, torch.float32, tiles[0].numel())
     kernels.join_master(tiles[0], tiles[1], whole)
     return kernels.sum_grad24(tiles[0], tiles[1], whole.mul_(factor), adding=False)
-
-
-def _grad_numel(chunk: Chunk) -> int:
-    return chunk.planes[GRAD].numel
 
 
 # ---- params of two stages --------------------------------------------------------------------------------------------

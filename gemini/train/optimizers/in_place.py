@@ -20,7 +20,14 @@ from gemini.optim.average import EMA
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.guard import note_converted
-from gemini.train.params.handle import give_to, handle_of, optimizer_of, params_of, stepping_in_backward
+from gemini.train.params.handle import (
+    give_to,
+    handle_of,
+    optimizer_of,
+    original_class,
+    params_of,
+    stepping_in_backward,
+)
 from gemini.train.params.owner import owner_of
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -107,7 +114,7 @@ def give_back(optimizer: Any) -> None:
 
     One that was made as an optimizer of Gemini stays one.
     """
-    original = getattr(type(optimizer), "_gemini_original", None)
+    original = original_class(optimizer)
     if original is None:
         return
     # Everything that others have put on it stays; what is ours goes.

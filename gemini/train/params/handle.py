@@ -121,6 +121,13 @@ class ParamHandle:
     layout: tuple[int, ...] | None = None
     """Its strides before it was managed, if they were others than those of a contiguous param (channels_last)."""
 
+    def attach(self) -> None:
+        """From here on the param counts as managed."""
+        self.param._gemini = self  # type: ignore[attr-defined]
+
+    def detach(self) -> None:
+        del self.param._gemini  # type: ignore[attr-defined]
+
     @property
     def has_grad(self) -> bool:
         return self.norm_sums is not None
@@ -177,6 +184,11 @@ class ParamHandle:
 def handle_of(param: Any) -> ParamHandle | None:
     """The handle of a managed param, else None."""
     return getattr(param, "_gemini", None)
+
+
+def original_class(managed: Any) -> Any:
+    """The class that a model or an optimizer had before Gemini served it; None if it does not."""
+    return getattr(managed, "_gemini_original", None)
 
 
 def handles_of(params: Iterable[Any]) -> list[ParamHandle]:

@@ -21,7 +21,7 @@ from gemini.interrupts import WHOLE
 from gemini.ranks.agree import Attempt, Facts, value_facts
 from gemini.ranks.agreement import Point
 from gemini.train.params.by_name import ByName
-from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.handle import ParamHandle, handle_of, original_class
 
 
 def model_state(
@@ -66,7 +66,7 @@ def load_beside_params(model: nn.Module, by_names: ByName, values: Mapping[str, 
         del state[name]
     state.update(values)
     with by_names.deferred(), WHOLE:  # and never written: the params are those of before
-        _own_class(model).load_state_dict(model, state)
+        original_class(model).load_state_dict(model, state)
 
 
 @contextlib.contextmanager
@@ -88,12 +88,7 @@ def undone_on_error(model: nn.Module, by_names: ByName) -> Iterator[None]:
 
 def own_state(model: nn.Module) -> dict[str, Any]:
     """Call the model's own ``state_dict``: values themselves, managed params as they are at rest."""
-    return _own_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
-
-
-def _own_class(model: Any) -> Any:
-    """Return the class that the model had before it was managed."""
-    return model._gemini_original
+    return original_class(model).state_dict(model, keep_vars=True)  # type: ignore[no-any-return]
 
 
 def _is_of_params(name: str, value: Any, by_names: ByName) -> bool:
@@ -124,7 +119,7 @@ def load_model_state(model: nn.Module, by_names: ByName, state: Mapping[str, Any
                 how = {} if strict else {"strict": False}  # a loader of the model's own may not know the word
                 own = _in_slices(state, expected)
                 with WHOLE:  # torch's no_grad in it would be left on
-                    result = _own_class(model).load_state_dict(model, own, **how)
+                    result = original_class(model).load_state_dict(model, own, **how)
             # A collective: a rank whose state was refused comes here too, with its refusal.
             by_names.agree(Point.LOAD_MODEL, "load_state_dict", facts, attempt.refusal)
             writing.enter_context(WHOLE)  # Ctrl-C leaves no model that is half loaded

@@ -187,7 +187,7 @@ class BackwardPass:
         with self._lock:
             chunk = handle.chunk
             if handle.norm_sums is not None:
-                self.gradients.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
+                self.gradients.homes.promote([chunk])  # a shared param under reentrant checkpointing arrives twice
             self.arrived.append(handle)
             self.gradients.land(handle, grad)
             self.num_landed += 1

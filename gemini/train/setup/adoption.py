@@ -138,8 +138,7 @@ class Adoption:
         param.data = handle.view
         # Behind the change of data: a write by the program is known by a higher number.
         handle.version = param._version
-        # From here on the param counts as managed.
-        param._gemini = handle  # type: ignore[attr-defined]
+        handle.attach()
         handle.trained, handle.optimizer = param.requires_grad, reference_to_optimizer_of(param)
         if handle.trained:
             handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
@@ -152,7 +151,7 @@ def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:
     param = handle.param
     if handle.hook is not None:
         handle.hook.remove()
-    del param._gemini  # type: ignore[attr-defined]
+    handle.detach()
     param.__class__ = handle.kind
     param.data = value
 

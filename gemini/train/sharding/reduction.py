@@ -29,7 +29,7 @@ from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
 from gemini.tiers import NEEDED, Turn, Want
-from gemini.train.gradients.store import adds_up
+from gemini.train.gradients.homes import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums
 from gemini.train.sharding.scripted import ScriptedStep
@@ -379,7 +379,7 @@ class Reduction(GradientSink):
         present = [handle for number, handle in enumerate(handles) if arrived[:, number].any()]
         senders = {rank: dtypes[rank] for rank in range(self._ranks.size) if arrived[rank].any()}
         if any(handle.has_grad for handle in present):
-            self.gradients.promote([chunk])
+            self.gradients.homes.promote([chunk])
         transient = self.in_backward.transient
         if whole is None and (transient or self._channel.needs_all):
             whole = self._open(chunk)

@@ -50,7 +50,7 @@ class GradientSink:
             BudgetExceeded: if there is no room to accumulate.
         """
         self.in_backward.refuse_adding()
-        self.gradients.promote(self.store.chunks)
+        self.gradients.homes.promote(self.store.chunks)
 
     def take(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Take the gradient of a param, which has arrived."""
@@ -58,7 +58,7 @@ class GradientSink:
             self.in_backward.refuse_used(handle)
         # Before it lands: a bf16 plane without an error plane cannot be added to.
         if handle.norm_sums is not None:
-            self.gradients.promote([handle.chunk])
+            self.gradients.homes.promote([handle.chunk])
         self.gradients.land(handle, grad)
 
     def complete(self, chunk: Chunk) -> None:

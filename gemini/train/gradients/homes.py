@@ -1,0 +1,261 @@
+"""Other planes for gradients, in the middle of a step: fp32 sums where a second backward comes unannounced, and planes
+where modules compute while several backwards add to the gradients of a block.
+
+The planes of a chunk change in one statement that no Ctrl-C can cut, after nothing lands in the old ones any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+
+from gemini.errors import BudgetExceeded, StorageError, human_bytes
+from gemini.interrupts import WHOLE
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
+from gemini.memory.movement.mover import tiles
+from gemini.memory.movement.transfers import Lane
+from gemini.memory.store import ChunkStore
+from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
+from gemini.tiers import OF_BUDGET, WELCOME, Tier
+from gemini.train.params.by_name import copy_plane
+from gemini.train.params.handle import ParamHandle
+
+WAIT_FOR_LANDING = "gradient landing", "wait for gradients to land"
+"""How a wait for gradients shows in timelines and in errors."""
+
+_SUMS = PlaneSpec(GRAD, "float32")
+
+
+class GradientHomes:
+    """Which planes the gradients of one engine are in. Called by the training thread, or by the one that runs its
+    backward.
+    """
+
+    def __init__(self, handles: list[ParamHandle], store: ChunkStore, *, working_set: int):
+        """
+        Args:
+            working_set: bytes of the computing tier that a step takes beside planes, which sums must leave free.
+        """
+        self._handles, self._working_set = handles, working_set
+        self._ledger, self._device, self._mover = store.ledger, store.device, store.mover
+        self._manager, self._files, self._transfers = store.manager, store.files, store.transfers
+
+    def _await_landings(self) -> None:
+        self._transfers.drain(Lane.LANDING, *WAIT_FOR_LANDING)
+
+    def promote(self, chunks: list[Chunk]) -> None:
+        """Turn the grad planes of ``chunks`` into fp32 sums, all of them or none.
+
+        Raises:
+            BudgetExceeded: if there is no room; what was retained is as it was, and so is the ledger.
+            StorageError: if the disk fails; every gradient is still there, in one form or the other.
+        """
+        narrow = [c for c in chunks if GRAD in c.planes and not adds_up(c)]
+        if not narrow:
+            return
+        # Landings under way write to the planes that are replaced.
+        self._await_landings()
+        self._ledger.reclaim_all(self._device.tier, OF_BUDGET)  # what moves beside computing gives way
+        num_bytes = sum(4 * _grad_numel(chunk) for chunk in narrow)
+        try:
+            wide = self._make_wide(narrow)
+        except (BudgetExceeded, StorageError) as e:
+            raise type(e)(
+                "a second backward before optimizer.step() needs fp32 sums of the gradients, "
+                f"{human_bytes(num_bytes)} for a moment: {e}. Declare it with "
+                "GeminiConfig(gradients='accumulate'), raise the budget, or step after every backward"
+            ) from e
+        try:
+            for chunk, plane in zip(narrow, wide, strict=True):
+                old = chunk.planes[GRAD]
+                self._widen(chunk, old, plane)
+                # The old plane is given back when no chunk refers to it any more, and not before.
+                with WHOLE:
+                    chunk.change_planes({GRAD: plane})
+                    self._end(old)
+        except BaseException:
+            # Sums that were not put in place; the others have their chunk's gradients in them, and stay.
+            self._end(*(plane for c, plane in zip(narrow, wide, strict=True) if c.planes[GRAD] is not plane))
+            raise
+
+    @contextlib.contextmanager
+    def at_hand(self, chunks: Sequence[Chunk]) -> Iterator[None]:
+        """Keep the gradients of these chunks where modules compute, as far as there is room: the backwards inside add
+        to them there, and they go home once. The bits are the same.
+
+        Raises:
+            BudgetExceeded: as :meth:`promote`.
+            StorageError: if the disk fails.
+        """
+        self.promote(list(chunks))
+        # Their weights stay there for all backwards inside: fetched again for each, more would be lost than is won.
+        needed = self._working_set + sum(chunk.weights.num_bytes for chunk in chunks if not chunk.resident)
+        moved: list[tuple[Chunk, dict[PlaneKind, Plane]]] = []
+        try:
+            for chunk in chunks:
+                homes = {kind: chunk.planes[kind] for kind in GRADS if kind in chunk.planes}
+                if self._has_room_for(homes.values(), needed):
+                    self._bring(chunk, homes, moved)
+            yield
+        finally:
+            try:
+                self._await_landings()  # what lands writes to the planes that go
+            finally:
+                while moved:
+                    self._send_home(*moved.pop())
+
+    def _has_room_for(self, homes: Collection[Plane], needed: int) -> bool:
+        """Whether the device can have what these planes hold beside ``needed``, and does not already."""
+        is_away = any(plane.tier is not self._device.tier for plane in homes)
+        return is_away and sum(plane.num_bytes for plane in homes) <= self._manager.room.left_beside(needed)
+
+    def _bring(
+        self, chunk: Chunk, homes: dict[PlaneKind, Plane], moved: list[tuple[Chunk, dict[PlaneKind, Plane]]]
+    ) -> None:
+        """Put planes of the device in the place of a chunk's grad planes, if there is room."""
+        tier = self._device.tier
+        chunk.settle()  # an update of the step before may still read them
+        self._await_landings()
+        near: dict[PlaneKind, Plane] = {}
+        with WHOLE:
+            for kind, home in homes.items():
+                if not self._ledger.reserve_if_room(tier, home.num_bytes, GRAD, WELCOME):
+                    break
+                try:
+                    spec = PlaneSpec(kind, str(home.dtype).removeprefix("torch."))
+                    near[kind] = make_plane(spec, home.numel, tier, self._device, self._files)
+                except BaseException:
+                    self._ledger.release(tier, home.num_bytes, GRAD)
+                    self._end(*near.values())
+                    raise
+            if len(near) < len(homes):
+                self._end(*near.values())
+                return
+            chunk.change_planes(near)
+            moved.append((chunk, homes))
+        if any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
+            for kind, home in homes.items():
+                copy_plane(self._mover, home, near[kind])
+
+    def _send_home(self, chunk: Chunk, homes: dict[PlaneKind, Plane]) -> None:
+        near = {kind: chunk.planes[kind] for kind in homes}
+        own = [handle for handle in self._handles if handle.chunk is chunk]
+        try:
+            if any(handle.has_grad for handle in own):
+                for kind, home in homes.items():
+                    copy_plane(self._mover, near[kind], home)
+        except BaseException:
+            for handle in own:
+                handle.norm_sums = None  # what is there of it may be torn
+            raise
+        finally:
+            with WHOLE:
+                chunk.change_planes(homes)
+                self._end(*near.values())
+
+    def _make_wide(self, narrow: list[Chunk]) -> list[Plane]:
+        """Planes for the sums, and staging if they need it, in what is free: everything is reserved here, or nothing.
+
+        Raises:
+            BudgetExceeded: if there is no room.
+            StorageError: if the spill file cannot grow.
+        """
+        with WHOLE:
+            try:
+                return self._try_wide(narrow, staging_first=False)
+            except BudgetExceeded:
+                if self._mover.staging.is_reserved:
+                    raise
+            # Sums that stay where they are may have taken the room of the staging that the others need.
+            return self._try_wide(narrow, staging_first=True)
+
+    def _try_wide(self, narrow: list[Chunk], *, staging_first: bool) -> list[Plane]:
+        """Make planes for the sums in what is free, or nothing. ``staging_first``: reserve the staging before them."""
+        # The old planes stay until the new ones are filled, so the whole fp32 size must be free for a moment.
+        staging, has_reserved = self._mover.staging, False
+        wide: list[Plane] = []
+        try:
+            if staging_first:
+                has_reserved = staging.reserve()
+            for chunk in narrow:
+                tier, num_bytes = self._reserve_wide(chunk), 4 * _grad_numel(chunk)
+                try:
+                    wide.append(make_plane(_SUMS, _grad_numel(chunk), tier, self._device, self._files))
+                except BaseException:
+                    self._ledger.release(tier, num_bytes, GRAD)
+                    raise
+            planes = [*wide, *(chunk.planes[GRAD] for chunk in narrow)]
+            if not staging_first and any(plane.tier is not self._device.tier for plane in planes):
+                has_reserved = staging.reserve()
+        except BaseException:
+            self._end(*wide)
+            if has_reserved:
+                staging.give_back()
+            raise
+        return wide
+
+    def _end(self, *planes: Plane) -> None:
+        """Give back planes: their slots and their bytes."""
+        for plane in planes:
+            # The slot before the bytes: who finds bytes free allocates a slot at once.
+            if isinstance(plane, FilePlane):
+                plane.give_back()
+            self._ledger.release(plane.tier, plane.num_bytes, GRAD)
+
+    def _reserve_wide(self, chunk: Chunk) -> Tier:
+        """Take the bytes of an fp32 sum in the tier of the retained gradient, else in the next slower one with room."""
+        num_bytes = 4 * _grad_numel(chunk)
+        home = chunk.planes[GRAD].tier
+        order = list(Tier)
+        refusal: BudgetExceeded | None = None
+        # Never to a faster one: that memory was not planned for gradients.
+        for tier in order[order.index(home) :]:
+            if tier not in self._ledger.tiers:
+                continue
+            try:
+                if tier is self._device.tier:
+                    self._leave_working_set(tier, num_bytes)
+                self._ledger.reserve(tier, num_bytes, GRAD, what="a sum of gradients")
+                return tier
+            except BudgetExceeded as e:
+                refusal = e
+        assert refusal is not None
+        raise refusal
+
+    def _leave_working_set(self, tier: Tier, num_bytes: int) -> None:
+        """Refuse what would leave no room to gather weights: the step would break off in its middle."""
+        free = self._manager.room.left_beside(self._working_set)
+        if num_bytes > free:
+            raise BudgetExceeded(
+                f"a sum of gradients asked for {human_bytes(num_bytes)} of {tier.value}, where "
+                f"{human_bytes(max(free, 0))} are free beside the {human_bytes(self._working_set)} that gathered "
+                "weights need"
+            )
+
+    def _widen(self, chunk: Chunk, old: Plane, new: Plane) -> None:
+        """Copy what a plane has into its wider successor; nothing if no param of the chunk has a gradient."""
+        if not any(handle.has_grad for handle in self._handles if handle.chunk is chunk):
+            return
+        there, into = old.device_view(0, old.numel), new.device_view(0, old.numel)
+        if there is not None and into is not None:
+            into.copy_(there)  # neither through the host nor waited for
+            return
+        for start, stop in tiles(0, old.numel, self._mover.tile):
+            narrow, _ = self._mover.host_tile(1, old, start, stop)
+            wide = new.host_view(start, stop)
+            if wide is not None:
+                wide.copy_(narrow)
+            else:
+                wide = self._mover.scratch(2, torch.float32, stop - start)
+                self._mover.store(new, start, stop, wide.copy_(narrow))
+
+
+def adds_up(chunk: Chunk) -> bool:
+    """Whether gradients can be added to what is in the grad plane of a chunk."""
+    return GRAD_ERROR in chunk.planes or chunk.planes[GRAD].dtype is torch.float32
+
+
+def _grad_numel(chunk: Chunk) -> int:
+    return chunk.planes[GRAD].numel
