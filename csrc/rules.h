@@ -184,6 +184,18 @@ struct SophiaHEstimate {
     }
 };
 
+// Not a step: a moving average of the master, which stays as it is. `fresh` is 1 where it begins as the master.
+struct Average {
+    static constexpr int kStates = 1;
+    static constexpr int kSquares = kNotCompact;
+    float weight, fresh, grad_scale;
+
+    template <class F>
+    GEMINI_RULE void update(F& p, F, F& ema) const {
+        ema = select(fresh > 0.f, p, ema - (ema - p) * weight);
+    }
+};
+
 constexpr int kMaxStates = 4, kMaxScalars = 14;
 
 // The arrays of an update: weights are fp32 with residual == nullptr, or bf16 with int16 residuals; states are fp32.
@@ -199,7 +211,9 @@ struct Arrays {
 
 #if !defined(__CUDACC_RTC__)  // the rest is for the host
 
-enum class RuleKind : int { adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate, sophia_h, sophia_h_estimate };
+enum class RuleKind : int {
+    adamw, adam, sgd, plain_sgd, lion, adan, sophia, sophia_estimate, sophia_h, sophia_h_estimate, average
+};
 
 // The scalars of an update of any rule: which one it is, and its numbers in the order of its struct.
 struct Scalars {
@@ -220,7 +234,7 @@ struct Scalars {
 
 inline Scalars make_scalars(const std::string& name, const std::vector<float>& values) {
     const char* const names[] = {"adamw", "adam", "sgd", "plain_sgd", "lion", "adan", "sophia", "sophia_estimate",
-                                 "sophia_h", "sophia_h_estimate"};
+                                 "sophia_h", "sophia_h_estimate", "average"};
     const auto found = std::find(std::begin(names), std::end(names), name);
     Scalars made{};
     made.kind = static_cast<RuleKind>(found - std::begin(names));
@@ -263,6 +277,7 @@ void with_rule(const Scalars& scalars, const Arrays& arrays, Use use) {
         case RuleKind::sophia_estimate: return use(scalars.as<SophiaEstimate>(n));
         case RuleKind::sophia_h: return use(scalars.as<SophiaH>(n));
         case RuleKind::sophia_h_estimate: return use(scalars.as<SophiaHEstimate>(n));
+        case RuleKind::average: return use(scalars.as<Average>(n));
     }
 }
 

@@ -35,6 +35,7 @@ _WHERE = {
     "StaticPlacement": "gemini.planning.placement",
     "GeminiConfig": "gemini.config",
     "GeminiDDP": "gemini.train.ddp",
+    "EMA": "gemini.train.averages",
     "GradScaler": "gemini.train.optimizers.grad_scaler",
     "HybridAdam": "gemini.train.optimizers.optimizer",
     "HybridOptimizer": "gemini.train.optimizers.optimizer",
@@ -85,6 +86,7 @@ if TYPE_CHECKING:
     from gemini.tracing.ahead import trace as trace
     from gemini.tracing.batches import batch_for as batch_for
     from gemini.tracing.tracer import MemoryTracer as MemoryTracer
+    from gemini.train.averages import EMA as EMA
     from gemini.train.checkpoint.saving import PendingCheckpoint as PendingCheckpoint
     from gemini.train.checkpoint.saving import load_checkpoint as load_checkpoint
     from gemini.train.checkpoint.saving import save_checkpoint as save_checkpoint

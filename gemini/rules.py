@@ -70,6 +70,7 @@ _RANGES: dict[str, Callable[[Any], bool]] = {
     "0 or less": lambda value: -LARGEST <= value <= 0,
     "positive": lambda value: 0 < value <= LARGEST,
     "in [0, 1)": lambda value: 0 <= value < 1,
+    "in [0, 1]": lambda value: 0 <= value <= 1,
     "a whole number from 1 to 99": lambda value: type(value) is int and 1 <= value <= 99,
 }
 
@@ -134,7 +135,9 @@ class UpdateRule(ABC):
 
     @property
     def face(self) -> UpdateRule:
-        """The rule that an optimizer of such a model has: this one, unless its states are kept in another form."""
+        """The rule that an optimizer of such a model has: this one, unless it keeps states in another form, or more of
+        them than an optimizer knows.
+        """
         return self
 
     def of(self, exact: bool) -> UpdateRule:
@@ -318,7 +321,7 @@ def refuse_other(given: UpdateRule, wrapped_for: UpdateRule) -> None:
     Raises:
         GeminiError: naming both.
     """
-    if given != wrapped_for.face:
+    if given not in (wrapped_for.face, wrapped_for):
         raise GeminiError(
             f"this optimizer's rule is {given!r}, and the model was wrapped for {wrapped_for.face!r}, whose planes its "
             "chunks have: wrap it with GeminiConfig(optimizer=rule), and make the optimizer with "

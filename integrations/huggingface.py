@@ -211,7 +211,7 @@ class GeminiTrainerMixin:
         model is managed for, with the Trainer's groups and hyperparameters.
         """
         self._gemini_manage()
-        rule = rule_of(config_of(self.model).optimizer)  # type: ignore[union-attr]
+        rule = rule_of(config_of(self.model).optimizer).face  # type: ignore[union-attr]
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and not isinstance(rule, AdamRule):
             self.optimizer_cls_and_kwargs = self._gemini_class_and_kwargs(rule)
         super().create_optimizer(model)  # type: ignore[misc]

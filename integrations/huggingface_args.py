@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from gemini.config import GeminiConfig
+from gemini.rules import rule_of
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 
 from .rules import BY_NAME, rule_of_name
@@ -59,7 +60,9 @@ def with_rule(args: Any, config: GeminiConfig | None) -> GeminiConfig | None:
     if optim not in BY_NAME:
         return config
     config, (rule, _) = config or GeminiConfig(), rule_of_name(args)
-    if config.optimizer not in (None, rule):
+    if config.optimizer is not None and rule_of(config.optimizer).face == rule:
+        return config
+    if config.optimizer is not None:
         raise ValueError(
             f"optim={optim!r} is {rule!r}, and the model is to be managed for {config.optimizer!r}: say one of them"
         )

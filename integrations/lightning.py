@@ -161,7 +161,8 @@ class GeminiStrategy(DDPStrategy):
             if _REFUSED_CALLBACKS & {base.__name__ for base in type(callback).__mro__}:
                 raise GeminiError(
                     f"{type(callback).__name__} copies and rewrites the weights behind Gemini's back: leave the "
-                    "callback out; average checkpoints afterwards, or keep averages of model.full_param(name)"
+                    "callback out. Moving averages: GeminiConfig(optimizer=gemini.optim.AveragedRule(decay=0.999)) and "
+                    "gemini.EMA(module)"
                 )
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.model = self._manage(self.lightning_module, fitting)

@@ -49,7 +49,7 @@ def to_hybrid(optimizer: torch.optim.Optimizer) -> HybridOptimizer:
     if isinstance(optimizer, HybridOptimizer):
         return optimizer
     config = next((owner_of(handle).config for handle in _managed_of(optimizer)), GeminiConfig())
-    rule, kind = rule_of(config.optimizer), type(optimizer)
+    rule, kind = rule_of(config.optimizer).face, type(optimizer)
     if isinstance(rule, AdamRule):
         if kind not in (torch.optim.AdamW, torch.optim.Adam):
             raise ValueError(

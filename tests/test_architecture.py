@@ -37,6 +37,7 @@ FLOORS = [
         "gemini.config",
         "gemini.interrupts",
         "gemini.kernels",
+        "gemini.optim.average",
         "gemini.optim.compact",
         "gemini.optim.elementwise",
         "gemini.optim.matrices",
@@ -61,7 +62,7 @@ FLOORS = [
 ROOMS = (
     "step", "observers", "params", "modules", "slices", "context", "gradients",
     "activations", "setup", "update", "sharding", "passes", "engine", "optimizers", "recording", "report",
-    "checkpoint", "wrap", "adapters", "ddp", "loading",
+    "checkpoint", "wrap", "averages", "adapters", "ddp", "loading",
 )  # fmt: skip
 NO_TORCH = 2  # the first so many floors, and the settings
 # Of DESIGN's names; plan and simulate come with the planner.

@@ -6,7 +6,7 @@ import importlib
 import os
 from typing import Any
 
-_INTERFACE = 8  # of the signatures in csrc/bindings.cpp, and of the bits
+_INTERFACE = 9  # of the signatures in csrc/bindings.cpp, and of the bits
 
 
 def load() -> tuple[Any, str | None]:

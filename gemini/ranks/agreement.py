@@ -53,6 +53,7 @@ class Point(IntEnum):
     CONTEXT = 13, "attention over the parts of a sequence"
     BEGIN_STEP = 14, "a forward or backward (it begins)"
     PARK = 15, "parked()"
+    SWAP = 16, "swapped_in()"
 
 
 _SERVED = (Point.GATHER, Point.READ)

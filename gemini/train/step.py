@@ -370,6 +370,8 @@ class StepState:
         """Chunks whose gradients are whole on this rank and not reduced yet."""
         self.is_parked = False
         """Whether the model has left the device that computes: inside ``parked()``."""
+        self.shows_averages = False
+        """Whether averages are in the place of the masters, and these in the averages': inside ``swapped_in()``."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
@@ -545,6 +547,14 @@ class StepState:
                 "the model is parked (inside `with model.parked()`): it has given the memory back that it computes "
                 "in. Leave the block first (if an error kept it from coming back: `with model.parked(): pass` tries "
                 "again); read weights with gemini.weights_for(model), model.full_param(name) or model.state_dict()"
+            )
+
+    def check_masters(self, what: str) -> None:
+        """Refuse ``what`` trains, saves or loads, with a GeminiError, inside of ``swapped_in()``."""
+        if self.shows_averages:
+            raise GeminiError(
+                f"{what} inside `with ema.swapped_in()`, where averages are in the place of the weights: leave the "
+                "block first. Inside of it the model is evaluated and exported (save_pretrained, state_dict)"
             )
 
     def check_whole(self) -> None:

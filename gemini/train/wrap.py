@@ -209,6 +209,7 @@ def unmanage(model: nn.Module, what: str) -> None:
     """
     engine: Engine = model.__dict__["_gemini_engine"]
     engine.state.check_there()
+    engine.state.check_masters(what)
     settle(engine)
     precision, chunks = engine.config.precision, engine.decision.problem.layout.chunks
     needed = sum(chunk.payload * chunk.itemsize(precision) for chunk in chunks)

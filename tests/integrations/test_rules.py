@@ -79,6 +79,28 @@ def test_the_config_says_the_rule(tmp_path: Path) -> None:
         make(tmp_path, gemini_config=Config(optimizer=rule), optim="sgd")
 
 
+@pytest.mark.parametrize(("name", "rule"), [("adamw_torch", optim.AdamRule()), ("lion_32bit", optim.LionRule())])
+def test_averages_leave_the_optimizer_as_it_is(name: str, rule: Any, tmp_path: Path) -> None:
+    """They are in the Trainer's checkpoints, and begin at the masters that an optimizer of torch has left."""
+    config = Config(optimizer=optim.AveragedRule(rule, decay=0.9))
+    trainer, _ = train_new(tmp_path, gemini_config=config, optim=name, learning_rate=1e-3)
+    assert trainer.optimizer.optimizer.rule == rule
+    names = [key for key, _ in trainer.model.named_parameters()]
+    found = {key: gemini.EMA(trainer.model).full_param(key) for key in names}
+    assert any(not torch.equal(found[key], value) for key, value in masters(trainer.model).items())
+    again, _ = make(tmp_path, gemini_config=config, optim=name, learning_rate=1e-3)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert all(torch.equal(gemini.EMA(again.model).full_param(key), value) for key, value in found.items())
+    if rule != optim.AdamRule():
+        return
+    model: Any = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train(model, optimizer, range(2), clip=None)
+    left = {key: param.detach().clone() for key, param in model.named_parameters()}
+    model, _ = GeminiAccelerator(cpu=True, gemini_config=config).prepare(model, optimizer)
+    assert all(torch.equal(gemini.EMA(model).full_param(key), value) for key, value in left.items())
+
+
 def test_a_given_optimizer_of_the_rule_is_converted_with_its_states(tmp_path: Path) -> None:
     """A run that began with torch goes on as it would have there."""
     for kind, rule, how in (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.optim import AdamRule, AdanRule, LionRule, PlainSGDRule, SGDRule, SophiaGRule, SophiaHRule
+from gemini.optim.average import MovingAverage
 from gemini.optim.compact import CompactRule
 from gemini.rules import Arrays, Segment, UpdateRule, Where
 from tests.native.native_cases import any_bits, as_bits, assert_same_bits, to_dtype
@@ -46,6 +47,8 @@ EXACT: dict[str, Case] = {
     "sophia's estimate": Case(SophiaGRule(), {"estimates_hessian": True}),
     "sophia-h": Case(SophiaHRule(), {"lr": 1e-3}),
     "sophia-h's estimate": Case(SophiaHRule(), {"estimates_hessian": True}),
+    "average": Case(MovingAverage(), {"decay": 0.99, "fresh": 0.0}),
+    "first average": Case(MovingAverage(), {"decay": 0.99, "fresh": 1.0}),
 }
 COMPACT = {
     f"{name}, compact": EXACT[name]._replace(rule=CompactRule(EXACT[name].rule))

@@ -120,6 +120,7 @@ def _save(
         # Before it is asked for gradients: those of a backward that broke off do not count.
         engine.recovery.forget_interrupted()
         engine.state.check_whole()
+        engine.state.check_masters("save_checkpoint")
         if engine.backward.has_gradients:
             raise GeminiError(
                 "save_checkpoint between backward and step: gradients are not saved; call it after step()"
@@ -188,6 +189,7 @@ def _load(
     with Attempt() as attempt:
         refuse_injected(engine.state, model, is_root=True)
         _check_optimizer(optimizer, engine.params)
+        engine.state.check_masters("load_checkpoint")
         for pending in pending_in(engine.write_observers):
             pending.join()
         path = find(place_of(directory))

@@ -22,9 +22,9 @@ from torch import nn
 from gemini.planning.planes import shapes_of
 from gemini.ranks.agree import Facts, checksum_text, plain
 from gemini.ranks.agreement import Point
-from gemini.rules import ADAM, LARGEST, RuleSpec, UpdateRule, is_decoupled, number_of
+from gemini.rules import ADAM, LARGEST, RuleSpec, UpdateRule, is_decoupled, number_of, rule_of
 from gemini.train.params.handle import ParamHandle, handle_of
-from gemini.train.params.owner import Owner
+from gemini.train.params.owner import Owner, owner_of
 
 Group = Mapping[str, Any]
 
@@ -149,10 +149,12 @@ def check_states(rule: UpdateRule, own: list[dict[str, Any]], state_dict: Any) -
         if not isinstance(state, Mapping | None):
             raise ValueError(f"the loaded state of {name!r} is a {type(state).__name__}, wanted a dict")
         if state:  # else it has had no update
-            _check_state(rule, state, param, name)
-            if rule == ADAM:
-                _check_moments(state, name)
             handle = handle_of(param)
+            # The model's may keep more than the optimizer knows of.
+            kept = rule if handle is None else rule_of(owner_of(handle).config.optimizer)
+            _check_state(kept, state, param, name)
+            if kept.face == ADAM:
+                _check_moments(state, name)
             if handle is not None and not handle.chunk.trained:
                 raise ValueError(
                     f"the loaded state has states of {name!r}, which is frozen here: call requires_grad_(True) before "

@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 
+from gemini.optim.average import EMA
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
 from gemini.train.params.guard import note_converted
-from gemini.train.params.handle import give_to, optimizer_of, original_class, params_of, stepping_in_backward
+from gemini.train.params.handle import (
+    give_to,
+    handle_of,
+    optimizer_of,
+    original_class,
+    params_of,
+    stepping_in_backward,
+)
+from gemini.train.params.owner import owner_of
 
 _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 """What the new class does in another way."""
@@ -93,6 +102,10 @@ def _past_of(optimizer: torch.optim.Optimizer, param: Any, rule: UpdateRule) -> 
     for spec in rule.spec.planes:
         if isinstance(value := found.get(spec.kind), torch.Tensor) and value.is_floating_point():
             found[spec.kind] = value.to(getattr(torch, spec.dtype))
+    handle = handle_of(param)
+    if found and handle is not None and EMA in handle.chunk.planes:
+        # Which torch's has not: it begins at the master that those steps have left.
+        found[EMA] = owner_of(handle).by_names.read(handle, torch.float32)
     return {"step": torch.tensor(1.0, device="cpu"), **found} if found else found
 
 

@@ -423,7 +423,7 @@ class HybridOptimizer(torch.optim.Optimizer):
                 raise refusal
         # By identity: == of tensors compares values.
         group = next(g for g in self.param_groups if any(p is handle.param for p in g["params"]))
-        return self.rule.scalars(group, handle.num_steps + 1, scale)
+        return stepping_of(handle).rule.scalars(group, handle.num_steps + 1, scale)
 
     def _step_managed(self, managed: list[tuple[ParamHandle, Group]], refusal: Exception | None) -> None:
         """Step, while no other thread is in the model. ``refusal``: what is wrong with this rank's groups; ranks that
@@ -446,7 +446,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         # Behind the agreement: a residual that waits for its weights is given up by all ranks alike.
         states_of.end_waiting(handle for handle, _ in managed)
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
-        stepping.step([handle for handle, _ in taking], [group for _, group in taking], self.rule.scalars)
+        stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
         if taking and stepping.looks_for_optimizers:
             stepping.warn_of_no_optimizer()
 

@@ -18,6 +18,7 @@ from torch import nn
 from gemini.errors import GeminiError, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
+from gemini.optim.average import EMA
 from gemini.optim.compact import CompactRule, upper_byte
 from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
@@ -248,6 +249,7 @@ def read_state(handle: ParamHandle, name: str | None = None) -> dict[str, torch.
 
     Compact ones are decoded: fp32, and a residual of int16.
     """
+    owner_of(handle).state.check_masters("the state of an optimizer is read")
     by_names, rule, compact = owner_of(handle).by_names, stepping_of(handle).rule, _compact_rule(handle)
     state = {"step": torch.tensor(float(handle.num_steps), device="cpu")}
     for kind in _shown(handle):
@@ -293,6 +295,7 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
 
     Where states are compact, values are rounded to what they can hold.
     """
+    owner_of(handle).state.check_masters("the state of an optimizer is written")
     by_names, rule = owner_of(handle).by_names, _compact_rule(handle)
     if rule is not None:
         # What the rule does not keep in codes (step, residual) passes as it is.
@@ -319,6 +322,9 @@ def write_state(handle: ParamHandle, state: dict[str, Any]) -> None:
         # Starting anew: zeros. The residual stays, since it is half of the master, which is the model's.
         elif not state and kind != RESIDUAL:
             by_names.write_plane(handle, kind, torch.zeros((), device="cpu").expand(shape))
+    if state and EMA in handle.chunk.planes and EMA not in state:
+        # Of steps before the model was wrapped: its average begins here, at the master that these have left.
+        by_names.write_plane(handle, EMA, by_names.read(handle, torch.float32))
     if handle.factors:
         stepping_of(handle).updates.wait(handle.chunk)
         for kind, factor in handle.factors.items():

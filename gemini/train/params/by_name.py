@@ -342,6 +342,21 @@ class ByName:
         with self._observers.writing(handle.chunk):
             self._write_range(plane, handle, _own_part(handle, value, plane.block).to("cpu"))
 
+    @alone
+    def exchange(self, handle: ParamHandle, kind: PlaneKind) -> None:
+        """Let a param's master and its values in a plane of fp32 change places, bit for bit; each rank does its part.
+
+        Called inside `WHOLE`.
+        """
+        handle.chunk.settle()
+        planes = handle.chunk.planes
+        with self._observers.writing(handle.chunk):
+            master = read_range(self._mover, planes[WEIGHTS], handle)
+            if RESIDUAL in planes:
+                master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
+            self._write(handle, read_range(self._mover, planes[kind], handle), None)
+            self._write_range(planes[kind], handle, master)
+
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:
         """Make a param's gathered weights its master: written elements exactly, others keep their residual; a loaded
         residual that waits for just these weights completes them.

@@ -93,6 +93,7 @@ class BackwardPass:
         if self._state.in_backward:
             return
         self._state.check_there()
+        self._state.check_masters("a backward")
         self._state.begin_backward()
         self.arrived, self.num_landed = [], 0
         if self.observers.recording is not None:

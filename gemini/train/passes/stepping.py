@@ -261,6 +261,7 @@ class Stepping:
         if self.state.corrupted_by is not None:
             self.state.check_whole()
         self.state.check_there()
+        self.state.check_masters("optimizer.step()")
         if self.state.num_open:
             self._recovery.forget_interrupted()
         # Updates inside backward that were finite only as far as the device knows are told of before the step ends.

@@ -1,0 +1,141 @@
+"""A moving average of the masters (EMA) as one more plane of a rule: it moves, tile by tile, behind the rule's update.
+
+Of each param it begins as the master that its first update finds. After every update, in fp32 and in this order::
+
+    average -= (average - master) * (1 - decay)
+
+That is ``EMAModel.step`` of diffusers over fp32 params, bit for bit. (``torch.lerp`` rounds once less where an element
+happens to be in a vector register, so what it gives depends on where a tensor begins and ends.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gemini.kernels.arrays import Arrays, Segment, Where
+from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
+from gemini.rules import ADAM, ElementwiseRule, Hyper, UpdateRule, kernel_scalars
+
+EMA: PlaneKind = "ema"
+_DECAY = Hyper(0.999, within="in [0, 1]")
+
+
+@dataclass(frozen=True)
+class MovingAverage(ElementwiseRule):
+    """No step: the master stays as it is, and the gradient is not looked at."""
+
+    spec = RuleSpec("moving average", (PlaneSpec(EMA, "float32"),))
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
+        """``group``: the decay, and whether the average begins here."""
+        return kernel_scalars("average", weight=1.0 - group["decay"], fresh=group["fresh"], grad_scale=grad_scale)
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        ema = states[EMA]
+        if scalars.fresh:
+            ema.copy_(master)
+        else:
+            ema.sub_((ema - master) * scalars.weight)
+
+
+_AVERAGE = MovingAverage()
+_BEGIN = _AVERAGE.scalars({"decay": 0.0, "fresh": 1.0}, 0, 1.0)
+
+
+class AveragedScalars(NamedTuple):
+    """Of one update: those of the rule inside, and of the average, None where it stays; ``is_first``: it begins."""
+
+    own: Any
+    average: Any
+    is_first: bool
+
+
+@dataclass(frozen=True)
+class AveragedRule(UpdateRule):
+    """Another rule, and a moving average of the masters: 4 more bytes per param, on whatever tier its states are.
+    :class:`gemini.EMA` reads it.
+
+    Args:
+        rule: the rule that updates, by default Adam's. The optimizer of the model is that of this rule.
+        decay: what is kept of the average in each update, from 0 (it is the master) to 1 (it stays); or that as a
+            function of the number of the param's update, from 1 on: a warm-up, or averaging that begins late or only
+            every few steps. It always returns the same for a number, on every rank.
+        dtype: only fp32. In half precision it stands still when its steps are less than half of its last bit.
+
+    Raises:
+        ValueError, TypeError: for a decay outside of 0 and 1, another dtype, and a rule inside that is none, has an
+            average itself or compact states.
+    """
+
+    rule: UpdateRule = ADAM
+    decay: float | Callable[[int], float] = _DECAY.default
+    dtype: torch.dtype = torch.float32
+
+    defaults = property(lambda self: self.rule.defaults)  # type: ignore[assignment]
+    has_kernel = property(lambda self: self.rule.has_kernel)  # type: ignore[assignment]
+    uniform = property(lambda self: self.rule.uniform)  # type: ignore[assignment]
+    face = property(lambda self: self.rule)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, UpdateRule) or self.rule.face is not self.rule:
+            raise TypeError(f"AveragedRule(rule=) is a rule without an average and compact states, got {self.rule!r}")
+        if self.dtype is not torch.float32:
+            raise ValueError(
+                f"AveragedRule(dtype={self.dtype}): averages are kept in torch.float32, or they stand still"
+            )
+        if not callable(self.decay):
+            _DECAY.check(self.decay, "AveragedRule(decay=)")
+
+    def __repr__(self) -> str:
+        # Ranks compare it, and the repr of a function has an address.
+        name = getattr(self.decay, "__qualname__", type(self.decay).__qualname__)
+        return f"AveragedRule(rule={self.rule!r}, decay={name if callable(self.decay) else self.decay!r})"
+
+    @cached_property
+    def spec(self) -> RuleSpec:  # type: ignore[override]
+        own = self.rule.spec
+        return replace(own, name=f"{own.name} with EMA", planes=(*own.planes, *_AVERAGE.spec.planes))
+
+    def check_group(self, group: Mapping[str, Any], what: str) -> None:
+        self.rule.check_group(group, what)
+
+    def grouped(self, model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return self.rule.grouped(model, groups)
+
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
+        decay = self.decay
+        if callable(decay):
+            decay = decay(step)
+            _DECAY.check(decay, f"decay({step}) of {self!r}")
+        # Sophia's estimates are no steps of the weights.
+        stays = decay == 1 or group.get("estimates_hessian")
+        average = None if stays else _AVERAGE.scalars({"decay": float(decay), "fresh": 0.0}, step, 1.0)
+        return AveragedScalars(self.rule.scalars(group, step, grad_scale), average, step == 1)
+
+    def update(
+        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
+    ) -> None:
+        if scalars.is_first:
+            _AVERAGE.update(master, grad, states, _BEGIN, where)
+        self.rule.update(master, grad, states, scalars.own, where)
+        if scalars.average is not None:
+            _AVERAGE.update(master, grad, states, scalars.average, where)
+
+    def run(
+        self, arrays: Arrays, segments: Sequence[Segment], stop: Tensor | None = None, grad_scale: Tensor | None = None
+    ) -> None:
+        if not self.has_kernel:
+            super().run(arrays, segments, stop, grad_scale)
+            return
+        _AVERAGE.run(arrays, [one._replace(scalars=_BEGIN) for one in segments if one.scalars.is_first], stop)
+        self.rule.run(arrays, [one._replace(scalars=one.scalars.own) for one in segments], stop, grad_scale)
+        moved = [one._replace(scalars=one.scalars.average) for one in segments if one.scalars.average is not None]
+        _AVERAGE.run(arrays, moved, stop)
