@@ -269,8 +269,10 @@ class Room:
 
     def _evict_unkept(self, want: Want) -> bool:
         """Evict windows that the plan fetches again anyway; with ``want.after`` only those that are read later than
-        that.
+        that. For another model, which computes while this one does not, any.
         """
+        if want.ledger is not self.ledger:
+            return self._give(want, self._evictable())
         return self._give(want, self._evictable(only_unkept=True, after=want.after))
 
     def _evict_kept(self, want: Want) -> bool:
@@ -280,6 +282,8 @@ class Room:
     def _give(self, want: Want, candidates: list[Candidate]) -> bool:
         """Memory that waits for a window, and that of enough of these windows; nothing if all are too little."""
         missing = self._missing(want)
+        if want.ledger is not self.ledger:  # whose own windows are the rest
+            missing = min(missing, sum(candidate.num_bytes for candidate in candidates))
         # Enough of them or none: windows that go without making the room are fetched again for nothing.
         victims = victims_of(self._policy, candidates, missing) if missing and candidates else ()
         if victims is None or (missing and not candidates):
@@ -401,8 +405,7 @@ class Room:
 
     def left_beside(self, working_set: int) -> int:
         """Bytes that something else can have for good, where windows need ``working_set``."""
-        tier = self.tier
-        return self.ledger.free(tier) + self.ledger.held(tier, "windows") + self.pool - working_set
+        return self.ledger.gatherable(self.tier) - self.ledger.working_set(self.tier, working_set)
 
     def spare(self, working_set: int) -> int:
         """Bytes of the windows' own memory beyond what they need; none where it is not their own."""
