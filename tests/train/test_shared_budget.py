@@ -10,6 +10,7 @@ from torch import nn
 
 import gemini
 from gemini.errors import BudgetExceeded, GeminiError
+from gemini.testing.standin import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import make_config, noise, same_bits, tight_bytes
 from tests.world import world_of
@@ -46,7 +47,7 @@ def together(where: str, path: Path, *makes: Any, slack: int = 2**14) -> tuple[g
         memory = gemini.SharedBudget(cpu=gathered + staging, nvme="64MiB", nvme_path=path)
     else:
         memory = gemini.SharedBudget(gpu=gathered, cpu="64MiB", nvme="64MiB", nvme_path=path)
-    device = gemini.testing.StandinDevice(in_pieces=True) if where == "pieces" else "standin"
+    device = {"disk": lambda: "cpu", "pieces": lambda: StandinDevice(in_pieces=True)}.get(where, lambda: "standin")
     found = []
     for make in makes:
         config = make_config(make(), "disk" if where == "disk" else "standin", path)
@@ -54,8 +55,7 @@ def together(where: str, path: Path, *makes: Any, slack: int = 2**14) -> tuple[g
             gemini.GeminiDDP(
                 make(),
                 gemini.GeminiConfig(
-                    precision="bf16", memory=memory, device="cpu" if where == "disk" else device,
-                    placement=config.placement,
+                    precision="bf16", memory=memory, device=device(), placement=config.placement,
                 ),
             )
         )  # fmt: skip

@@ -23,6 +23,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.foresight import Foresight
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
 from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
@@ -331,7 +332,11 @@ class Room:
     def _shrink(self, want: Want) -> bool:
         """Windows have what is missing less from now on."""
         # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
-        return self.shrink(want.missing())
+        if want.ledger is self.ledger:
+            return self.shrink(want.missing())
+        # Another model's window may lack a place in one piece only: of the budget it lacks its size. Whole pages.
+        missing = want.num_bytes - self.ledger.free(self.tier)
+        return self.shrink(-(-missing // PAGE) * PAGE)
 
     def shrink(self, num_bytes: int) -> bool:
         """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory
