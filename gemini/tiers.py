@@ -285,6 +285,7 @@ class Want:
         self.leave = 0  # bytes that stay free for others, who have claimed them
         self.given: set[Turn] = set()  # turns of `_ONCE` that gave, and are not asked again
         self.asks_others = True  # other models of the same budget too
+        self.found_busy = False  # one of them, in which another thread is at work
 
     def missing(self) -> int:
         """Bytes that must come free before :meth:`take` can succeed."""
@@ -433,6 +434,7 @@ class Ledger:
     def _give_to_other(self, reclaim: Reclaimer, want: Want) -> bool:
         gave: list[bool] = []
         self.if_alone(lambda: gave.append(reclaim(want)))
+        want.found_busy |= not gave
         return any(gave)
 
     def reclaim_all(self, tier: Tier, asking: frozenset[Turn]) -> None:
@@ -476,6 +478,11 @@ class Ledger:
     def _left(self, tier: Tier) -> int:
         """What may be used just now."""
         return self._accounts[tier].budget if self._pool is None else self._pool.left_to(self, tier)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other models may have the same budget."""
+        return self._pool is not None
 
     def of_windows(self, tier: Tier) -> int:
         """Bytes that windows have, or that wait for one."""
@@ -564,6 +571,11 @@ class Ledger:
             )
         else:
             error = explain(want)
+        if want.found_busy:
+            error = BudgetExceeded(
+                f"{error}. Another thread is at work in a model of the same budget, which gives nothing meanwhile: use "
+                "them one after the other, or raise the budget"
+            )
         return error if remark is None else remark(error)
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:

@@ -193,7 +193,7 @@ class Problem:
         return sharded or home is not self.compute or is_cast
 
     def for_windows(self, *, gathers: bool) -> int:
-        """Bytes of the computing tier that are left to gathered weights: of this model, if it gathers any, or others'."""
+        """Bytes of the computing tier for gathered weights: of this model, if it gathers any, or of others."""
         return max(self.working_set if gathers else 0, self.others)
 
     def spoken_for_by_name(

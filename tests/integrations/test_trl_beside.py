@@ -1,4 +1,4 @@
-"""TRL's trainers with a reference, reward models, a teacher: frozen and managed in the budget of the model they train."""
+"""TRL's trainers with a reference, rewards, a teacher: frozen and managed in the budget of the model they train."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 import trl
-from gemini.integrations import trl as ours
 from gemini.integrations.huggingface import GeminiTrainerMixin
 
 import gemini
+from gemini.integrations import trl as ours
 from gemini.tiers import Tier
 from tests.integrations.test_trl_sft import WORDS, tokenizer
 from tests.integrations.trainer_cases import Record, llama
@@ -25,9 +25,10 @@ PAIRS = {
 }
 LABELLED = {"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"], "label": [True, False] * 4}
 PROMPTS = {"prompt": PAIRS["prompt"]}
-SAID = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
-        for a, b in zip(PAIRS["prompt"], PAIRS["chosen"], strict=True)]  # fmt: skip
-TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+
+
+class GeminiDistillationTrainer(GeminiTrainerMixin, trl.DistillationTrainer):
+    """What a user writes."""
 
 
 def reward_model() -> Any:
@@ -45,12 +46,13 @@ def other(seed: int = 5) -> Any:
     return model
 
 
-ONLINE = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1, "temperature": 1.0, "per_device_train_batch_size": 4}
+ONLINE = {"max_completion_length": 5, "beta": 0.1, "temperature": 1.0, "per_device_train_batch_size": 4}
 KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
     "DPO": (trl.DPOConfig, {"beta": 0.1, "max_length": 16}, PAIRS, {}),
     "KTO": (trl.KTOConfig, {"beta": 0.1, "max_length": 16, "per_device_train_batch_size": 4}, LABELLED, {}),
-    "GRPO": (trl.GRPOConfig, ONLINE, PROMPTS, {}),
-    "RLOO": (trl.RLOOConfig, ONLINE, PROMPTS, {}),
+    "GRPO": (trl.GRPOConfig, {**ONLINE, "num_generations": 2}, PROMPTS, {}),
+    "RLOO": (trl.RLOOConfig, {**ONLINE, "num_generations": 2}, PROMPTS, {}),
+    "Distillation": (trl.DistillationConfig, ONLINE, PROMPTS, {}),
 }
 
 
@@ -68,11 +70,15 @@ def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: 
     if kind in ("GRPO", "RLOO"):
         more.setdefault("reward_funcs", [reward_model()])
         more.setdefault("reward_processing_classes", [tokenizer()])
+    if kind == "Distillation":
+        more.setdefault("teacher_model", other())
     if managed and memory is not None:
         more["gemini_config"] = gemini.GeminiConfig(memory=memory)
     record = Record()
     torch.manual_seed(11)
-    trainer = getattr(ours if managed else trl, f"{'Gemini' if managed else ''}{kind}Trainer")(
+    stock = getattr(trl, f"{kind}Trainer")
+    managing = GeminiDistillationTrainer if kind == "Distillation" else getattr(ours, f"Gemini{kind}Trainer", None)
+    trainer = (managing if managed else stock)(
         model=more.pop("model", None) or llama(), args=config(**said), processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_dict(rows), callbacks=[record], **more,
     )  # fmt: skip
@@ -87,7 +93,8 @@ def saved(folder: Path) -> str:
 
 
 def beside(trainer: Any) -> list[Any]:
-    return [m for m in (getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())) if m is not None]
+    found = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
+    return [model for model in (*found, *getattr(trainer, "reward_funcs", ())) if model is not None]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,8 +115,10 @@ def test_reference_and_rewards_are_managed_with_the_model(kind: str, tmp_path: P
     models = beside(trainer)
     assert len(models) == len(beside(stock)) >= 1
     shared = world_of(trainer.model).config.memory.report()
-    for model in models:
+    for model, plain in zip(models, beside(stock), strict=True):
         world = world_of(model)
+        for name, param in plain.named_parameters():
+            assert torch.allclose(model.full_param(name), param, rtol=1e-3, atol=1e-5), name
         assert not any(param.requires_grad for param in model.parameters())
         held = sum(world.held(tier, "weights") for tier in world.tiers)
         assert held == sum(world.problem.window_bytes(c.spec.index) for c in world.chunks)  # 4 bytes: it is in fp32

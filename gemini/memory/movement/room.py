@@ -184,6 +184,7 @@ class Room:
         """The chunk that somebody waits for, while room is made for it."""
         self.tier, self.is_apart, self.frames = device.tier, device.keeps_windows, device.frames
         self._device, self._foresight, self._policy = device, foresight, policy or NextUse()
+        self._growth: Want | None = None
         self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
         for turn, reclaim in (
@@ -327,13 +328,26 @@ class Room:
         if self.is_apart:
             # From here on bytes of the budget help, so those who hold them are asked too.
             want.asking |= OF_BUDGET
+            self.grow_again()
         return self.is_apart
+
+    def grow_again(self) -> None:
+        """Have the working set again in memory of the windows' own, of which models of the same budget had a part while
+        they computed. Nothing while some windows are read: their memory is one piece.
+        """
+        tier, needed = self.tier, self.ledger.needs.get(self.tier, 0)
+        missing = -(-(needed - self.ledger.of_windows(tier)) // PAGE) * PAGE
+        if not (self.is_apart and self.ledger.is_shared and missing > 0 and self.evict_all()):
+            return
+        self._growth = Want(self.ledger, tier, missing, "pool", frozenset({Turn.LESS}))
+        if self.ledger.obtain(self._growth):
+            self._device.reserve_windows(self.pool)
 
     def _shrink(self, want: Want) -> bool:
         """Windows have what is missing less from now on."""
         # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
         if want.ledger is self.ledger:
-            return self.shrink(want.missing())
+            return want is not self._growth and self.shrink(want.missing())
         # Another model's window may lack a place in one piece only: of the budget it lacks its size. Whole pages.
         missing = want.num_bytes - self.ledger.free(self.tier)
         return self.shrink(-(-missing // PAGE) * PAGE)

@@ -155,7 +155,9 @@ def prepare(
     }
     # The paths may differ between machines: only whether there is one is compared.
     paths = {f"{tier.value}_path": config.memory.path_of(tier) is not None for tier in FILED}
-    memory = {f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths}
+    memory = {
+        f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths
+    }
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
         {
