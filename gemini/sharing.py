@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
+from gemini.errors import parse_bytes
 from gemini.tiers import OF_BUDGET, Ledger, MemoryBudget, Tier
 
 
@@ -77,9 +78,9 @@ class Pool:
     def note_peak(self, tier: Tier, used: int) -> None:
         self._peaks[tier] = max(self._peaks.get(tier, 0), used)
 
-    def offer(self, budgets: Mapping[Tier, int], compute: Tier) -> dict[Tier, int]:
+    def offer(self, budgets: Mapping[Tier, int], compute: Tier, later: int) -> dict[Tier, int]:
         """Bytes per tier that the next model may plan with. ``budgets`` are those of the whole, as measured now; they
-        hold from the first model on.
+        hold from the first model on, which leaves ``later`` bytes of host memory.
         """
         members = self.members()
         if not members:
@@ -90,6 +91,7 @@ class Pool:
                 if tier in other.tiers:
                     other.if_alone(partial(other.reclaim_all, tier, OF_BUDGET))
         left = {tier: self._budgets[tier] - self.kept_by_others(None, tier) for tier in budgets}
+        left[Tier.CPU] -= 0 if members else later
         return {t: max(n - (0 if t is compute else self.needed_by_others(None, t)), 0) for t, n in left.items()}
 
     def check_invariants(self) -> None:
@@ -130,21 +132,27 @@ class SharedBudget(MemoryBudget):
         gpu, cpu, nvme, nvme_path, durable: as in :class:`MemoryBudget`. What is left out is measured when the first
             model is wrapped. On a GPU a model gives its memory for gathered weights back as a whole, so changing from
             one to the other costs a few allocations, and torch's allocator is not limited to the budget.
+        later: bytes of host memory that the first model leaves to those that come after it. A model plans with all that
+            there is; what is small is best wrapped first, and needs none.
     """
 
+    later: str | int = 0
     pool: Pool = field(default_factory=Pool, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_bytes(self.later, what="SharedBudget(later=)")
+
     @classmethod
-    def of(cls, memory: MemoryBudget) -> SharedBudget:
+    def of(cls, memory: MemoryBudget, later: int = 0) -> SharedBudget:
         """The same bytes, for several models; ``memory`` itself if it is shared already."""
         if isinstance(memory, SharedBudget):
             return memory
-        return cls(**{each.name: getattr(memory, each.name) for each in fields(memory)})
+        return cls(**{each.name: getattr(memory, each.name) for each in fields(memory)}, later=later)
 
     def report(self) -> dict[str, dict[str, Any]]:
         """What all models have together, by the name of a tier: "budget", "used" and "peak" in bytes, and "holders",
-        bytes by what uses them. ``model.memory_report()`` has those of one model; its "budget" is what the others leave
-        to it.
+        bytes by what uses them. ``model.memory_report()`` has those of one model.
         """
         return self.pool.report()
 

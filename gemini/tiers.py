@@ -461,9 +461,11 @@ class Ledger:
         return tuple(self._accounts)
 
     def budget(self, tier: Tier) -> int:
-        """What may be used; of a shared budget, what the other models do not keep."""
-        budget = self._accounts[tier].budget
-        return budget if self._pool is None else budget - self._pool.kept_by_others(self, tier)
+        return self._accounts[tier].budget
+
+    def share(self, tier: Tier) -> int:
+        """What may be used at most: of a shared budget, what the other models do not keep."""
+        return self.budget(tier) - (0 if self._pool is None else self._pool.kept_by_others(self, tier))
 
     def used(self, tier: Tier) -> int:
         account = self._accounts.get(tier)

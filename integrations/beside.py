@@ -57,17 +57,35 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
     return replace(config, memory=memory)
 
 
+def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
+    """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
+    its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
+    """
+    own, frozen = _bytes_per_param(config)
+    share = 1 / 4 if config.memory.path_of(DRIVE) is not None else number * frozen / (own + number * frozen)
+    return SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
+
+
+def _bytes_per_param(config: GeminiConfig) -> tuple[float, float]:
+    """Of one that is trained, and of one that is not."""
+    planes = plane_specs(config.precision, config.gradients, config.rule_spec, trainable=True)
+    return sum(spec.page_bytes(2**20) for spec in planes.values()) / 2**20, COMPUTE_DTYPES[config.precision].itemsize
+
+
+def _host_bytes(config: GeminiConfig) -> int:
+    declared = config.memory.bytes_of(Tier.CPU)
+    return int(MARGIN * available_bytes()) if declared is None else declared
+
+
 def _lowest(frozen: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig) -> StaticPlacement:
     """Host memory if all models fit there with all that they need, else the drive, on all ranks alike."""
-    itemsize = COMPUTE_DTYPES[config.precision].itemsize
-    num_bytes = sum(itemsize * p.numel() for model in (*frozen, trained) for p in model.parameters())
-    numel = sum(p.numel() for p in trained.parameters() if p.requires_grad)
-    if numel:
-        planes = plane_specs(config.precision, config.gradients, config.rule_spec, trainable=True)
-        num_bytes += sum(spec.page_bytes(numel) for spec in planes.values()) - itemsize * numel
-    declared = config.memory.bytes_of(Tier.CPU)
-    fits = num_bytes <= MARGIN * (available_bytes() if declared is None else declared)
-    chosen = [fits]
+    per_trained, per_frozen = _bytes_per_param(config)
+    num_bytes = sum(
+        (per_trained if param.requires_grad else per_frozen) * param.numel()
+        for model in (*frozen, trained)
+        for param in model.parameters()
+    )
+    chosen = [num_bytes <= MARGIN * _host_bytes(config)]
     broadcast_object_list(chosen)  # what is free differs from rank to rank
     has_drive = config.memory.path_of(DRIVE) is not None
     return StaticPlacement(weights_on_nvme=0.0 if chosen[0] or not has_drive else 1.0)

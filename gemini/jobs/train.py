@@ -14,6 +14,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from torch import nn
 
 import gemini
 import gemini.integrations.trl as ready
-from gemini.errors import counted, human_bytes
+from gemini.errors import counted
+from gemini.integrations.beside import budget_for
 from gemini.integrations.huggingface_durable import store_behind
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
@@ -247,7 +249,7 @@ class Run:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.durable_every = ours.durable_every or 1
-        for line in (*trainer.told, *outside(trainer)):
+        for line in trainer.told:
             self._console.print(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
@@ -282,7 +284,9 @@ class Run:
             self.trainer.save_model(str(self.out))
             self.trainer.save_state()
         memory = self.model.memory_report()
-        lines, all_within = budget_lines(*self.team.tell(shares(memory), "the end of the job"))
+        shared = self.model._gemini_engine.config.memory
+        own = shares(shared.report() if isinstance(shared, gemini.SharedBudget) else memory)
+        lines, all_within = budget_lines(*self.team.tell(own, "the end of the job"))
         self._console.print(str(memory), *lines, sep="\n")
         if not finished:
             self._console.print(f"Stopped after step {state.global_step} of {state.max_steps}. To go on: {again}")
@@ -407,7 +411,7 @@ def make_config(kind: str, options: Options, source: ModelSource, notes: list[st
             raise JobError(f"gemini {kind} needs --activations, such as 4GiB: such a step is not traced ahead.")
         trace = trace_of(kind, options, source)
     with as_job_error(asked="The options cannot be used together"):
-        return gemini.GeminiConfig(
+        config = gemini.GeminiConfig(
             precision=precision_of(args),
             states=ours.states,
             memory=gemini.MemoryBudget(
@@ -426,6 +430,18 @@ def make_config(kind: str, options: Options, source: ModelSource, notes: list[st
             tile_tokens=ours.tile_tokens,
             optimizer=rule_named(ours.optimizer or "adamw"),
         )
+    number = num_beside(kind, options)
+    return replace(config, memory=budget_for(config, number)) if number else config
+
+
+def num_beside(kind: str, options: Options) -> int:
+    """The number of models that the trainer evaluates beside the one that it trains."""
+    args, has_reference = options.args, not options.model.use_peft
+    if kind in ("dpo", "kto"):
+        return int(has_reference and not args.precompute_ref_log_probs)
+    if kind in ("grpo", "rloo"):
+        return int(has_reference and args.beta > 0) + bool(options.script.reward_model_name_or_path)
+    return 0
 
 
 def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace:
@@ -519,12 +535,3 @@ class _Nowhere:
 
     def copy_(self, other: Any) -> None:
         pass
-
-
-def outside(trainer: Any) -> Iterator[str]:
-    """What a trainer has in memory that no budget knows of."""
-    reference, rewards = getattr(trainer, "ref_model", None), getattr(trainer, "reward_funcs", ())
-    for what, model in [("the reference model", reference), *(("a reward model", one) for one in rewards)]:
-        if isinstance(model, nn.Module) and not isinstance(model, GeminiDDP):
-            size = sum(p.numel() * p.element_size() for p in model.parameters())
-            yield f"outside of the budgets: {what}, {human_bytes(size)} in memory"

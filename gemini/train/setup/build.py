@@ -206,7 +206,7 @@ class PlannedForesight(Foresight):
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
         """Make the moves for recorded accesses, which leave some room to activations on their way if they can."""
         model, problem = self._owner(), self._problem
-        left = {tier: min(n, self._ledger.budget(tier)) for tier, n in problem.budgets.items()}
+        left = {tier: min(n, self._ledger.share(tier)) for tier, n in problem.budgets.items()}
         problem = replace(problem, budgets=left)
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
         for room in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:

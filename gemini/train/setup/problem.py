@@ -246,7 +246,7 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside: 
     pool = pool_of(memory)
     if pool is not None:
         whole = {tier: max(n - beside, 0) if tier is device.tier else n for tier, n in budgets.items()}
-        budgets = pool.offer(whole, device.tier)
+        budgets = pool.offer(whole, device.tier, parse_bytes(getattr(memory, "later", 0)) // ranks.local_size)
     # All ranks plan alike, with what the poorest has: their layouts must be the same.
     return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
 
