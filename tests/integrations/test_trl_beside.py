@@ -1,5 +1,7 @@
 """TRL's trainers with a reference, rewards, a teacher: frozen and managed in the budget of the model they train."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +10,18 @@ import pytest
 import torch
 import transformers
 import trl
+from gemini.integrations.beside import manage_beside
 from gemini.integrations.huggingface import GeminiTrainerMixin
 
 import gemini
 from gemini.integrations import trl as ours
 from gemini.tiers import Tier
 from tests.integrations.test_trl_sft import WORDS, tokenizer
-from tests.integrations.trainer_cases import Record, llama
+from tests.integrations.trainer_cases import Record, assert_same_run, llama
 from tests.world import is_managed, world_of
 
 STEPS = 3
+CHUNK = 4096  # else so small a model takes more memory for staging than for itself
 PAIRS = {
     "prompt": [" ".join(WORDS[i % 5 : i % 5 + 3]) for i in range(8)],
     "chosen": [" ".join(WORDS[i % 7 : i % 7 + 4]) for i in range(8)],
@@ -73,7 +77,7 @@ def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: 
     if kind == "Distillation":
         more.setdefault("teacher_model", other())
     if managed and memory is not None:
-        more["gemini_config"] = gemini.GeminiConfig(memory=memory)
+        more["gemini_config"] = gemini.GeminiConfig(memory=memory, max_chunk=CHUNK)
     record = Record()
     torch.manual_seed(11)
     stock = getattr(trl, f"{kind}Trainer")
@@ -99,12 +103,12 @@ def beside(trainer: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_and_rewards_are_managed_with_the_model(kind: str, tmp_path: Path) -> None:
-    """In a budget of few MiB with a drive: losses and metrics of the stock trainer, and the bytes by arithmetic."""
+    """In less than a MiB with a drive: losses and metrics of the stock trainer, and the bytes by arithmetic."""
     policy = saved(tmp_path / "policy") if kind in ("GRPO", "RLOO") else None
     given = {"model": policy, "sync_ref_model": True, "ref_model_sync_steps": 2} if policy else {}
     stock, wanted = make(kind, tmp_path / "stock", False, **given)
     stock.train()
-    memory = gemini.MemoryBudget(cpu="2MiB", nvme="16MiB", nvme_path=tmp_path)
+    memory = budget(tmp_path, shared=False)
     trainer, record = make(kind, tmp_path / "ours", True, memory, **given)
     trainer.train()
     keys = {key for logs in wanted.logs for key, value in logs.items() if isinstance(value, float)}
@@ -125,5 +129,67 @@ def test_reference_and_rewards_are_managed_with_the_model(kind: str, tmp_path: P
         world.check()
     total = {tier: sum(world_of(m).used(Tier(tier)) for m in (trainer.model, *models)) for tier in shared}
     assert {tier: row["used"] for tier, row in shared.items()} == total
-    assert all(row["peak"] <= row["budget"] for row in shared.values())
+    assert all(row["peak"] <= row["budget"] for row in shared.values()) and shared["nvme"]["used"] > 0
     assert all(is_managed(model) for model in models)
+
+
+def budget(folder: Path, shared: bool = True, cpu: str = "450KiB", **more: Any) -> Any:
+    kind = gemini.SharedBudget if shared else gemini.MemoryBudget
+    return kind(cpu=cpu, nvme="16MiB", nvme_path=folder, **more)
+
+
+def by_hand(memory: Any, model: Any = None) -> Any:
+    return gemini.GeminiDDP(
+        model or llama(), gemini.GeminiConfig(precision="fp32", memory=memory, device="cpu", max_chunk=CHUNK)
+    )
+
+
+@pytest.mark.parametrize("who", ["policy", "policy of its own", "reference", "both"])
+def test_models_wrapped_by_hand_are_taken_as_they_are(who: str, tmp_path: Path) -> None:
+    """What is left plain joins a budget that is shared. A policy that has planned with all of its own leaves it so."""
+    stock, wanted = make("DPO", tmp_path / "stock", False)
+    stock.train()
+    memory = budget(tmp_path, who != "policy of its own", **({} if who == "policy of its own" else {"later": "200KiB"}))
+    policy = by_hand(memory) if who != "reference" else llama()
+    reference = other() if who.startswith("policy") else by_hand(budget(tmp_path), other())
+    given = None if who != "reference" else memory
+    trainer, record = make("DPO", tmp_path / "ours", True, given, model=policy, ref_model=reference)
+    trainer.train()
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=5e-4)
+    assert trainer.ref_model is reference and is_managed(reference) == (who != "policy of its own")
+    assert trainer.model is policy
+    if who in ("policy", "reference", "both"):
+        together = world_of(reference).config.memory.pool is world_of(policy).config.memory.pool  # type: ignore[attr-defined]
+        assert together == (who == "policy")
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_run_with_a_reference_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """In bf16, where a frozen model has 2 bytes per param wherever it is; the first one is all in memory."""
+    how: dict[str, Any] = {"bf16": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    if kind == "GRPO":
+        how["model"] = saved(tmp_path / "policy")
+    first, _ = make(kind, tmp_path / "run", True, gemini.MemoryBudget(cpu="64MiB"), **how)
+    first.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    again, _ = make(kind, tmp_path / "run", True, budget(tmp_path, shared=False), **how)
+    again.train(resume_from_checkpoint=True)
+    assert_same_run(first, again)
+    for trainer, tier in ((first, Tier.CPU), (again, Tier.NVME)):
+        for model in beside(trainer):
+            world = world_of(model)
+            in_bf16 = 2 * sum(chunk.numel for chunk in world.layout.chunks)
+            assert world.held(tier, "weights") == in_bf16 and sum(world.held(t, "weights") for t in Tier) == in_bf16
+
+
+def test_what_shares_params_or_cannot_be_managed_stays_plain(tmp_path: Path) -> None:
+    policy = llama()
+    judge = torch.nn.ModuleList([policy.lm_head])
+    odd = torch.nn.Linear(2, 2)
+    odd.register_parameter("codes", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    config = gemini.GeminiConfig(precision="fp32", memory=budget(tmp_path, shared=False), device="cpu")
+    with pytest.warns(UserWarning, match="Linear is evaluated outside of the budgets, since it cannot be managed"):
+        found = manage_beside([judge, odd, torch.nn.ReLU()], policy, config, None)
+    assert not is_managed(judge) and not is_managed(odd) and isinstance(found.memory, gemini.SharedBudget)
+    with pytest.raises(gemini.BudgetExceeded, match="LlamaForCausalLM, which is evaluated beside"):
+        manage_beside([other()], policy, replace(config, memory=gemini.MemoryBudget(cpu="10KiB")), None)
