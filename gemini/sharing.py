@@ -30,6 +30,9 @@ class Pool:
         self._budgets: dict[Tier, int] = {}
         self._peaks: dict[Tier, int] = {}
         self._members: list[weakref.ref[Ledger]] = []
+        self.at_once = False
+        """Whether plans leave room for what two models gather at once: a graph that waits for its backward may look
+        into weights (those of an output head that TRL reads itself) while another model computes."""
 
     def __deepcopy__(self, memo: Any) -> Pool:
         return self

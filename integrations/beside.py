@@ -40,6 +40,7 @@ def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: Gemin
     if not plain:
         return config
     memory = SharedBudget.of(config.memory)
+    memory.pool.at_once = True
     frozen = replace(
         config, memory=replace(memory, durable=False), trace=None, gradients="retain", activations=None, states="exact",
         optimizer=None, offload_activations=None, tile_tokens=None,
@@ -63,7 +64,9 @@ def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
     """
     own, frozen = _bytes_per_param(config)
     share = 1 / 4 if config.memory.path_of(DRIVE) is not None else number * frozen / (own + number * frozen)
-    return SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
+    memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
+    memory.pool.at_once = True
+    return memory
 
 
 def _bytes_per_param(config: GeminiConfig) -> tuple[float, float]:

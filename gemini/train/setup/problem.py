@@ -361,6 +361,7 @@ class _Chooser:
         beside, pool = bytes_beside(config, device, ranks), pool_of(config.memory)
         self._budgets = measure_budgets(config, device, ranks, beside)
         self._beside = beside if pool is None else 0
+        self._at_once = pool is not None and pool.at_once
         # All ranks plan alike: with what the largest of the others needs.
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
         if config.hardware is None:
@@ -404,7 +405,8 @@ class _Chooser:
         given = self._config.placement
         if isinstance(given, Plan) and self._device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
-        return replace(problem, beside=self._beside, others=self._others)
+        at_once = problem.working_set if self._at_once and self._others else 0
+        return replace(problem, beside=self._beside, others=self._others + at_once)
 
     def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
         config = self._config
