@@ -266,14 +266,13 @@ class GeminiAccelerator(SavingAccelerator):
         """Manage a model that is to be trained. With ``evaluation_mode`` another model (a teacher) stays plain; of a
         Trainer it is frozen, and managed with the trained one in its budget. One that is managed is taken as it is.
         """
-        if evaluation_mode:
-            if isinstance(model, GeminiDDP):
-                return model
+        if not evaluation_mode:
+            self.manage(model)
+        elif not isinstance(model, GeminiDDP):
             if self._gemini_beside is None:
                 return super().prepare_model(model, device_placement, evaluation_mode)
             self._gemini_beside.append(model.requires_grad_(False))
             return model
-        self.manage(model)
         if not any(model is known for known in self._models):
             self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
