@@ -55,7 +55,7 @@ class Pool:
 
     def leave(self, ledger: Ledger) -> None:
         """From now on what its model had is free."""
-        self._members = [*map(weakref.ref, self.others(ledger))]
+        self._members = [weakref.ref(other) for other in self.members() if other is not ledger]
 
     # ---- bytes --------------------------------------------------------------------------------------------------
 

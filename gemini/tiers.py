@@ -546,11 +546,11 @@ class Ledger:
         # The check and the taking are one: two threads that see the same free bytes must not both get them.
         with self._lock:
             left = self._left(tier)
-            used = account.used + num_bytes
-            if used > left:
+            if account.used + num_bytes > left:
                 return False
             if self._pool is not None:
-                self._pool.note_peak(tier, account.budget - left + used)
+                self._pool.note_peak(tier, account.budget - left + account.used + num_bytes)
+            used = account.used + num_bytes
             peak, held = max(account.peak, used), account.held.get(holder, 0) + num_bytes
             # One statement without a call. Cut in two by Ctrl-C, the sum of the holders would no longer be `used`, and
             # every later check of the books would fail.

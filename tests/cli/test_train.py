@@ -128,6 +128,18 @@ def test_every_trainer_goes_on_from_a_checkpoint(kind: str, lora: bool, llama: P
     assert same_weights(out, again, "adapter_model.safetensors" if lora else "model.safetensors")
 
 
+@pytest.mark.slow
+def test_a_reference_is_in_the_budgets_of_the_job(llama: Path, tmp_path: Path) -> None:
+    tight = ["--cpu_memory", "2MiB", "--nvme_memory", "8MiB", "--nvme_path", tmp_path, "--bf16", "false"]
+    losses = []
+    for number, ahead in enumerate(("true", "false")):
+        words = ["--output_dir", tmp_path / str(number), "--precompute_ref_log_probs", ahead, "--save_strategy", "no"]
+        result = of_kind("dpo", llama, tmp_path, *tight, *words).ok()
+        assert "cpu: stayed within its budget" in result.stdout
+        losses.append(losses_of(result.stdout))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0][0] != losses[0][-1]
+
+
 def test_dpo_has_the_losses_of_trls_own_trainer(llama: Path, tmp_path: Path) -> None:
     import datasets
     import trl
