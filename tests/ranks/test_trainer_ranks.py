@@ -178,6 +178,7 @@ def test_a_rank_is_lost_in_a_collective_of_the_trainer(where: str, pool_of: Pool
     assert "rank 1 did not answer during a collective of the Trainer" in other.text
 
 
+@pytest.mark.slow
 def test_a_reference_is_divided_among_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
     one, two = pool_of(2).run(train_beside, str(tmp_path / "two"), 1, seconds=120)
     whole = train_beside(str(tmp_path / "one"), 2)
