@@ -31,6 +31,7 @@ _WHERE = {
     "plan": "gemini.planning.planner",
     "simulate": "gemini.planning.simulate",
     "MemoryBudget": "gemini.tiers",
+    "SharedBudget": "gemini.sharing",
     "Tier": "gemini.tiers",
     "StaticPlacement": "gemini.planning.placement",
     "GeminiConfig": "gemini.config",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from gemini.planning.timeline import Timeline as Timeline
     from gemini.planning.trace import MemoryTrace as MemoryTrace
     from gemini.ranks.group import data_rank as data_rank
+    from gemini.sharing import SharedBudget as SharedBudget
     from gemini.tiers import MemoryBudget as MemoryBudget
     from gemini.tiers import Tier as Tier
     from gemini.tracing.ahead import trace as trace

@@ -28,7 +28,8 @@ class GeminiConfig:
         precision: the dtype of forward and backward: "bf16", "fp16" (with `gemini.GradScaler`) or "fp32". The optimizer
             always updates an exact fp32 master. By default bf16. In Trainer, Accelerate and Lightning the default is
             what their own flags say, which is fp32 without any flag.
-        memory: how many bytes each tier may hold. Tiers that are left out are measured.
+        memory: how many bytes each tier may hold; a :class:`gemini.SharedBudget` for several models together. Tiers
+            that are left out are measured.
         placement: where everything is stored. "auto": what :func:`gemini.plan` chooses for ``trace`` and ``hardware``.
             A :class:`StaticPlacement`: fractions. A :class:`~gemini.planning.plan.Plan`: exactly its homes and moves.
             Or a whole :class:`~gemini.planning.placement.Placement`.

@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
 from gemini.waiting import on_worker
+
+if TYPE_CHECKING:
+    from gemini.sharing import Pool
 
 
 class Direction(NamedTuple):
@@ -259,6 +262,8 @@ OF_BUDGET = frozenset({Turn.FLIGHTS, Turn.UPDATES, Turn.GUESSES, Turn.LANDINGS})
 OF_WINDOWS = NEEDED - OF_BUDGET - {Turn.LESS}
 """These give what windows have, which only windows can use where it is their own."""
 _ONCE = frozenset({Turn.GARBAGE, Turn.TOGETHER, Turn.MORE})
+_OWN = _ONCE | {Turn.BUFFERS, Turn.SUMS}
+"""What is of use to the model alone whose part it is."""
 
 
 class Want:
@@ -279,6 +284,8 @@ class Want:
         self.after: int | None = None if Turn.KEPT in asking else -1
         self.leave = 0  # bytes that stay free for others, who have claimed them
         self.given: set[Turn] = set()  # turns of `_ONCE` that gave, and are not asked again
+        self.asks_others = True  # other models of the same budget too
+        self.found_busy = False  # one of them, in which another thread is at work
 
     def missing(self) -> int:
         """Bytes that must come free before :meth:`take` can succeed."""
@@ -317,14 +324,17 @@ class Ledger:
 
     Reclaimers wait for workers, so workers are given what is free and ask nobody. They change the books of others, so
     whoever else asks is the thread that trains, or must not run beside it.
+
+    Args:
+        pool: of the models with which this one shares its budget, if it does. Their parts are asked too.
     """
 
-    def __init__(self, budgets: dict[Tier, int]):
+    def __init__(self, budgets: dict[Tier, int], pool: Pool | None = None):
         self._accounts = {tier: _Account(budget) for tier, budget in budgets.items()}
         # An RLock: the garbage collector may end the model inside of `on_change` or `holders`, which gives memory back
         # in the same thread. Between what `take` reads and what it writes nothing is allocated that the collector
         # counts.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock() if pool is None else pool.lock
         self.on_change: Callable[[Tier, Mapping[str, int]], None] | None = None
         """Told of every change, what the holders that changed hold now; it must not ask back."""
         # All weakly: workers hold the ledger, and must not keep alive what is registered.
@@ -333,6 +343,14 @@ class Ledger:
         self._explain: dict[Tier, weakref.WeakMethod[Any]] = {}
         self._remarks: dict[str, weakref.WeakMethod[Any]] = {}
         self._apart: set[Tier] = set()
+        self.needs: dict[Tier, int] = {}
+        """Bytes that the model needs beside what it keeps, while it computes."""
+        self.if_alone: Callable[[Callable[[], None]], None] = lambda function: function()
+        """Runs a function for a thread that trains another model, unless a thread is at work in this one."""
+        self.last_asked = 0
+        self._pool = pool
+        if pool is not None:
+            pool.join(self)
 
     # ---- who gives way ------------------------------------------------------------------------------------------
 
@@ -383,19 +401,48 @@ class Ledger:
         if on_worker():
             return False
         # From the first turn again at each call: what was given may have made something cheaper possible.
-        for turn, tier, method in self._reclaimers:
-            if tier is want.tier and turn in want.asking and turn not in want.given:
-                reclaim = method()
-                if reclaim is not None and reclaim(want):
-                    # Only turns that make a difference once; asked again they would say yes for ever.
-                    want.given |= {turn} & _ONCE
-                    return True
+        for ledger, turn, method in self._in_turn(want):
+            reclaim = method()
+            if reclaim is not None and (reclaim(want) if ledger is self else ledger._give_to_other(reclaim, want)):
+                # Only turns that make a difference once; asked again they would say yes for ever.
+                want.given |= {turn} & _ONCE
+                return True
         return False
+
+    def _in_turn(self, want: Want) -> list[tuple[Ledger, Turn, weakref.WeakMethod[Any]]]:
+        """Who may be asked, in turn; of one turn those of other models first, which do not compute just now."""
+        ledgers = [self]
+        if self._pool is not None and want.asks_others:
+            ledgers = [*self._pool.others(self), self]
+            self.last_asked = 1 + max(ledger.last_asked for ledger in ledgers)
+        found = [
+            (ledger, turn, method)
+            for ledger in ledgers
+            for turn, tier, method in ledger._reclaimers
+            if tier is want.tier and ledger._may_be_asked(turn, want)
+        ]
+        return found if len(ledgers) == 1 else sorted(found, key=lambda entry: entry[1])
+
+    def _may_be_asked(self, turn: Turn, want: Want) -> bool:
+        if want.ledger is self:
+            return turn in want.asking and turn not in want.given
+        # Memory that is the windows' own is of use to other models only where it is given back: as much as is missing.
+        if want.tier in self._apart and (turn is Turn.LESS or turn in OF_WINDOWS):
+            return turn is Turn.LESS and (turn in want.asking or Turn.MORE in want.given)
+        return turn in want.asking - _OWN
+
+    def _give_to_other(self, reclaim: Reclaimer, want: Want) -> bool:
+        gave: list[bool] = []
+        self.if_alone(lambda: gave.append(reclaim(want)))
+        want.found_busy |= not gave
+        return any(gave)
 
     def reclaim_all(self, tier: Tier, asking: frozenset[Turn]) -> None:
         """Have these give back all that they can."""
         # A want of 0 bytes: those that are asked here give one thing after another, without looking at what is missing.
-        while self.reclaim(Want(self, tier, 0, "", asking)):
+        want = Want(self, tier, 0, "", asking)
+        want.asks_others = False
+        while self.reclaim(want):
             pass
 
     def make_room(self, tier: Tier, num_bytes: int, asking: frozenset[Turn] = NEEDED) -> bool:
@@ -416,15 +463,45 @@ class Ledger:
     def budget(self, tier: Tier) -> int:
         return self._accounts[tier].budget
 
+    def share(self, tier: Tier) -> int:
+        """What may be used at most: of a shared budget, what the other models do not keep."""
+        return self.budget(tier) - (0 if self._pool is None else self._pool.kept_by_others(self, tier))
+
     def used(self, tier: Tier) -> int:
-        return self._accounts[tier].used
+        account = self._accounts.get(tier)
+        return 0 if account is None else account.used
 
     def peak(self, tier: Tier) -> int:
         return self._accounts[tier].peak
 
     def free(self, tier: Tier) -> int:
-        account = self._accounts[tier]
-        return account.budget - account.used
+        return self._left(tier) - self._accounts[tier].used
+
+    def _left(self, tier: Tier) -> int:
+        """What may be used just now."""
+        return self._accounts[tier].budget if self._pool is None else self._pool.left_to(self, tier)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other models may have the same budget."""
+        return self._pool is not None
+
+    def of_windows(self, tier: Tier) -> int:
+        """Bytes that windows have, or that wait for one."""
+        return self.held(tier, "windows") + self.held(tier, "pool")
+
+    def kept(self, tier: Tier) -> int:
+        """Bytes that are not given to other models, whoever computes."""
+        return self.used(tier) - self.of_windows(tier)
+
+    def gatherable(self, tier: Tier) -> int:
+        """Bytes that windows may have, all together: windows give way to windows, those of other models too."""
+        idle = 0 if self._pool is None else self._pool.idle(self, tier)
+        return self.free(tier) + self.of_windows(tier) + idle
+
+    def working_set(self, tier: Tier, own: int) -> int:
+        """Bytes that have to be left to windows: ``own``, or what another model of the same budget needs."""
+        return own if self._pool is None else max(own, self._pool.needed_by_others(self, tier))
 
     def held(self, tier: Tier, holder: str) -> int:
         account = self._accounts.get(tier)
@@ -468,9 +545,12 @@ class Ledger:
             raise BudgetExceeded(f"{holder} asked for {human_bytes(num_bytes)} of {tier.value}, which has no budget")
         # The check and the taking are one: two threads that see the same free bytes must not both get them.
         with self._lock:
-            used = account.used + num_bytes
-            if used > account.budget:
+            left = self._left(tier)
+            if account.used + num_bytes > left:
                 return False
+            if self._pool is not None:
+                self._pool.note_peak(tier, account.budget - left + account.used + num_bytes)
+            used = account.used + num_bytes
             peak, held = max(account.peak, used), account.held.get(holder, 0) + num_bytes
             # One statement without a call. Cut in two by Ctrl-C, the sum of the holders would no longer be `used`, and
             # every later check of the books would fail.
@@ -486,14 +566,18 @@ class Ledger:
         explain = _alive(self._explain.get(want.tier)) if want.what else None
         remark = _alive(self._remarks.get(want.holder))
         if explain is None:
-            account = self._accounts[want.tier]
+            budget, free = self._accounts[want.tier].budget, self.free(want.tier)
             error = BudgetExceeded(
                 f"{want.holder} asked for {human_bytes(want.num_bytes)} of {want.tier.value}: "
-                f"{human_bytes(account.used)} of {human_bytes(account.budget)} are taken, "
-                f"{human_bytes(account.budget - account.used)} are free"
+                f"{human_bytes(budget - free)} of {human_bytes(budget)} are taken, {human_bytes(free)} are free"
             )
         else:
             error = explain(want)
+        if want.found_busy:
+            error = BudgetExceeded(
+                f"{error}. Another thread is at work in a model of the same budget, which gives nothing meanwhile: use "
+                "them one after the other, or raise the budget"
+            )
         return error if remark is None else remark(error)
 
     def release(self, tier: Tier, num_bytes: int, holder: str) -> None:
@@ -542,6 +626,13 @@ class Ledger:
                 held = sum(account.held.values())
                 assert held == account.used, f"{tier.value}: holders hold {held}, used says {account.used}"
                 assert 0 <= account.used <= account.peak <= account.budget, (tier.value, account)
+        if self._pool is not None:
+            self._pool.check_invariants()
+
+    def close(self) -> None:
+        """The model ends: the others of a shared budget have what it had."""
+        if self._pool is not None:
+            self._pool.leave(self)
 
 
 def _alive(method: weakref.WeakMethod[Any] | None) -> Any:

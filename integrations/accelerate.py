@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.sharing import SharedBudget
 from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
@@ -40,6 +41,7 @@ except ImportError as e:
     ) from e
 
 from .accelerate_state import SavingAccelerator, engine_in
+from .beside import manage_beside
 from .parallelism import Parallel, parallel_of
 from .rules import owns_managed, to_hybrid
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
@@ -76,6 +78,8 @@ class GeminiAccelerator(SavingAccelerator):
     _gemini_config: GeminiConfig | None
     _gemini_flag: str | None
     _gemini_parallel: Parallel | None
+    _gemini_beside: list[nn.Module] | None = None
+    """What is evaluated beside the model that is trained, and managed together with it; None: it stays plain."""
 
     def __init__(self, *args: Any, gemini_config: GeminiConfig | None = None, **kwargs: Any):
         flag = kwargs.pop("mixed_precision", None)
@@ -147,7 +151,7 @@ class GeminiAccelerator(SavingAccelerator):
     # ---- prepare ------------------------------------------------------------------------------------------------
 
     def manage(self, model: nn.Module) -> Any:
-        """``GeminiDDP(model)`` unless it is managed already.
+        """``GeminiDDP(model)`` unless it is managed already, and what is evaluated beside it in its budget.
 
         Raises:
             ValueError: for models that were dispatched with ``device_map=``, or managed in another precision.
@@ -156,13 +160,31 @@ class GeminiAccelerator(SavingAccelerator):
             self.check_managed(model)
             if config_of(model).precision == "fp16":  # type: ignore[union-attr]
                 self._scale_losses()
+            self._manage_beside(model, config_of(model))
             return model
         if len({str(where) for where in (getattr(model, "hf_device_map", None) or {}).values()}) > 1:
             raise ValueError("the model was spread out with device_map=: load it without, Gemini places its weights")
         config = resolve_config(
             self._gemini_config, self._gemini_flag, self.device, accumulates=self.gradient_accumulation_steps > 1
         )
-        return GeminiDDP(model, config, mesh=None if self._gemini_parallel is None else self._gemini_parallel.mesh)
+        return GeminiDDP(model, self._manage_beside(model, config), mesh=self._gemini_mesh)
+
+    @property
+    def _gemini_mesh(self) -> Any:
+        return None if self._gemini_parallel is None else self._gemini_parallel.mesh
+
+    def _manage_beside(self, model: nn.Module, config: Any) -> Any:
+        """Manage what is evaluated beside ``model``; the config for that one. A model with a budget of its own alone,
+        which has planned with all of it, leaves them plain.
+        """
+        beside, self._gemini_beside = self._gemini_beside, None if self._gemini_beside is None else []
+        if not beside:
+            return config
+        if isinstance(model, GeminiDDP) and not isinstance(config.memory, SharedBudget):
+            for each in beside:
+                super().prepare_model(each, evaluation_mode=True)
+            return config
+        return manage_beside(beside, model, config, self._gemini_mesh)
 
     @property
     def context_size(self) -> int:
@@ -241,10 +263,16 @@ class GeminiAccelerator(SavingAccelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Manage a model that is to be trained. With ``evaluation_mode`` another model (a teacher) stays plain."""
-        if evaluation_mode and not isinstance(model, GeminiDDP):
-            return super().prepare_model(model, device_placement, evaluation_mode)
-        self.manage(model)
+        """Manage a model that is to be trained. With ``evaluation_mode`` another model (a teacher) stays plain; of a
+        Trainer it is frozen, and managed with the trained one in its budget. One that is managed is taken as it is.
+        """
+        if not evaluation_mode:
+            self.manage(model)
+        elif not isinstance(model, GeminiDDP):
+            if self._gemini_beside is None:
+                return super().prepare_model(model, device_placement, evaluation_mode)
+            self._gemini_beside.append(model.requires_grad_(False))
+            return model
         if not any(model is known for known in self._models):
             self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
@@ -324,6 +352,6 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def _said(config: GeminiConfig) -> GeminiConfig:
-    """A config without what :func:`resolve_config` may have added to it."""
+    """A config without what was added to it: by :func:`resolve_config`, and where its budget came to be shared."""
     gradients = "retain" if config.gradients == "accumulate" else config.gradients
-    return replace(config, device=None, gradients=gradients)
+    return replace(config, device=None, gradients=gradients, memory=SharedBudget.of(config.memory))

@@ -136,6 +136,8 @@ class GeminiTrainerMixin:
         use_one_gpu(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = GeminiAccelerator
+        if not getattr(self.args, "precompute_ref_log_probs", False):  # before there is a managed model; then it goes
+            self.accelerator._gemini_beside = []
         chosen = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         self.accelerator.adopt(
             self._gemini_config,
@@ -195,6 +197,8 @@ class GeminiTrainerMixin:
                 self.accelerator.manage(self.model)
             finally:
                 steps["num_steps"] = told
+        elif self.accelerator._gemini_beside:
+            self.accelerator.manage(self.model)
         return self.model
 
     def _gemini_warn_half(self) -> None:

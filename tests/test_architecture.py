@@ -27,6 +27,7 @@ FLOORS = [
         "gemini.errors",
         "gemini.replacing",
         "gemini.schema",
+        "gemini.sharing",
         "gemini.tiers",
         "gemini.waiting",
         "gemini.memory.chunks.states",

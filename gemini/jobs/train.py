@@ -29,7 +29,8 @@ from torch import nn
 
 import gemini
 import gemini.integrations.trl as ready
-from gemini.errors import BudgetExceeded, counted, human_bytes
+from gemini.errors import BudgetExceeded, counted
+from gemini.integrations.beside import budget_for
 from gemini.integrations.metrics import MetricsCallback
 from gemini.integrations.parallelism import parallel_of
 from gemini.jobs import checkpoints
@@ -157,6 +158,8 @@ class Run:
             if self.options.compiles:
                 _compile(outline)
             config = replace(self.options.config, trace=trace_of(self.kind, self.options, source))
+            if number := num_beside(self.kind, self.options):
+                config = replace(config, memory=budget_for(config, number))
         mesh = mesh_of(self.options, size)
         transformers.set_seed(args.seed)  # drawn weights must not depend on what ran before
         try:
@@ -211,7 +214,7 @@ class Run:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.durable_every = ours.durable_every or 1
-        for line in (*trainer.told, *outside(trainer)):
+        for line in trainer.told:
             self._console.print(line)
         if self.team.size > 1:
             # Or dropout would drop the same on every rank; slices of a layer drop the same.
@@ -250,7 +253,9 @@ class Run:
             self.trainer.save_model(str(self.out))
             self.trainer.save_state()
         memory = self.model.memory_report()
-        own = {t.value: (memory[t.value]["peak"], memory[t.value]["budget"]) for t in Tier if t.value in memory}
+        shared = self.model._gemini_engine.config.memory
+        whole = shared.report() if isinstance(shared, gemini.SharedBudget) else memory
+        own = {t.value: (whole[t.value]["peak"], whole[t.value]["budget"]) for t in Tier if t.value in whole}
         lines, all_within = budget_lines(*self.team.tell(own, "the end of the job"))
         self._console.print(str(memory), *lines, sep="\n")
         if not finished:
@@ -327,6 +332,16 @@ def _compile(model: Any) -> None:
         compile_blocks(model if isinstance(model, nn.Module) else model.model)
     except gemini.GeminiError as e:
         raise JobError(f"--torch_compile: {e}") from e
+
+
+def num_beside(kind: str, options: Options) -> int:
+    """The number of models that the trainer evaluates beside the one that it trains."""
+    args, has_reference = options.args, not options.model.use_peft
+    if kind in ("dpo", "kto"):
+        return int(has_reference and not args.precompute_ref_log_probs)
+    if kind in ("grpo", "rloo"):
+        return int(has_reference and args.beta > 0) + bool(options.script.reward_model_name_or_path)
+    return 0
 
 
 def trace_of(kind: str, options: Options, source: ModelSource) -> gemini.MemoryTrace | None:
@@ -414,12 +429,3 @@ def _base_as_reference(model: Any) -> Iterator[None]:
     nowhere = SimpleNamespace(data=SimpleNamespace(copy_=lambda _: None))
     with replaced(model, "add_adapter", lambda *_: None), replaced(model, "get_parameter", lambda _: nowhere):
         yield
-
-
-def outside(trainer: Any) -> Iterator[str]:
-    """What a trainer has in memory that no budget knows of."""
-    reference, rewards = getattr(trainer, "ref_model", None), getattr(trainer, "reward_funcs", ())
-    for what, model in [("the reference model", reference), *(("a reward model", one) for one in rewards)]:
-        if isinstance(model, nn.Module) and not isinstance(model, GeminiDDP):
-            size = sum(p.numel() * p.element_size() for p in model.parameters())
-            yield f"outside of the budgets: {what}, {human_bytes(size)} in memory"

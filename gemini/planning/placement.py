@@ -121,6 +121,8 @@ class Problem:
         quiet: of ``activations``, the bytes that each moment of the trace leaves free, which windows may borrow then;
             empty where that is not known.
         beside: bytes of the computing tier that the process takes whatever it does: on a GPU a context and kernels.
+        others: bytes of the computing tier that another model with the same budget gathers at once, at worst, while
+            this one does not compute.
         max_chunk: what the layout was cut with.
         offloaded: bytes of checkpointed activations that wait in the tier ``offload_to``.
         rule: of the updates; it says which planes there are.
@@ -147,6 +149,7 @@ class Problem:
     beside: int = 0
     quiet: tuple[int, ...] = ()
     durable: bool = False
+    others: int = 0
 
     def durable_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk that outlives the process: of none without ``durable``."""
@@ -189,6 +192,10 @@ class Problem:
         is_cast = precision_of(chunk, self.precision) == "fp16" and chunk.trainable
         return sharded or home is not self.compute or is_cast
 
+    def for_windows(self, *, gathers: bool) -> int:
+        """Bytes of the computing tier for gathered weights: of this model, if it gathers any, or of others."""
+        return max(self.working_set if gathers else 0, self.others)
+
     def spoken_for_by_name(
         self, *, gathers: bool = True, stages: bool = True, streams: bool = False
     ) -> dict[Tier, dict[str, int]]:
@@ -204,8 +211,8 @@ class Problem:
         def take(tier: Tier, what: str, num_bytes: int) -> None:
             taken.setdefault(tier, {})[what] = num_bytes
 
-        if gathers:
-            take(self.compute, "windows", self.working_set)
+        if gathers or self.others:
+            take(self.compute, "windows", self.for_windows(gathers=gathers))
         take(self.compute, "whole gradients", self.in_flight)
         if streams:
             take(Tier.GPU, "staging", self.device_staging)

@@ -220,6 +220,7 @@ _SPOKEN_FOR = (
     "offloaded",
     "factors",
     "beside",
+    "others",
 )
 """Fields of a problem that are bytes; they stand together in a file."""
 
@@ -228,7 +229,7 @@ def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     free = problem.budgets[problem.compute] - bytes_per_tier(problem, placement).get(problem.compute, 0)
     gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
-    return max(free - problem.waiting_in(placement), 0) + (problem.working_set if gathers else 0)
+    return max(free - problem.waiting_in(placement), 0) + problem.for_windows(gathers=gathers)
 
 
 def window_rooms(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> list[int]:

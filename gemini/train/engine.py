@@ -100,6 +100,7 @@ class Engine:
         params.of_stages = of_stages or {}
         store = self.store = _make_store(built, config, device, rule, _lanes(config, ranks, device))
         state = self.state = StepState()
+        store.ledger.if_alone = state.occupancy.if_alone
         # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
         lock, observers = threading.RLock(), Observers()
         writes = self.write_observers = WriteObservers([] if store.durable is None else [ChangedChunks(store.chunks)])
@@ -213,6 +214,7 @@ class Engine:
         if self.store.durable is not None:
             self.store.durable.close()
         self.store.device.close()
+        self.store.ledger.close()
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the end of the interpreter the system takes everything back, and torch and this module may be half gone.

@@ -25,7 +25,8 @@ class MemoryReport(dict[str, Any]):
     Its keys:
 
     - "gpu", "cpu", "nvme": for each tier "budget", "used", "peak" and "holders" (bytes by what uses them). With several
-      ranks, those of this rank.
+      ranks, those of this rank. Of a :class:`gemini.SharedBudget`, whose ``report()`` has those of all its models,
+      "budget" is the whole.
     - "moved": bytes moved between two tiers in the last step.
     - "sent": with several ranks, bytes that this rank sent in the last step, by collective.
     - "stalls": seconds that the training thread waited in the last step (from the end of one ``optimizer.step()`` to

@@ -22,6 +22,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.ranks.agreement import Point
 from gemini.ranks.group import Ranks
+from gemini.sharing import joining
 from gemini.train.checkpoint.saver import pending_in
 from gemini.train.context.parallel import divide_sequences
 from gemini.train.engine import Engine
@@ -104,16 +105,17 @@ def manage(
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
         structure = structure or Structure(model)
-        engine = Engine(
-            structure,
-            config,
-            process_group=process_group,
-            mesh=mesh,
-            is_filled=fill is None,
-            cuts=cuts,
-            of_stages=of_stages,
-        )
-        engine.take_home(None if fill is None else note)
+        with joining(config.memory):
+            engine = Engine(
+                structure,
+                config,
+                process_group=process_group,
+                mesh=mesh,
+                is_filled=fill is None,
+                cuts=cuts,
+                of_stages=of_stages,
+            )
+            engine.take_home(None if fill is None else note)
         tokens = engine.decision.tile_tokens
         if sliced is not None:
             changes.append(_to_call(sliced.take_away))

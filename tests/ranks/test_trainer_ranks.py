@@ -36,6 +36,26 @@ def train(folder: str, num_rows: int, source: Any = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def train_beside(folder: str, num_rows: int) -> dict[str, Any]:
+    """On every rank: DPO with a reference that follows the policy; what came out, and what the reference holds here."""
+    from tests.integrations.test_trl_beside import budget, make
+    from tests.integrations.trainer_cases import masters
+    from tests.world import world_of
+
+    Path(folder).mkdir(exist_ok=True)
+    trainer, record = make(
+        "DPO", Path(folder), True, budget(Path(folder), False, "2MiB"), per_device_train_batch_size=num_rows,
+        sync_ref_model=True, ref_model_sync_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    world = world_of(trainer.ref_model)
+    held = sum(world.held(tier, "weights") for tier in world.tiers)
+    return {
+        "loss": record.of("loss"), "masters": masters(trainer.model), "held": held,
+        "whole": 4 * sum(chunk.numel for chunk in world.layout.chunks), "reference": masters(trainer.ref_model),
+    }  # fmt: skip
+
+
 def lose_a_rank(folder: str, where: str) -> None:
     """Rank 1 ends where the Trainer's own code is about to ask all ranks for something."""
     from tests.integrations.trainer_cases import Sentences, make
@@ -156,3 +176,15 @@ def test_a_rank_is_lost_in_a_collective_of_the_trainer(where: str, pool_of: Pool
     assert isinstance(died, Failure) and died.kind == "Died"
     assert isinstance(other, Failure) and other.kind == "RankLost", other
     assert "rank 1 did not answer during a collective of the Trainer" in other.text
+
+
+@pytest.mark.slow
+def test_a_reference_is_divided_among_two_ranks(pool_of: Pools, tmp_path: Path) -> None:
+    one, two = pool_of(2).run(train_beside, str(tmp_path / "two"), 1, seconds=120)
+    whole = train_beside(str(tmp_path / "one"), 2)
+    assert one["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert one["held"] == two["held"] == one["whole"] // 2 and whole["held"] == whole["whole"]
+    for kind in ("masters", "reference"):
+        for name, value in one[kind].items():
+            assert torch.equal(value, two[kind][name]), name
+            torch.testing.assert_close(value, whole[kind][name], rtol=2e-3, atol=1e-4)

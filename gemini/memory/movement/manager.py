@@ -245,6 +245,7 @@ class Manager:
             self.foresight.others_compute()
         # Activations of this forward may need what windows had borrowed between two steps.
         self.room.give_back()
+        self.room.grow_again()
 
     # ---- ahead of time ------------------------------------------------------------------------------------------
 

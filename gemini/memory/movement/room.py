@@ -23,6 +23,7 @@ from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
+from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.foresight import Foresight
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
 from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
@@ -183,6 +184,7 @@ class Room:
         """The chunk that somebody waits for, while room is made for it."""
         self.tier, self.is_apart, self.frames = device.tier, device.keeps_windows, device.frames
         self._device, self._foresight, self._policy = device, foresight, policy or NextUse()
+        self._growth: Want | None = None
         self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
         for turn, reclaim in (
@@ -269,8 +271,10 @@ class Room:
 
     def _evict_unkept(self, want: Want) -> bool:
         """Evict windows that the plan fetches again anyway; with ``want.after`` only those that are read later than
-        that.
+        that. For another model, which computes while this one does not, any.
         """
+        if want.ledger is not self.ledger:
+            return self._give(want, self._evictable())
         return self._give(want, self._evictable(only_unkept=True, after=want.after))
 
     def _evict_kept(self, want: Want) -> bool:
@@ -280,6 +284,8 @@ class Room:
     def _give(self, want: Want, candidates: list[Candidate]) -> bool:
         """Memory that waits for a window, and that of enough of these windows; nothing if all are too little."""
         missing = self._missing(want)
+        if want.ledger is not self.ledger:  # whose own windows are the rest
+            missing = min(missing, sum(candidate.num_bytes for candidate in candidates))
         # Enough of them or none: windows that go without making the room are fetched again for nothing.
         victims = victims_of(self._policy, candidates, missing) if missing and candidates else ()
         if victims is None or (missing and not candidates):
@@ -322,12 +328,29 @@ class Room:
         if self.is_apart:
             # From here on bytes of the budget help, so those who hold them are asked too.
             want.asking |= OF_BUDGET
+            self.grow_again()
         return self.is_apart
+
+    def grow_again(self) -> None:
+        """Have the working set again in memory of the windows' own, of which models of the same budget had a part while
+        they computed. Nothing while some windows are read: their memory is one piece.
+        """
+        tier, needed = self.tier, self.ledger.needs.get(self.tier, 0)
+        missing = -(-(needed - self.ledger.of_windows(tier)) // PAGE) * PAGE
+        if not (self.is_apart and self.ledger.is_shared and missing > 0 and self.evict_all()):
+            return
+        self._growth = Want(self.ledger, tier, missing, "pool", frozenset({Turn.LESS}))
+        if self.ledger.obtain(self._growth):
+            self._device.reserve_windows(self.pool)
 
     def _shrink(self, want: Want) -> bool:
         """Windows have what is missing less from now on."""
         # Before others are asked: what they give goes to the pool, which does not change what is missing of the budget.
-        return self.shrink(want.missing())
+        if want.ledger is self.ledger:
+            return want is not self._growth and self.shrink(want.missing())
+        # Another model's window may lack a place in one piece only: of the budget it lacks its size. Whole pages.
+        missing = want.num_bytes - self.ledger.free(self.tier)
+        return self.shrink(-(-missing // PAGE) * PAGE)
 
     def shrink(self, num_bytes: int) -> bool:
         """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory
@@ -401,8 +424,7 @@ class Room:
 
     def left_beside(self, working_set: int) -> int:
         """Bytes that something else can have for good, where windows need ``working_set``."""
-        tier = self.tier
-        return self.ledger.free(tier) + self.ledger.held(tier, "windows") + self.pool - working_set
+        return self.ledger.gatherable(self.tier) - self.ledger.working_set(self.tier, working_set)
 
     def spare(self, working_set: int) -> int:
         """Bytes of the windows' own memory beyond what they need; none where it is not their own."""

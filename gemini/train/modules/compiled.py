@@ -226,7 +226,7 @@ def make_room_for_compiled(store: ChunkStore, structure: Structure) -> None:
     refuse_compiled_whole(structure)
     tier, ledger = store.device.tier, store.ledger
     # Windows and the pool give way to other windows, so what they hold counts as free.
-    room = ledger.free(tier) + ledger.held(tier, "windows") + ledger.held(tier, "pool")
+    room = ledger.gatherable(tier)
     for path, module in structure.modules:
         if id(module) not in structure.compiled:
             continue

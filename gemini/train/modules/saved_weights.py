@@ -32,7 +32,9 @@ from gemini.memory.movement.manager import Manager
 from gemini.patches import patch
 from gemini.train.modules.calls import CallRecord
 from gemini.train.observers import Observers, own_work
-from gemini.train.params.handle import ParamHandle
+from gemini.train.params.guard import ManagedParameter
+from gemini.train.params.handle import ParamHandle, handle_of
+from gemini.train.params.owner import owner_of
 
 _hooks: Any = torch._C._autograd
 _CHECKPOINTING = torch.utils.checkpoint.__name__
@@ -54,6 +56,25 @@ class _Kept(tuple[torch.Tensor, int]):
     """Another tensor, as torch would keep it, and its count of writes, which is looked at when it is asked for."""
 
     __slots__ = ()  # and no `__init__`: one is made for all that is saved
+
+
+class _OfOther:
+    """A param of another managed model, which a function of the program's own has saved outside of that one's forward:
+    what it shows there is no memory to be kept.
+    """
+
+    __slots__ = ("num_writes", "param")
+
+    def __init__(self, param: ManagedParameter):
+        self.param, self.num_writes = param, handle_of(param).num_writes  # type: ignore[union-attr]
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of it."""
+        handle = handle_of(self.param)
+        assert handle is not None
+        _refuse_written(handle, self.num_writes)
+        with torch.no_grad(), owner_of(handle).reads.opened([handle.chunk]):
+            return self.param.detach().clone()
 
 
 class _Elsewhere:
@@ -231,6 +252,8 @@ class SavedWeights:
 
         def pack(tensor: torch.Tensor) -> Any:
             place = self._pack(tensor)
+            if type(place) is _OfOther:
+                return place
             if type(place) is not _Place:
                 return _Elsewhere(pack_elsewhere(tensor), unpack_elsewhere)
             # Our own hooks for activations: a weight is none, and moving it is not their business.
@@ -248,7 +271,7 @@ class SavedWeights:
 
     # ---- what is saved -------------------------------------------------------------------------------------------
 
-    def _pack(self, tensor: torch.Tensor) -> _Place | _Kept:
+    def _pack(self, tensor: torch.Tensor) -> _Place | _Kept | _OfOther:
         """Keep what a node saves; runs for everything that is saved, so it calls nothing of ours for most of it."""
         chunk = None
         # Subclasses may have no storage, or one that says nothing of where their values are.
@@ -262,6 +285,8 @@ class SavedWeights:
             # The param whose place begins last before the view; in bytes, for a view may have another dtype.
             at = bisect_right(self._starts[index], tensor.storage_offset() * tensor.dtype.itemsize) - 1
             return _Place(chunk, self._handles[index][max(at, 0)], tensor)
+        if type(tensor) is ManagedParameter:
+            return _OfOther(tensor)
         # Detached: an output that held its own graph would be freed by the garbage collector only.
         around = self.observers.around_own_work
         if around is None:
@@ -284,6 +309,8 @@ class SavedWeights:
             return tensor
         if kind is _Elsewhere:
             return packed.unpack(packed.packed)
+        if kind is _OfOther:
+            return packed.read()  # type: ignore[no-any-return]
         if kind is _Recomputed:
             packed.recompute()
             return self._gather(packed.place)
@@ -301,12 +328,7 @@ class SavedWeights:
                 "the model until backward is over"
             )
         # Before anything is gathered: new weights would give a gradient that no forward has, silently.
-        if place.handle.num_writes != place.num_writes:
-            raise ParamAccessError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"weights of {place.handle.name!r} were updated or written after the forward that this backward is of. "
-                "Call backward before optimizer.step(), or run the forward again"
-            )
+        _refuse_written(place.handle, place.num_writes)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             # This node's backward is recorded for a second one (create_graph). What autograd's engine sets up for a
             # node ends with it, our hooks too.
@@ -325,6 +347,15 @@ class SavedWeights:
             finally:
                 if not is_pinned:
                     self._manager.release(chunk)
+
+
+def _refuse_written(handle: ParamHandle, num_writes: int) -> None:
+    if handle.num_writes != num_writes:
+        raise ParamAccessError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+            f"weights of {handle.name!r} were updated or written after the forward that this backward is of. "
+            "Call backward before optimizer.step(), or run the forward again"
+        )
 
 
 _disable = torch.autograd.graph.disable_saved_tensors_hooks

@@ -36,6 +36,7 @@ from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
+from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Ledger, Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
@@ -85,7 +86,7 @@ def build(
     largest = max(chunk.numel for chunk in layout.chunks)
     whole = whole_numel(layout, problem.rule)
     tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
-    ledger = Ledger(dict(problem.budgets))
+    ledger = _make_ledger(config, problem, placement)
     # Before anything is allocated: what does not fit is refused while the model is whole.
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -96,6 +97,8 @@ def build(
     # Nor do factors cross, and what updates of whole params compute beside them.
     kept += problem.factors + problem.temporaries
     device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
+    if device.keeps_windows:  # which others may have for their own
+        ledger.make_room(device.tier, ledger.needs[device.tier])
     of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
     device.reserve_windows(of_windows)
     # Windows that are never given back count in full; others as they come and go.
@@ -137,7 +140,7 @@ def build(
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
-    foresight = PlannedForesight(decision, owner, config.eviction_policy)
+    foresight = PlannedForesight(decision, owner, config.eviction_policy, ledger)
     return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
 
 
@@ -147,10 +150,20 @@ def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed:
     Raises:
         BudgetExceeded: if others leave less.
     """
-    is_declared = config.memory.bytes_of(device.tier) is not None
+    # The allocator knows one limit for each model: of a shared budget all have the same bytes.
+    is_declared = config.memory.bytes_of(device.tier) is not None and pool_of(config.memory) is None
     # Of a budget that leaves activations no room nobody has said that it is all there may be.
     has_all = problem.activations > 0 or config.activations is not None
     device.begin_budget(problem.budgets[device.tier] if is_declared else None, needed, there, limited=has_all)
+
+
+def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -> Ledger:
+    pool = pool_of(config.memory)
+    budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
+    ledger = Ledger(budgets, pool)
+    moves = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if moves else 0)
+    return ledger
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
@@ -175,12 +188,13 @@ class PlannedForesight(Foresight):
     Args:
         owner: the passes of the model, weakly: foresight keeps no model.
         policy: who makes the moves; None for what costs least.
+        ledger: knows what models that were wrapped later have taken of a shared budget.
     """
 
-    def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None):
+    def __init__(self, decision: Decision, owner: weakref.ref[Any], policy: EvictionPolicy | None, ledger: Ledger):
         trace, problem, placement, plan = decision.trace, decision.problem, decision.placement, decision.plan
         self._trace, self._problem, self._placement = trace, problem, placement
-        self._owner, self._policy = owner, policy
+        self._owner, self._policy, self._ledger = owner, policy, ledger
         schedule = None
         if plan is not None and trace.source is not Source.STRUCTURE:
             homes = enumerate(placement.homes)
@@ -192,9 +206,11 @@ class PlannedForesight(Foresight):
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
         """Make the moves for recorded accesses, which leave some room to activations on their way if they can."""
         model, problem = self._owner(), self._problem
+        left = {tier: min(n, self._ledger.share(tier)) for tier, n in problem.budgets.items()}
+        problem = replace(problem, budgets=left)
         # First with room for activations on their way, then without; a dict keeps the order, and says 0 once.
-        for left in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
-            budgets = {**problem.budgets, problem.compute: problem.budgets[problem.compute] - left}
+        for room in {0 if model is None else model.activations.headroom_bytes(): None, 0: None}:
+            budgets = {**left, problem.compute: left[problem.compute] - room}
             smaller = replace(problem, budgets=budgets)
             with contextlib.suppress(BudgetExceeded):
                 return moves_for(self._trace, smaller, self._placement, steps=steps, policy=self._policy)[0]

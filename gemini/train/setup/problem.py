@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from gemini.planning.working import MARGIN, with_staging, with_tiles
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
 from gemini.rules import UpdateRule, refuse_other
+from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
 from gemini.train.modules.reading import NamedParam, Structure, structure_of
@@ -154,7 +155,9 @@ def prepare(
     }
     # The paths may differ between machines: only whether there is one is compared.
     paths = {f"{tier.value}_path": config.memory.path_of(tier) is not None for tier in FILED}
-    memory = {name: size for name, size in vars(config.memory).items() if name not in paths}
+    memory = {
+        f.name: getattr(config.memory, f.name) for f in fields(config.memory) if f.compare and f.name not in paths
+    }
     settings = {name: _as_text(value) for name, value in vars(config).items() if name not in ("memory", "device")}
     ranks.check_same(
         {
@@ -207,10 +210,14 @@ def _as_text(value: Any) -> str:
     return repr(value)
 
 
-def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[Tier, int]:
-    """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``.
+def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside: int = 0) -> dict[Tier, int]:
+    """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``; of a shared budget
+    what other models leave.
 
     Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
+
+    Args:
+        beside: bytes of the device that are nobody's, for all models of a shared budget.
 
     Raises:
         StorageError: if a directory cannot hold a spill file.
@@ -236,6 +243,10 @@ def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks) -> dict[
         budgets[tier] = int(free * MARGIN) if given is None else given
     # A GPU is this process's alone; memory and disks are shared by all ranks of the machine.
     budgets = {tier: n if tier is Tier.GPU else n // ranks.local_size for tier, n in budgets.items()}
+    pool = pool_of(memory)
+    if pool is not None:
+        whole = {tier: max(n - beside, 0) if tier is device.tier else n for tier, n in budgets.items()}
+        budgets = pool.offer(whole, device.tier, parse_bytes(getattr(memory, "later", 0)) // ranks.local_size)
     # All ranks plan alike, with what the poorest has: their layouts must be the same.
     return dict(zip(budgets, ranks.smallest(list(budgets.values())), strict=True))
 
@@ -347,8 +358,12 @@ class _Chooser:
         self._device = device
         self._ranks = ranks
         # In this order on all ranks, which meet in both.
-        self._budgets = measure_budgets(config, device, ranks)
-        self._beside = bytes_beside(config, device, ranks)
+        beside, pool = bytes_beside(config, device, ranks), pool_of(config.memory)
+        self._budgets = measure_budgets(config, device, ranks, beside)
+        self._beside = beside if pool is None else 0
+        self._at_once = pool is not None and pool.at_once
+        # All ranks plan alike: with what the largest of the others needs.
+        self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
         if config.hardware is None:
             self._speeds = Speeds.typical()
         else:
@@ -390,7 +405,8 @@ class _Chooser:
         given = self._config.placement
         if isinstance(given, Plan) and self._device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
-        return replace(problem, beside=self._beside)
+        at_once = problem.working_set if self._at_once and self._others else 0
+        return replace(problem, beside=self._beside, others=self._others + at_once)
 
     def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
         config = self._config

@@ -1,0 +1,94 @@
+"""Models that a trainer only evaluates beside the one that it trains: a reference, reward models, a teacher.
+
+What is given to ``Accelerator.prepare_model(model, evaluation_mode=True)`` is frozen and managed in the budget of the
+trained model, at 2 bytes per param in half precision. It comes first, so that the trained model is planned with what
+is left: into host memory if everything fits there, else on the drive, where reading it costs less than what training
+would have to read and write in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from gemini.config import GeminiConfig
+from gemini.errors import BudgetExceeded, warn
+from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.memory.system import available_bytes
+from gemini.planning.placement import StaticPlacement
+from gemini.planning.planes import plane_specs
+from gemini.planning.working import MARGIN
+from gemini.sharing import SharedBudget
+from gemini.tiers import DRIVE, Tier
+from gemini.train.ddp import GeminiDDP
+
+
+def manage_beside(models: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig, mesh: Any) -> GeminiConfig:
+    """Freeze and manage these models, before or after the one that is trained; returns the config for that one, in the
+    same budget. One that is managed already, or shares params with the trained one, stays as it is.
+
+    Raises:
+        BudgetExceeded: if the budgets cannot hold one of them.
+    """
+    own = {id(param) for param in trained.parameters()}
+    plain = [m for m in models if not isinstance(m, GeminiDDP) and own.isdisjoint(map(id, m.parameters()))]
+    plain = [model for model in plain if next(model.parameters(), None) is not None]
+    if not plain:
+        return config
+    memory = SharedBudget.of(config.memory)
+    memory.pool.at_once = True
+    frozen = replace(
+        config, memory=replace(memory, durable=False), trace=None, gradients="retain", activations=None, states="exact",
+        optimizer=None, offload_activations=None, tile_tokens=None,
+        placement="auto" if isinstance(trained, GeminiDDP) else _lowest(plain, trained, config),
+        keep_fp32=config.keep_fp32 if config.keep_fp32 is None else "auto",
+    )  # fmt: skip
+    for model in plain:
+        name = type(model).__name__
+        try:
+            GeminiDDP(model.requires_grad_(False), frozen, mesh=mesh)
+        except BudgetExceeded as e:
+            raise BudgetExceeded(f"{name}, which is evaluated beside the model that is trained: {e}") from e
+        except (TypeError, ValueError) as e:  # what cannot be managed, such as quantized weights of other formats
+            warn(f"{name} is evaluated outside of the budgets, since it cannot be managed: {e}")
+    return replace(config, memory=memory)
+
+
+def budget_for(config: GeminiConfig, number: int) -> SharedBudget:
+    """The budget of ``config`` for a model that is managed before ``number`` others which are evaluated beside it, of
+    its size: it leaves them their share of host memory, and with a drive a quarter, for all that is staged there.
+    """
+    own, frozen = _bytes_per_param(config)
+    share = 1 / 4 if config.memory.path_of(DRIVE) is not None else number * frozen / (own + number * frozen)
+    memory = SharedBudget.of(config.memory, later=int(share * _host_bytes(config)))
+    memory.pool.at_once = True
+    return memory
+
+
+def _bytes_per_param(config: GeminiConfig) -> tuple[float, float]:
+    """Of one that is trained, and of one that is not."""
+    planes = plane_specs(config.precision, config.gradients, config.rule_spec, trainable=True)
+    return sum(spec.page_bytes(2**20) for spec in planes.values()) / 2**20, COMPUTE_DTYPES[config.precision].itemsize
+
+
+def _host_bytes(config: GeminiConfig) -> int:
+    declared = config.memory.bytes_of(Tier.CPU)
+    return int(MARGIN * available_bytes()) if declared is None else declared
+
+
+def _lowest(frozen: Sequence[nn.Module], trained: nn.Module, config: GeminiConfig) -> StaticPlacement:
+    """Host memory if all models fit there with all that they need, else the drive, on all ranks alike."""
+    per_trained, per_frozen = _bytes_per_param(config)
+    num_bytes = sum(
+        (per_trained if param.requires_grad else per_frozen) * param.numel()
+        for model in (*frozen, trained)
+        for param in model.parameters()
+    )
+    chosen = [num_bytes <= MARGIN * _host_bytes(config)]
+    broadcast_object_list(chosen)  # what is free differs from rank to rank
+    has_drive = config.memory.path_of(DRIVE) is not None
+    return StaticPlacement(weights_on_nvme=0.0 if chosen[0] or not has_drive else 1.0)

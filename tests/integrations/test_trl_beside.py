@@ -1,0 +1,195 @@
+"""TRL's trainers with a reference, rewards, a teacher: frozen and managed in the budget of the model they train."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+import trl
+from gemini.integrations.beside import manage_beside
+from gemini.integrations.huggingface import GeminiTrainerMixin
+
+import gemini
+from gemini.integrations import trl as ours
+from gemini.tiers import Tier
+from tests.integrations.test_trl_sft import WORDS, tokenizer
+from tests.integrations.trainer_cases import Record, assert_same_run, llama
+from tests.world import is_managed, world_of
+
+STEPS = 3
+CHUNK = 4096  # else so small a model takes more memory for staging than for itself
+PAIRS = {
+    "prompt": [" ".join(WORDS[i % 5 : i % 5 + 3]) for i in range(8)],
+    "chosen": [" ".join(WORDS[i % 7 : i % 7 + 4]) for i in range(8)],
+    "rejected": [" ".join(WORDS[i % 6 : i % 6 + 5]) for i in range(8)],
+}
+LABELLED = {"prompt": PAIRS["prompt"], "completion": PAIRS["chosen"], "label": [True, False] * 4}
+PROMPTS = {"prompt": PAIRS["prompt"]}
+
+
+class GeminiDistillationTrainer(GeminiTrainerMixin, trl.DistillationTrainer):
+    """What a user writes."""
+
+
+def reward_model() -> Any:
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(**{**llama().config.to_dict(), "num_labels": 1})
+    return transformers.LlamaForSequenceClassification(config)
+
+
+def other(seed: int = 5) -> Any:
+    model = llama()
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    return model
+
+
+ONLINE = {"max_completion_length": 5, "beta": 0.1, "temperature": 1.0, "per_device_train_batch_size": 4}
+KINDS: dict[str, tuple[Any, dict[str, Any], Any, dict[str, Any]]] = {
+    "DPO": (trl.DPOConfig, {"beta": 0.1, "max_length": 16}, PAIRS, {}),
+    "KTO": (trl.KTOConfig, {"beta": 0.1, "max_length": 16, "per_device_train_batch_size": 4}, LABELLED, {}),
+    "GRPO": (trl.GRPOConfig, {**ONLINE, "num_generations": 2}, PROMPTS, {}),
+    "RLOO": (trl.RLOOConfig, {**ONLINE, "num_generations": 2}, PROMPTS, {}),
+    "Distillation": (trl.DistillationConfig, ONLINE, PROMPTS, {}),
+}
+
+
+def make(kind: str, folder: Path, managed: bool, memory: Any = None, **changes: Any) -> tuple[Any, Record]:
+    config, args, rows, more = KINDS[kind]
+    said = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": STEPS, "save_strategy": "no",
+        "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True, "report_to": [], "bf16": False, "seed": 7,
+        "disable_tqdm": True,
+    }  # fmt: skip
+    said |= args | {key: changes.pop(key) for key in list(changes) if key in config.__dataclass_fields__}
+    more = {**more, **changes}
+    if kind in ("DPO", "KTO"):
+        more.setdefault("ref_model", other())
+    if kind in ("GRPO", "RLOO"):
+        more.setdefault("reward_funcs", [reward_model()])
+        more.setdefault("reward_processing_classes", [tokenizer()])
+    if kind == "Distillation":
+        more.setdefault("teacher_model", other())
+    if managed and memory is not None:
+        more["gemini_config"] = gemini.GeminiConfig(memory=memory, max_chunk=CHUNK)
+    record = Record()
+    torch.manual_seed(11)
+    stock = getattr(trl, f"{kind}Trainer")
+    managing = GeminiDistillationTrainer if kind == "Distillation" else getattr(ours, f"Gemini{kind}Trainer", None)
+    trainer = (managing if managed else stock)(
+        model=more.pop("model", None) or llama(), args=config(**said), processing_class=tokenizer(),
+        train_dataset=datasets.Dataset.from_dict(rows), callbacks=[record], **more,
+    )  # fmt: skip
+    return trainer, record
+
+
+def saved(folder: Path) -> str:
+    """A policy by its name, of which a trainer makes a reference itself."""
+    llama().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def beside(trainer: Any) -> list[Any]:
+    found = [getattr(trainer, name, None) for name in ("ref_model", "teacher_model")]
+    return [model for model in (*found, *getattr(trainer, "reward_funcs", ())) if model is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_and_rewards_are_managed_with_the_model(kind: str, tmp_path: Path) -> None:
+    """In less than a MiB with a drive: losses and metrics of the stock trainer, and the bytes by arithmetic."""
+    policy = saved(tmp_path / "policy") if kind in ("GRPO", "RLOO") else None
+    given = {"model": policy, "sync_ref_model": True, "ref_model_sync_steps": 2} if policy else {}
+    stock, wanted = make(kind, tmp_path / "stock", False, **given)
+    stock.train()
+    memory = budget(tmp_path, shared=False)
+    trainer, record = make(kind, tmp_path / "ours", True, memory, **given)
+    trainer.train()
+    keys = {key for logs in wanted.logs for key, value in logs.items() if isinstance(value, float)}
+    keys -= {key for key in keys if "runtime" in key or "per_second" in key or "time" in key}
+    assert {"loss", "grad_norm"} < keys
+    for key in keys:
+        assert record.of(key) == pytest.approx(wanted.of(key), rel=5e-4, abs=5e-5), key
+    models = beside(trainer)
+    assert len(models) == len(beside(stock)) >= 1
+    shared = world_of(trainer.model).config.memory.report()
+    for model, plain in zip(models, beside(stock), strict=True):
+        world = world_of(model)
+        for name, param in plain.named_parameters():
+            assert torch.allclose(model.full_param(name), param, rtol=1e-3, atol=1e-5), name
+        assert not any(param.requires_grad for param in model.parameters())
+        held = sum(world.held(tier, "weights") for tier in world.tiers)
+        assert held == sum(world.problem.window_bytes(c.spec.index) for c in world.chunks)  # 4 bytes: it is in fp32
+        world.check()
+    total = {tier: sum(world_of(m).used(Tier(tier)) for m in (trainer.model, *models)) for tier in shared}
+    assert {tier: row["used"] for tier, row in shared.items()} == total
+    assert all(row["peak"] <= row["budget"] for row in shared.values()) and shared["nvme"]["used"] > 0
+    assert all(is_managed(model) for model in models)
+
+
+def budget(folder: Path, shared: bool = True, cpu: str = "450KiB", **more: Any) -> Any:
+    kind = gemini.SharedBudget if shared else gemini.MemoryBudget
+    return kind(cpu=cpu, nvme="16MiB", nvme_path=folder, **more)
+
+
+def by_hand(memory: Any, model: Any = None) -> Any:
+    return gemini.GeminiDDP(
+        model or llama(), gemini.GeminiConfig(precision="fp32", memory=memory, device="cpu", max_chunk=CHUNK)
+    )
+
+
+@pytest.mark.parametrize("who", ["policy", "policy of its own", "reference", "both"])
+def test_models_wrapped_by_hand_are_taken_as_they_are(who: str, tmp_path: Path) -> None:
+    """What is left plain joins a budget that is shared. A policy that has planned with all of its own leaves it so."""
+    stock, wanted = make("DPO", tmp_path / "stock", False)
+    stock.train()
+    memory = budget(tmp_path, who != "policy of its own", **({} if who == "policy of its own" else {"later": "200KiB"}))
+    policy = by_hand(memory) if who != "reference" else llama()
+    reference = other() if who.startswith("policy") else by_hand(budget(tmp_path), other())
+    given = None if who != "reference" else memory
+    trainer, record = make("DPO", tmp_path / "ours", True, given, model=policy, ref_model=reference)
+    trainer.train()
+    assert record.of("loss") == pytest.approx(wanted.of("loss"), rel=5e-4)
+    assert trainer.ref_model is reference and is_managed(reference) == (who != "policy of its own")
+    assert trainer.model is policy
+    if who in ("policy", "reference", "both"):
+        together = world_of(reference).config.memory.pool is world_of(policy).config.memory.pool  # type: ignore[attr-defined]
+        assert together == (who == "policy")
+
+
+@pytest.mark.parametrize("kind", ["DPO", "GRPO"])
+def test_a_run_with_a_reference_goes_on_with_the_same_bits(kind: str, tmp_path: Path) -> None:
+    """In bf16, where a frozen model has 2 bytes per param wherever it is; the first one is all in memory."""
+    how: dict[str, Any] = {"bf16": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    if kind == "GRPO":
+        how["model"] = saved(tmp_path / "policy")
+    first, _ = make(kind, tmp_path / "run", True, gemini.MemoryBudget(cpu="64MiB"), **how)
+    first.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    again, _ = make(kind, tmp_path / "run", True, budget(tmp_path, shared=False), **how)
+    again.train(resume_from_checkpoint=True)
+    assert_same_run(first, again)
+    for trainer, tier in ((first, Tier.CPU), (again, Tier.NVME)):
+        for model in beside(trainer):
+            world = world_of(model)
+            in_bf16 = 2 * sum(chunk.numel for chunk in world.layout.chunks)
+            assert world.held(tier, "weights") == in_bf16 and sum(world.held(t, "weights") for t in Tier) == in_bf16
+
+
+def test_what_shares_params_or_cannot_be_managed_stays_plain(tmp_path: Path) -> None:
+    policy = llama()
+    judge = torch.nn.ModuleList([policy.lm_head])
+    odd = torch.nn.Linear(2, 2)
+    odd.register_parameter("codes", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    config = gemini.GeminiConfig(precision="fp32", memory=budget(tmp_path, shared=False), device="cpu")
+    with pytest.warns(UserWarning, match="Linear is evaluated outside of the budgets, since it cannot be managed"):
+        found = manage_beside([judge, odd, torch.nn.ReLU()], policy, config, None)
+    assert not is_managed(judge) and not is_managed(odd) and isinstance(found.memory, gemini.SharedBudget)
+    with pytest.raises(gemini.BudgetExceeded, match="LlamaForCausalLM, which is evaluated beside"):
+        manage_beside([other()], policy, replace(config, memory=gemini.MemoryBudget(cpu="10KiB")), None)
