@@ -107,9 +107,7 @@ class TiledLoss(NamedTuple):
             return losses
         # As a cross entropy over one class: the sum over tokens is torch's own, in its order.
         rated = torch.where(self.target == self.ignore_index, self.ignore_index, 0)
-        return functional.nll_loss(
-            -losses[:, None], rated, ignore_index=self.ignore_index, reduction=self.reduction
-        )
+        return functional.nll_loss(-losses[:, None], rated, ignore_index=self.ignore_index, reduction=self.reduction)
 
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradient of the result, where the model's loss gets 1, and that of each token's loss then."""
@@ -137,7 +135,9 @@ class _AtOnce(torch.autograd.Function):
         for part, target in loss._parts(hidden.detach()):
             stop = start + part.shape[0]
             with torch.enable_grad():
-                logits = functional.linear(part.detach().requires_grad_(), weight.detach(), None if bias is None else bias.detach())
+                logits = functional.linear(
+                    part.detach().requires_grad_(), weight.detach(), None if bias is None else bias.detach()
+                )
                 # Not the logits themselves: what the steps do not need of them goes before the gradient comes.
                 edge = get_gradient_edge(logits)
                 own = loss._losses(logits, target)
@@ -173,7 +173,9 @@ class _AtOnce(torch.autograd.Function):
             if grad is not None:
                 # A few rows at a time, in the precision of the loss: a product in bf16 would round the factor first.
                 for rows in grad.split(ctx.loss.tokens):
-                    rows.copy_(rows * factor[None] if grad.dtype is factor.dtype else rows.to(factor.dtype).mul_(factor))
+                    rows.copy_(
+                        rows * factor[None] if grad.dtype is factor.dtype else rows.to(factor.dtype).mul_(factor)
+                    )
         return None, None, *made
 
     @staticmethod

@@ -108,15 +108,13 @@ class TokenTiles:
             parts = [split_rows(each, self.tokens) for each in rows]
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
                 return whole(*args)
-            tiles = [_tile(tile) for tile in zip(*parts, strict=True)]
             # Put back on errors too: a module left here would never be called by `of_tile` again, so never gathered.
             around, self._inside.module = getattr(self._inside, "module", None), mlp
             try:
                 if torch.is_grad_enabled():
-                    # Each tile is a region of its own: one is recomputed, used and freed before the next.
-                    done = [checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles]
+                    done = _checkpointed(of_tile, rows, parts)
                 else:
-                    done = [whole(*tile) for tile in tiles]
+                    done = [whole(*_tile(tile)) for tile in zip(*parts, strict=True)]
             finally:
                 self._inside.module = around
             joined = torch.cat(done, -2)
@@ -157,6 +155,56 @@ class TokenTiles:
         # Not before: a program that catches the error and goes on is told again.
         self._can_be_cut[kind] = can_be_cut
         return can_be_cut
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps tensors for backward, by the hooks that are open: the node of what it returns has them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        # The anchor needs a gradient: where nothing does there is no node.
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _checkpointed(
+    of_tile: Callable[..., Any], rows: tuple[torch.Tensor, ...], parts: list[tuple[torch.Tensor, ...]]
+) -> list[Any]:
+    """Compute ``rows`` in tiles, each a region of its own: one is recomputed, used and freed before the next.
+
+    All rows are kept before the first tile is computed, and tiles keep nothing. So a checkpointed block that ends with
+    them ends where they begin when it is computed again, for the last tensor that it has to keep is there.
+    """
+    node: Any = _Kept.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
+    sizes = [part.shape[0] for part in parts[0]]
+    needs_grad = [each.requires_grad for each in rows]
+    # Emptied by the first forward: what is left in a region is there until backward.
+    first = dict(enumerate(zip(*parts, strict=True)))
+    again: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
+
+    def tile_again(at: int) -> tuple[torch.Tensor, ...]:
+        task = torch._C._current_graph_task_id()
+        # Asked once for all tiles of a backward: a checkpointed block gives nothing away twice.
+        if task == -1 or task not in again:
+            again.clear()
+            again[task] = dict(
+                enumerate(zip(*(each.detach().split(sizes) for each in node.saved_tensors), strict=True))
+            )
+        tile = again[task].pop(at)
+        return tuple(part.detach().requires_grad_(needs) for part, needs in zip(tile, needs_grad, strict=True))
+
+    def region(at: int, device: torch.Tensor) -> Any:
+        return of_tile(*_tile(first.pop(at) if at in first else tile_again(at)))
+
+    # An empty tensor tells checkpointing the device, whose random numbers it repeats; past the hooks of a block, which
+    # would count it.
+    device = rows[0].new_empty(0)
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        return [checkpoint(region, at, device, use_reentrant=False) for at in range(len(sizes))]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
