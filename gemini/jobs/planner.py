@@ -167,7 +167,7 @@ class Way:
         settings, offload = self.settings, self.settings.offload_activations
         places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
         found = None
-        for step, where in product(filter(None, (trace, trace.tiled)), places):
+        for step, where in product(trace.forms, places):
             try:
                 fill_fastest(
                     pose_problem(

@@ -2,7 +2,7 @@
 
 While a model computes a loss, its output layer returns :class:`Logits` in their place: the hidden states, and what the
 model does with each token's logits on the way to its loss (a cast, a scale, a soft cap, a bias), noted down. A cross
-entropy of them is computed in tiles (:mod:`gemini.train.modules.tiled_loss`), each from its hidden states to its losses.
+entropy of them is computed in tiles (:mod:`gemini.train.modules.tiled_loss`), each from hidden states to losses.
 So it does not matter who computes the loss (a loss function of transformers, the model's own ``CrossEntropyLoss``);
 what is not known to work token by token is refused by the name of the operation.
 """
@@ -274,7 +274,7 @@ class Head:
 
 
 def _divisor_of(given: dict[str, Any]) -> Any:
-    """By what a loss function of transformers divides a sum: its number of labels, which may be those of many batches."""
+    """By what a loss function of transformers divides a sum: a number of labels, maybe those of many batches."""
     value = given.get("num_items_in_batch", given.get("kwargs", {}).get("num_items_in_batch"))
     is_number = isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
     return value if is_number else 1

@@ -65,7 +65,7 @@ class TiledLoss(NamedTuple):
     divisor: Any = 1
 
     def whole(self, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Compute it of ``hidden`` (tokens x hidden units), each tile's logits by ``head`` and once more in backward."""
+        """Compute it of ``hidden`` (tokens x hidden units), logits of a tile by ``head``, and once more in backward."""
 
         def losses_of(part: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return self._losses(head(part), target)
@@ -170,12 +170,9 @@ class _AtOnce(torch.autograd.Function):
             # Given away: the loss may be kept for long, and its graph with it.
             ctx.made = None
         for grad in made:
-            if grad is not None:
-                # A few rows at a time, in the precision of the loss: a product in bf16 would round the factor first.
-                for rows in grad.split(ctx.loss.tokens):
-                    rows.copy_(
-                        rows * factor[None] if grad.dtype is factor.dtype else rows.to(factor.dtype).mul_(factor)
-                    )
+            # A few rows at a time, in the precision of the loss: a product in bf16 would round the factor first.
+            for rows in () if grad is None else grad.split(ctx.loss.tokens):
+                rows.copy_(rows.to(factor.dtype) * factor)
         return None, None, *made
 
     @staticmethod

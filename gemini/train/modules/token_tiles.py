@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
-from gemini.planning.working import tile_tokens_for
+from gemini.planning.token_tiles import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
 from gemini.train.modules.tiled_logits import find_head
 from gemini.train.modules.tiled_loss import split_rows
@@ -36,23 +36,24 @@ _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of the experts of transformers' MoE blocks: tokens, which experts each goes to, and how much."""
 
 
+_PARTS = {"head": "output head with a loss", "mlp": "MLPs and no experts of transformers"}
+
+
 class TokenTiles:
     """The parts of one model that compute in tiles.
 
     Args:
-        tokens: in a tile, counted over all sequences of a batch together.
+        tokens: in a tile, counted over all sequences of a batch together; of each part, as ``tile_tokens=`` says it.
     """
 
-    def __init__(self, model: nn.Module, tokens: int):
-        self.tokens = tokens
-        self.mlps = [
-            (path, module) for path, module in model.named_modules() if _is_mlp(path, module) or _is_experts(module)
-        ]
+    def __init__(self, model: nn.Module, tokens: int | str | None):
+        self.tokens, sizes = tokens, tile_sizes(tokens)
+        self.of_mlp = sizes.get("mlp", 0)
+        modules = list(model.named_modules()) if self.of_mlp else []
+        self.mlps = [(path, module) for path, module in modules if _is_mlp(path, module) or _is_experts(module)]
         inside = {part for _, mlp in self.mlps for part in mlp.modules()}
-        self.norms = [
-            (path, module) for path, module in model.named_modules() if _is_norm(module) and module not in inside
-        ]
-        self.head = find_head(model, tokens)
+        self.norms = [(path, module) for path, module in modules if _is_norm(module) and module not in inside]
+        self.head = find_head(model, sizes["head"]) if "head" in sizes else None
         self._replaced: list[nn.Module] = []
         self._can_be_cut: dict[type[nn.Module], bool] = {}
         # Of each thread, the module whose tiles are being computed in its forward.
@@ -64,6 +65,12 @@ class TokenTiles:
         Raises:
             GeminiError: if there is no part that could; nothing was changed.
         """
+        for part, found in {"head": self.head, "mlp": self.mlps}.items():
+            if isinstance(self.tokens, str) and not found and f"{part}=" in self.tokens:
+                raise GeminiError(
+                    f"tile_tokens={self.tokens!r}: this model has no {_PARTS[part]} that could be computed in tiles. "
+                    f"Leave {part}= out"
+                )
         if not self.mlps and self.head is None:
             raise GeminiError(
                 f"tile_tokens={self.tokens}: this model has neither an MLP (a module called mlp, feed_forward, ffn or "
@@ -105,7 +112,7 @@ class TokenTiles:
             rows = _rows(args) if not kwargs else None
             if rows is None:
                 return whole(*args, **kwargs)
-            parts = [split_rows(each, self.tokens) for each in rows]
+            parts = [split_rows(each, self.of_mlp) for each in rows]
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
                 return whole(*args)
             # Put back on errors too: a module left here would never be called by `of_tile` again, so never gathered.
@@ -149,7 +156,7 @@ class TokenTiles:
             among = among[..., first:last, :]
             if not torch.allclose(alone.float(), among.float(), rtol=1e-2, atol=1e-3):
                 raise GeminiError(
-                    f"tile_tokens={self.tokens}: {path!r} ({kind.__name__}) gives a token another result when it is "
+                    f"tile_tokens={self.tokens!r}: {path!r} ({kind.__name__}) gives a token another result when it is "
                     "computed without its neighbours, so it cannot be computed in tiles. Leave tile_tokens out"
                 )
         # Not before: a program that catches the error and goes on is told again.
@@ -258,8 +265,9 @@ def _is_experts(module: nn.Module) -> bool:
     return tuple(inspect.signature(type(module).forward).parameters)[1:] == _OF_EXPERTS
 
 
-def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
-    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time.
+def tile_tokens(model: nn.Module, tokens: int | str | None) -> TokenTiles:
+    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time:
+    as ``tile_tokens=`` says it.
 
     In training with ``labels`` the model's output has no logits then (they are None); in evaluation it has.
 
@@ -271,10 +279,10 @@ def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
     return tiles
 
 
-def auto_tokens(model: nn.Module, tokens: int) -> int | None:
-    """The size of tile that ``tile_tokens="auto"`` takes for a batch of ``tokens``; None if nothing can be tiled."""
-    tiles = TokenTiles(model, tokens)
-    if not tiles.mlps and tiles.head is None:
-        return None
+def auto_tokens(model: nn.Module, tokens: int) -> list[int | str]:
+    """What ``tile_tokens="auto"`` tries for a batch of ``tokens``, in turn: the head alone, then all there is."""
+    tiles = TokenTiles(model, LEAST_TILE)
     head = tiles.head
-    return tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))
+    size = tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))
+    found: list[int | str] = [] if head is None else [f"head={size}"]
+    return [*found, size] if tiles.mlps else found
