@@ -15,6 +15,7 @@ from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 JOB, PLAN = "sft --dataset_name x --model_name_or_path gpt2-small", "plan c.json --cpu 1GiB"
 MESH = "plan llama.json --machine dgx-a100 --gpus 16"
+BY_PART = "or one by part (head=1024,mlp=4096)"
 TWO = "--machine dgx-h100 --gpus 2"
 REQUESTS = {
     "sft --dataset_name x": "Say what to train with --model_name_or_path",
@@ -40,7 +41,8 @@ REQUESTS = {
     f"{JOB} --states compact --fp16 true": "which does not go with --fp16",
     f"{JOB} --optimizer lamb": "--optimizer must be one of adamw, lion",
     f"{JOB} --optimizer sophia": "--optimizer sophia needs a loop of its own",
-    f"{JOB} --tile-tokens 1": "--tile_tokens must be auto or a number of tokens, 2 or more, or one by part (head=1024,mlp=4096), got '1'",
+    f"{JOB} --tile-tokens head=8,tail=8": f"--tile_tokens must be auto or a number of tokens, 2 or more, {BY_PART}",
+    f"{JOB} --tile-tokens 1": f"--tile_tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '1'",
     f"{JOB} --load_in_4bit": "give --use_peft as well",
     f"{JOB} --patience 1": "--patience needs something to evaluate on",
     f"{JOB} --tp 0": "--tp must be at least 1",
@@ -83,9 +85,9 @@ REQUESTS = {
     "plan absent.json": "absent.json: there is no such file or folder",
     f"{PLAN} --picture x.png": "needs the speeds of a machine: --machine",
     "plan --trace t.json --cpu 1GiB": "--trace t.json cannot be read: No such file",
-    f"{PLAN} --tile-tokens 1": "--tile-tokens must be auto or a number of tokens, 2 or more, or one by part (head=1024,mlp=4096), got '1'",
-    f"{PLAN} --tile-tokens some": "--tile-tokens must be auto or a number of tokens, 2 or more, or one by part (head=1024,mlp=4096), got 'some'",
-    f"{PLAN} --tile-tokens -3": "--tile-tokens must be auto or a number of tokens, 2 or more, or one by part (head=1024,mlp=4096), got '-3'",
+    f"{PLAN} --tile-tokens 1": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '1'",
+    f"{PLAN} --tile-tokens some": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got 'some'",
+    f"{PLAN} --tile-tokens -3": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '-3'",
     f"{PLAN} --lora 0": "--lora must be at least 1",
     f"{PLAN} --load-in-4bit": "--load-in-4bit freezes the weights in 4 bits: give --lora as",
     "plan --trace t.json --cpu 1GiB --load-in-4bit": "--load-in-4bit describes a step that is to be",
