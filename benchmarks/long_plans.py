@@ -29,6 +29,7 @@ from gemini.optim import LionRule, PlainSGDRule, SGDRule
 from gemini.planning.break_even import played_break_even
 from gemini.planning.hardware import Hardware, machine
 from gemini.planning.timeline import Track
+from gemini.planning.token_tiles import tile_words
 from gemini.planning.working import activation_bytes
 from gemini.rules import AdamRule
 from gemini.tiers import Tier
@@ -124,7 +125,7 @@ def row(case: Case, known: dict[Any, gemini.MemoryTrace]) -> list[Any]:
     free = played_break_even(made, play, timeline, serial=False)
     tiles = made.trace.tile_tokens
     return [
-        *asked, "" if tiles is None else f"{tiles:,}", f"{timeline.step_seconds:,.0f} s",
+        *asked, "" if tiles is None else tile_words(tiles), f"{timeline.step_seconds:,.0f} s",
         f"{timeline.tokens_per_second:,.0f}", ", ".join(bounds), "none" if free is None else f"{free:,}",
     ]  # fmt: skip
 
@@ -156,10 +157,9 @@ def per_token(known: dict[Any, gemini.MemoryTrace]) -> Iterator[str]:
     yield "## Bytes per token, Llama-3 8B"
     case = Case(LLAMA3_8B, GPU_24, 131072)
     whole = trace_of(case, known)
-    tiled = whole.tiled
-    assert tiled is not None
     rows = []
-    for name, trace in (("as it is", whole), (f"in tiles of {tiled.tile_tokens:,}", tiled)):
+    for trace in whole.forms:
+        name = "as it is" if trace.tile_tokens is None else f"in tiles of {tile_words(trace.tile_tokens)}"
         beside = (trace.peak_bytes - trace.checkpoint_bytes) / trace.tokens
         away = activation_bytes(trace, offloaded=True) / 1.05 / trace.tokens
         rows.append([name, f"{trace.peak_bytes / trace.tokens:,.0f}", f"{beside:,.0f}", f"{away:,.0f}",

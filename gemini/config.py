@@ -16,6 +16,7 @@ from gemini.planning.placement import Placement, StaticPlacement
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADIENTS, PRECISIONS, RuleSpec, check_gradients, spec_of
 from gemini.planning.policy import POLICIES, EvictionPolicy
+from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace
 from gemini.tiers import FILED, OFFLOAD_TO, MemoryBudget
 
@@ -74,10 +75,11 @@ class GeminiConfig:
             of the master, and states in 8 bits, 5.03 bytes per param; small params stay exact. "compact" needs bf16,
             and Adam, Lion or SGD.
         tile_tokens: compute MLPs, and the output head with its loss, this many tokens at a time. Their inner
-            activations and the logits of a whole sequence then never exist in memory, and are computed again in
-            backward. Losses keep their bits; gradients are added up in another order; the output of a training step has
-            no logits. ``trace`` must be of the tiled model too (``gemini.trace(..., tile_tokens=)``). "auto": the
-            planner tiles, with the size that ``trace`` has, if activations do not fit otherwise. None: never.
+            activations and the logits of a whole sequence then never exist in memory; those of MLPs are computed again
+            in backward. "head=1024": the head alone, "head=1024,mlp=4096": other sizes for each. Losses keep their
+            bits; gradients are added up in another order; the output of a training step has no logits. ``trace`` must
+            be of the tiled model too (``gemini.trace(..., tile_tokens=)``). "auto": the planner tiles, with the size
+            that ``trace`` has, if activations do not fit otherwise: the head alone if that will do. None: never.
         context_attention: how attention is divided over the mesh dimension ``cp``. "ulysses": each rank computes some
             of the heads. "gathered": each rank gathers all keys and values. "auto": "ulysses" where ``cp`` divides the
             number of heads.
@@ -148,9 +150,11 @@ class GeminiConfig:
         if spec_of(self.optimizer) is self.optimizer:
             raise TypeError(f"optimizer= takes an update rule, got only the spec of one: {self.optimizer!r}")
         check_gradients(self.gradients, self.rule_spec)
-        tiles = self.tile_tokens
-        if tiles not in (None, "auto") and (type(tiles) is not int or tiles < 2):
-            raise ValueError(f'tile_tokens= is "auto" or a number of tokens, 2 or more, got {tiles!r}')
+        if self.tile_tokens != "auto":
+            try:
+                object.__setattr__(self, "tile_tokens", as_tiles(tile_sizes(self.tile_tokens)))
+            except ValueError as e:
+                raise ValueError(f"tile_tokens= is {e}") from None
         if self.activations is not None:
             parse_bytes(self.activations, what="activations=")
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from gemini.errors import parse_bytes
 from gemini.jobs.errors import JobError, refusing
+from gemini.planning.token_tiles import as_tiles, tile_sizes
 
 TILES = int | str | None
 """The kind of an option that is a number of tokens or "auto"."""
@@ -158,13 +159,17 @@ def check_size(asked: str, value: str) -> None:
 
 
 def tiles_of(asked: str, given: Any) -> int | str | None:
-    """A number of tokens, "auto" or None.
+    """As ``GeminiConfig(tile_tokens=)`` takes it.
 
     Raises:
         JobError: for what is none of them.
     """
     if given is None:
         return None
-    if given != "auto" and not (str(given).isdecimal() and int(given) >= 2):
-        raise JobError(f"{asked} must be auto or a number of tokens, 2 or more, got {str(given)!r}.")
-    return given if given == "auto" else int(given)
+    if given == "auto":
+        return "auto"
+    try:
+        return as_tiles(tile_sizes(int(given) if str(given).isdecimal() else str(given)))
+    except ValueError:
+        words = "auto or a number of tokens, 2 or more, or one by part (head=1024,mlp=4096)"
+        raise JobError(f"{asked} must be {words}, got {str(given)!r}.") from None

@@ -89,7 +89,7 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         made = way.plan()
     except BudgetExceeded as e:
         refusal = e
-    planned = trace.tiled or trace if made is None else made.trace
+    planned = trace.forms[-1] if made is None else made.trace
     timeline: Timeline | None = None
     tokens_when_free: int | None = None
     if made is not None and way.machine.hardware is not None:
@@ -107,7 +107,7 @@ def _plan_whole(way: Way, status: Status) -> Answer:
         refusal=refusal,
         tokens_when_free=tokens_when_free,
         checkpointed=checkpointed,
-        whole_peak_bytes=trace.peak_bytes if planned is trace.tiled else None,
+        whole_peak_bytes=None if planned.tile_tokens == trace.tile_tokens else trace.peak_bytes,
         changes=tuple(_changes(way, planned, checkpointed, fits=made is not None)),
     )
     if choice is not None and made is not None:

@@ -24,6 +24,7 @@ from gemini.planning.parallel import MeshOutcome
 from gemini.planning.plan import Plan
 from gemini.planning.planes import ADAM, GRADS, plane_specs, precision_of
 from gemini.planning.timeline import Timeline, Track, human_seconds
+from gemini.planning.token_tiles import tile_words
 from gemini.planning.trace import MemoryTrace, Phase
 from gemini.planning.traffic import by_name
 from gemini.tiers import Tier
@@ -271,7 +272,7 @@ def _head(report: Report) -> Iterator[str]:
         f"{', '.join(shapes) or 'a batch'} tokens": True,
         f"{micro_batches} micro-batches": micro_batches > 1,
         "gradient checkpointing": report["checkpointing"],
-        f"tiles of {report['tile_tokens'] or 0:,} tokens{because}": report["tile_tokens"],
+        f"tiles of {tile_words(report['tile_tokens'])}{because}": report["tile_tokens"],
         f"{ranks} {'GPUs' if on_gpu else 'processes'}": ranks > 1,
         f"gradients {report['gradients']}": report["gradients"] != "retain",
         f"{report['tokens']:,} tokens a step": micro_batches * ranks > 1 and (report["fits"] or not mesh),

@@ -171,7 +171,7 @@ class Way:
         offload = self.settings.offload_activations
         places = {"auto": (None, "cpu"), "no": (None,)}.get(offload, (offload,))
         found = None
-        for step, where in product(filter(None, (trace, trace.tiled)), places):
+        for step, where in product(trace.forms, places):
             try:
                 fill_fastest(self._problem(step, where))
                 return None

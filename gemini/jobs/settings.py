@@ -80,8 +80,8 @@ class _Step(Record):
     gradient_checkpointing: bool = opt(False, "Compute activations again in backward instead of keeping them.", _STEP)
     tile_tokens: int | str | None = opt(
         None,
-        "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
-        "fit otherwise. (Default: a whole micro-batch.)",
+        "Compute MLPs, norms and the output head with its loss so many tokens at a time; head=1024: the head alone; "
+        "auto: where the step does not fit otherwise. (Default: a whole micro-batch.)",
         _STEP,
         least=2,
     )

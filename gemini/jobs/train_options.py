@@ -66,8 +66,8 @@ class GeminiArguments:
     )
     tile_tokens: str | None = _opt(
         None,
-        "Compute MLPs, norms and the output head with its loss so many tokens at a time; auto: where the step does not "
-        "fit otherwise. (Default: a whole batch.)",
+        "Compute MLPs, norms and the output head with its loss so many tokens at a time; head=1024: the head alone; "
+        "auto: where the step does not fit otherwise. (Default: a whole batch.)",
     )
     plan: str | None = _opt(
         None,

@@ -26,6 +26,7 @@ from gemini.planning.document import Document
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, ParamSpec, make_layout
 from gemini.planning.planes import ADAM, RuleSpec, compute_itemsize
 from gemini.planning.products import AttentionWork, Product
+from gemini.planning.token_tiles import tile_words
 
 
 class Phase(Enum):
@@ -147,7 +148,7 @@ class MemoryTrace(Document, kind="trace"):
     buffer_bytes: int = 0
     checkpointing: bool = False
     read_together: tuple[tuple[int, ...], ...] = ()
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
     context_parallel: int = 1
     tensor_parallel: int = 1
     tiled: MemoryTrace | None = None
@@ -188,6 +189,11 @@ class MemoryTrace(Document, kind="trace"):
             [list(p.names), list(p.shape), p.trainable, *["coded"] * p.coded, *["fp32"] * p.fp32] for p in self.params
         ]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    @property
+    def forms(self) -> list[MemoryTrace]:
+        """The step as it is, then in tiles, each without the others: first what less is computed in tiles of."""
+        return [replace(self, tiled=None), *([] if self.tiled is None else self.tiled.forms)]
 
     def with_fp32(self, names: Collection[str]) -> MemoryTrace:
         """The same step of a model in which the params of these (first) names stay in fp32, and no others."""
@@ -266,7 +272,7 @@ class MemoryTrace(Document, kind="trace"):
         shapes = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in self.batch.items())
         checkpointing = ", gradient checkpointing" if self.checkpointing else ""
         if self.tile_tokens is not None:
-            checkpointing += f", tiles of {self.tile_tokens:,} tokens"
+            checkpointing += f", tiles of {tile_words(self.tile_tokens)}"
         if self.context_parallel > 1:
             checkpointing += f", one of {self.context_parallel} parts of each sequence"
         if self.tensor_parallel > 1:
@@ -282,10 +288,10 @@ class MemoryTrace(Document, kind="trace"):
             lines.append(f"the peak is in {top.phase.value} of {top.module or 'the model itself'}")
         if self.checkpoint_bytes:
             lines.append(f"inputs of checkpointed blocks: {human_bytes(self.checkpoint_bytes)}")
-        if self.tiled is not None:
+        for form in self.forms[1:]:
             lines.append(
-                f"in tiles of {self.tiled.tile_tokens:,} tokens: {human_bytes(self.tiled.peak_bytes)} at the peak, "
-                f"{self.tiled.flops / max(1, self.flops) - 1:.0%} more work"
+                f"in tiles of {tile_words(form.tile_tokens)}: {human_bytes(form.peak_bytes)} at the peak, "
+                f"{abs(form.flops / max(1, self.flops) - 1):.0%} more work"
             )
         if self.seconds is not None:
             lines.append(f"computing took {self.seconds:.3g} s")

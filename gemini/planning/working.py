@@ -7,7 +7,7 @@ tried in turn where the first choice does not fit: with less staging, and in til
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from typing import TypeVar
 
 from gemini.errors import BudgetExceeded
@@ -45,24 +45,6 @@ DEVICE_SLOTS = 4
 
 WAITING_GRADIENTS = 3
 """Chunks whose transient gradients may wait for their updates at least; more where a budget has room."""
-
-
-LEAST_TILE = 256
-"""Tokens that ``tile_tokens="auto"`` takes at least: products of fewer rows read weights more than they compute."""
-
-TILES = (16, 128)
-"""Tiles of a batch that it takes at least and at most."""
-
-
-def tile_tokens_for(tokens: int, vocabulary: int, hidden: int) -> int:
-    """Tokens of a tile for a batch of ``tokens``: so that the logits of one tile with what their loss makes of them
-    (12 bytes each) take less than half of what a block keeps of the whole batch (some 32 bytes per token and hidden
-    unit). Their number does not depend on the batch, so what is left beside tiles grows with it alone.
-    """
-    least, most = TILES
-    wanted = min(max(least, -(-12 * vocabulary // (16 * hidden))), most)
-    tiles = 1 << (wanted - 1).bit_length()
-    return max(LEAST_TILE, -(-tokens // tiles))
 
 
 def tile_numel(largest_chunk: int, whole: int = 0) -> int:
@@ -211,14 +193,13 @@ def with_staging(choose: Callable[[bool], Chosen], *, overlap: bool) -> Chosen:
 
 
 def with_tiles(choose: Callable[[MemoryTrace], Chosen], trace: MemoryTrace) -> Chosen:
-    """What ``choose`` makes of the step as it is, or, where that does not fit, of the one in tiles, if there is one.
+    """What ``choose`` makes of the step as it is, or, where that does not fit, of the first one in tiles that does.
 
     Raises:
-        BudgetExceeded: if neither fits; of the one in tiles, which is nearer to it.
+        BudgetExceeded: if none fits; of the last one, which is nearest to it.
     """
-    if trace.tiled is None:
-        return choose(trace)
-    try:
-        return choose(replace(trace, tiled=None))
-    except BudgetExceeded:
-        return choose(trace.tiled)
+    *first, last = trace.forms
+    for form in first:
+        with suppress(BudgetExceeded):
+            return choose(form)
+    return choose(last)

@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
+from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
 from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
@@ -224,9 +225,9 @@ def trace(
             "reentrant", "non-reentrant", False, or None, which leaves it as it is.
         model_class: for a config: the class of transformers, if not the one that follows from the config.
         loss: what makes the loss of what forward returns; by default its ``loss``, or itself if it is one number.
-        tile_tokens: as in :class:`gemini.GeminiConfig`. "auto" traces the step twice, as it is and in tiles of a size
-            that follows from the batch and the widths of the output head (``tiled`` of the trace; with a warning none
-            where that cannot be), and the planner chooses.
+        tile_tokens: as in :class:`gemini.GeminiConfig`. "auto" traces the step as it is, with its head in tiles and all
+            in tiles, of a size that follows from the batch and the widths of the output head (``tiled`` of the trace;
+            with a warning none where that cannot be), and the planner chooses.
         context_parallel: ranks that share each sequence, the size of ``cp`` in their mesh. The batch is the whole one,
             the trace is of the last rank, which under ``context_attention="gathered"`` holds most.
         context_attention: as in :class:`gemini.GeminiConfig`.
@@ -246,11 +247,13 @@ def trace(
     if precision not in COMPUTE_DTYPES:
         raise ValueError(f"precision must be one of {', '.join(COMPUTE_DTYPES)}, got {precision!r}")
     chosen = make_target(target)
-    if tensor_parallel > 1 and isinstance(tile_tokens, int):
+    is_auto = tile_tokens == "auto"
+    tile_tokens = None if is_auto else as_tiles(tile_sizes(tile_tokens))
+    if tensor_parallel > 1 and tile_tokens is not None:
         raise ValueError(f"tile_tokens={tile_tokens} with tensor_parallel={tensor_parallel}: leave one of them out")
+    choices: list[int | str] = []
 
     def traced(tiles: int | str | None) -> MemoryTrace:
-        """``tiles``: as ``tile_tokens``; with "auto" those of the size for the batch."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with generators_kept(), nothing_collected(), mode:
             fake = fake_copy(model, mode) if isinstance(model, nn.Module) else _build(model, model_class)
@@ -269,13 +272,13 @@ def trace(
                     own = part_of(_with_values(batch), context_parallel - 1, context_parallel)
             known: dict[int, torch.Tensor] = {}
             inputs = {name: fake_input(value, mode, known) for name, value in own.items()}
-            if tiles == "auto":
+            if is_auto and tiles is None:
                 config = getattr(fake, "config", None)
                 shapes = {name: tuple(v.shape) for name, v in inputs.items() if isinstance(v, torch.Tensor)}
                 tokens = count_tokens(shapes, has_decoder=bool(getattr(config, "is_encoder_decoder", False)))
-                tiles = token_tiles.auto_tokens(fake, tokens)
+                choices.extend(token_tiles.auto_tokens(fake, tokens))
             if tiles is not None:
-                token_tiles.tile_tokens(fake, int(tiles))
+                token_tiles.tile_tokens(fake, tiles)
             if context_parallel > 1:
                 imagine_parts(fake, context_parallel, context_attention, sent, slices=tensor_parallel)
             if precision != "fp32":
@@ -284,20 +287,22 @@ def trace(
             step = _run(fake, inputs, chosen, loss, mode, sent)
             return replace(
                 trace_of_step(fake, step, precision, kept, target=chosen.name, source=Source.AHEAD),
-                tile_tokens=None if tiles is None else int(tiles),
+                tile_tokens=tiles,
                 context_parallel=context_parallel,
                 tensor_parallel=tensor_parallel,
             )
 
-    if tile_tokens != "auto" or tensor_parallel > 1:
-        return traced(None if tile_tokens == "auto" else tile_tokens)
-    whole = traced(None)
+    whole = traced(tile_tokens)
+    if tensor_parallel > 1:
+        return whole
+    tiled: MemoryTrace | None = None
     try:
-        tiled = traced("auto")
+        for tiles in reversed(choices):
+            tiled = replace(traced(tiles), tiled=tiled)
     except GeminiError as e:
         warn(f'tile_tokens="auto" has no effect: {e}')
         return whole
-    return whole if tiled.tile_tokens is None else replace(whole, tiled=tiled)
+    return replace(whole, tiled=tiled)
 
 
 @contextmanager

@@ -78,7 +78,14 @@ def _coded(args: Any, out: Any) -> int:
     return 2 * args[0].numel() // columns * rows * columns
 
 
-_PRODUCTS: dict[Any, int] = {_aten.mm: 0, _aten.addmm: 1, _aten.bmm: 0, _aten.baddbmm: 1, _aten._scaled_mm: 0}
+_PRODUCTS: dict[Any, int] = {
+    _aten.mm: 0,
+    _aten.addmm: 1,
+    _aten.addmm_: 1,
+    _aten.bmm: 0,
+    _aten.baddbmm: 1,
+    _aten._scaled_mm: 0,
+}
 """At which argument the two matrices of a product begin."""
 
 _CODED = "bitsandbytes::gemm_4bit"
@@ -90,6 +97,7 @@ def is_coded_product(packet: Any) -> bool:
 
 
 _OURS: dict[Any, Any] = {
+    _aten.addmm_: lambda args, out: 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),

@@ -320,8 +320,10 @@ class Observer:
             torch.autograd.Variable._execution_engine.queue_callback(self.end_step)
 
     def _notice_backward(self) -> None:
-        """A loss that is computed outside of the model has operations before any hook is reached."""
-        if not self._in_backward and torch._C._current_graph_task_id() != -1:
+        """A loss that is computed outside of the model has operations before any hook is reached. A module that has a
+        gradient computed in its own forward (of a loss in tiles) is still in forward.
+        """
+        if not self._in_backward and not self._calls.running and torch._C._current_graph_task_id() != -1:
             self._cut(None)
             self._begin_backward()
 

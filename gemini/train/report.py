@@ -12,6 +12,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
+from gemini.planning.token_tiles import tile_words
 from gemini.tiers import Ledger, Tier
 from gemini.train.sharding.company import Company
 from gemini.train.update.guess import GuessRecord
@@ -80,7 +81,7 @@ class MemoryReport(dict[str, Any]):
             listed = ", ".join(f"{num_params:,} {why}" for why, num_params in self["fp32"].items())
             lines.append(f"params that stay in fp32: {listed}")
         if self["tile_tokens"] is not None:
-            lines.append(f"MLPs, norms, and the head with its loss: {self['tile_tokens']:,} tokens at a time")
+            lines.append(f"in tiles: {tile_words(self['tile_tokens'])} at a time")
         return "\n".join(lines)
 
 
@@ -115,7 +116,7 @@ def make_report(
     layout: Layout,
     company: Company,
     guesses: GuessRecord,
-    tile_tokens: int | None = None,
+    tile_tokens: int | str | None = None,
     kept: Iterable[str] = (),
 ) -> MemoryReport:
     """Make the report of a model as it stands, nothing being in flight.

@@ -100,7 +100,7 @@ def manage(
             changes.append(_to_call(spread.give_back))
         cuts = cuts_in(model) if sliced is None else sliced.by_param(model)
         cuts |= spread.by_param(model) if spread is not None else {}
-        if isinstance(config.tile_tokens, int):
+        if is_told := config.tile_tokens not in (None, "auto"):
             changes.append(_in_tiles(model, config.tile_tokens))
             # What was walked before has not seen that tiled parts are read as a whole.
             structure = None
@@ -122,7 +122,7 @@ def manage(
             sliced.put_on(model)
         changes.append(_give_to(model, engine, whole=spread is not None))
         # With `fill` another module may have come, and "auto" has chosen its tile only now.
-        if model is not planned or (tokens is not None and not isinstance(config.tile_tokens, int)):
+        if model is not planned or (tokens is not None and not is_told):
             if tokens is not None:
                 changes.append(_in_tiles(model, tokens))
             structure = Structure(model)
@@ -243,7 +243,7 @@ def _to_call(undo: Callable[[], None]) -> Undo:
     return lambda model: undo()
 
 
-def _in_tiles(model: nn.Module, tokens: int) -> Undo:
+def _in_tiles(model: nn.Module, tokens: int | str | None) -> Undo:
     """Let MLPs, norms and the head compute a few tokens at a time."""
     return _to_call(tile_tokens(model, tokens).take_away)
 

@@ -15,6 +15,7 @@ from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 JOB, PLAN = "sft --dataset_name x --model_name_or_path gpt2-small", "plan c.json --cpu 1GiB"
 MESH = "plan llama.json --machine dgx-a100 --gpus 16"
+BY_PART = "or one by part (head=1024,mlp=4096)"
 TWO = "--machine dgx-h100 --gpus 2"
 REQUESTS = {
     "sft --dataset_name x": "Say what to train with --model_name_or_path",
@@ -38,7 +39,8 @@ REQUESTS = {
     f"{JOB} --optimizer lamb": "argument --optimizer: invalid choice: 'lamb' (choose from",
     f"{JOB} --config sophia.yaml": "--optimizer must be one of adamw, lion",
     f"{JOB} --optimizer sophia": "argument --optimizer: invalid choice: 'sophia'",
-    f"{JOB} --tile-tokens 1": "--tile_tokens must be auto or a number of tokens, 2 or more, got '1'",
+    f"{JOB} --tile-tokens head=8,tail=8": f"--tile_tokens must be auto or a number of tokens, 2 or more, {BY_PART}",
+    f"{JOB} --tile-tokens 1": f"--tile_tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '1'",
     f"{JOB} --load_in_4bit": "give --use_peft as well",
     f"{JOB} --tp 0": "--tp must be at least 1",
     f"{JOB} --tp 2": "--tp 2 takes 2 processes or a multiple of that, and there is 1",
@@ -79,9 +81,9 @@ REQUESTS = {
     "plan absent.json": "absent.json: transformers",
     f"{PLAN} --picture x.png": "needs the speeds of a machine: --machine",
     "plan --trace t.json --cpu 1GiB": "--trace t.json cannot be read: No such file",
-    f"{PLAN} --tile-tokens 1": "--tile-tokens must be auto or a number of tokens, 2 or more, got '1'",
-    f"{PLAN} --tile-tokens some": "--tile-tokens must be auto or a number of tokens, 2 or more, got 'some'",
-    f"{PLAN} --tile-tokens -3": "--tile-tokens must be auto or a number of tokens, 2 or more, got '-3'",
+    f"{PLAN} --tile-tokens 1": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '1'",
+    f"{PLAN} --tile-tokens some": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got 'some'",
+    f"{PLAN} --tile-tokens -3": f"--tile-tokens must be auto or a number of tokens, 2 or more, {BY_PART}, got '-3'",
     f"{PLAN} --lora 0": "--lora must be at least 1",
     f"{PLAN} --load-in-4bit": "--load-in-4bit freezes the weights in 4 bits: give --lora as",
     "plan --trace t.json --cpu 1GiB --load-in-4bit": "--load-in-4bit describes a step that is to be",

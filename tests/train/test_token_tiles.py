@@ -11,10 +11,11 @@ import torch
 import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import gemini
 from gemini.train.modules.reading import Structure
-from gemini.train.modules.tiled_logits import split_rows
+from gemini.train.modules.tiled_loss import split_rows
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.wrap import unmanage
 from tests import models
@@ -63,7 +64,7 @@ def long(model: Any, seed: int) -> torch.Tensor:
     return model(**batch(seed, rows=2, length=21)).loss  # type: ignore[no-any-return]
 
 
-def tiled(model: nn.Module, tokens: int = TOKENS) -> nn.Module:
+def tiled(model: Any, tokens: int | str = TOKENS) -> Any:
     tile_tokens(model, tokens)
     return model
 
@@ -192,7 +193,9 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
         model.loss_function = lambda logits, labels, of=named, **_: of(logits)
         with pytest.raises(gemini.GeminiError, match=f"tile_tokens=8: LlamaForCausalLM .*logits.*{strange}"):
             long(managed(model), 0)
-    for wrong in (0, 1, True, "some", 2.0):
+    with pytest.raises(gemini.GeminiError, match="tile_tokens='head=8': this model has no output head .* Leave head="):
+        tile_tokens(WithMlp(), "head=8")
+    for wrong in (0, 1, True, "some", 2.0, "head=1", "head=", "tail=8", "head=8,head=9", ""):
         with pytest.raises(ValueError, match='tile_tokens= is "auto" or a number of tokens, 2 or more'):
             gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
 
@@ -220,18 +223,22 @@ def test_auto_is_the_planners(tmp_path: Path) -> None:
         return model(**batch(seed, rows=2, length=600)).loss  # type: ignore[no-any-return]
 
     trace = gemini.trace(make(), batch(0, rows=2, length=600), tile_tokens="auto")
-    assert trace.tile_tokens is None and trace.tiled is not None and trace.tiled.tile_tokens == 256
+    _, of_head, tiled = trace.forms
+    assert [form.tile_tokens for form in trace.forms] == [None, "head=256", 256]
     assert gemini.MemoryTrace.from_json(trace.to_json()) == trace and "in tiles of 256 tokens" in str(trace)
-    room = (trace.peak_bytes + trace.tiled.peak_bytes) // 2 + 2**20
+    assert "in tiles of 256 tokens of the head: " in str(trace) and of_head.flops == trace.flops < tiled.flops
+    room = (of_head.peak_bytes + tiled.peak_bytes) // 2 + 2**20
     base = gemini.GeminiConfig(
         device="standin", memory=gemini.MemoryBudget(gpu=room, cpu="64MiB"), trace=trace, tile_tokens="auto"
     )
     tight = gemini.GeminiDDP(make(), base)
     assert tight.memory_report()["tile_tokens"] == 256 and "256 tokens at a time" in str(tight.memory_report())
-    explicit = gemini.GeminiDDP(make(), replace(base, tile_tokens=256, trace=None, activations=trace.tiled.peak_bytes))
+    explicit = gemini.GeminiDDP(make(), replace(base, tile_tokens=256, trace=None, activations=tiled.peak_bytes))
     assert train(tight, adam(tight), range(2), step) == train(explicit, adam(explicit), range(2), step)
     planned = gemini.plan(trace, None, {gemini.Tier.GPU: room, gemini.Tier.CPU: 2**26})
-    assert planned.trace == trace.tiled
+    assert planned.trace == tiled
+    wider = (trace.peak_bytes + of_head.peak_bytes) // 2 + 2**20
+    assert gemini.plan(trace, None, {gemini.Tier.GPU: wider, gemini.Tier.CPU: 2**26}).trace == of_head
     by_plan = gemini.GeminiDDP(make(), replace(base, trace=None, placement=planned))
     assert by_plan.memory_report()["tile_tokens"] == 256
     roomy = gemini.GeminiDDP(make(), replace(base, memory=gemini.MemoryBudget(gpu="64MiB", cpu="64MiB")))
@@ -253,6 +260,137 @@ def test_a_tiled_mlp_reads_its_weights_together() -> None:
     """All of them for all tiles; nothing in it gathers on its own, once for each tile."""
     reads = {reader.path: len(reader.params) for reader in Structure(tiled(llama())).readers}
     assert reads["model.layers.0.mlp"] == 3 and not any(path.startswith("model.layers.0.mlp.") for path in reads)
+
+
+class _Products(TorchDispatchMode):
+    """Counts the multiplications of matrices with ``columns`` as one of their three sizes."""
+
+    def __init__(self, columns: int):
+        super().__init__()
+        self.columns, self.num_flops = columns, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            m, k, n = (*args[-2].shape, args[-1].shape[1])
+            self.num_flops += 2 * m * k * n * (self.columns in (m, k, n))
+        return func(*args, **(kwargs or {}))
+
+
+def _step_flops(model: Any, columns: int) -> int:
+    long(model, 0).backward()  # in the first one an MLP is looked at too
+    with _Products(columns) as products:
+        long(model, 0).backward()
+    return products.num_flops
+
+
+@pytest.mark.parametrize("columns", [96, 112], ids=["head", "mlp"])
+def test_tiles_multiply_no_more_than_the_model_they_are_of(columns: int) -> None:
+    """The head three times, and MLPs of a checkpointed block as often as without tiles: the same products in parts."""
+
+    def make() -> Any:
+        model: Any = models.llama(hidden_size=32, intermediate_size=112, vocab_size=96, num_hidden_layers=2)
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    whole = _step_flops(make(), columns)
+    for tokens in ("head=8", "mlp=8", "head=16,mlp=8", 8):
+        assert _step_flops(tiled(make(), tokens), columns) == whole, tokens
+    assert columns != 96 or whole == 3 * 2 * 42 * 32 * 96
+
+
+def test_a_trace_counts_what_is_run() -> None:
+    def make() -> Any:
+        # torch's counter knows no fused attention of a CPU
+        return models.llama(vocab_size=96, num_hidden_layers=2, attn_implementation="eager").train()
+
+    model = tiled(make())
+    with FlopCounterMode(display=False) as counted:
+        long(model, 0).backward()
+    added = 2 * 35 * model.lm_head.weight.numel()  # nor products that add in place: all tiles' but the first's
+    trace = gemini.trace(make(), batch(0, rows=2, length=21), precision="fp32", tile_tokens=8)
+    assert trace.flops == counted.get_total_flops() + added
+
+
+def _scaled(loss: torch.Tensor) -> torch.Tensor:
+    return loss * 3
+
+
+def _twice(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward(retain_graph=True)
+    return 2 * loss
+
+
+def _frozen(model: Any) -> None:
+    model.get_output_embeddings().requires_grad_(False)
+
+
+def _head_alone(model: Any) -> None:
+    model.requires_grad_(False)
+    model.get_output_embeddings().requires_grad_(True)
+
+
+def _watched(model: Any) -> None:
+    model.get_output_embeddings().register_forward_hook(lambda layer, args, logits: None)
+
+
+def _with_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size).double())
+
+
+def _learned_scale(model: Any) -> None:
+    model.scale = nn.Parameter(torch.tensor(1.5).double())
+    loss = model.loss_function
+    model.loss_function = lambda logits, *args, **kwargs: loss(logits * model.scale, *args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [None, _frozen, _head_alone, _watched, _with_bias, _learned_scale])
+@pytest.mark.parametrize("use", [None, _scaled, _twice])
+def test_gradients_of_the_head_however_it_is_used(
+    change: Callable[[Any], None] | None,
+    use: Callable[[torch.Tensor], torch.Tensor] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In float64, as above: what does not go by the quick way has the same gradients too."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    found = []
+    for tokens in (None, "head=8"):
+        torch.manual_seed(0)
+        model: Any = models.llama(vocab_size=96, num_hidden_layers=1).double().train()
+        if change is not None:
+            change(model)
+        if tokens is not None:
+            tile_tokens(model, tokens)
+        loss = model(**masked_batch(True)).loss
+        (use or (lambda loss: loss))(loss).backward()
+        found.append([param.grad for param in model.parameters()])
+    for wanted, got in zip(*found, strict=True):
+        assert (wanted is None) == (got is None)
+        assert wanted is None or (wanted - got).abs().max() <= 1e-13 * wanted.abs().max().clamp(min=1e-3)
+
+
+def test_a_second_derivative_goes_through_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    found = []
+    for tokens in (None, "head=8"):
+        torch.manual_seed(0)
+        model: Any = models.llama(vocab_size=96, num_hidden_layers=1, attn_implementation="eager").double().train()
+        if tokens is not None:
+            tile_tokens(model, tokens)
+        params = list(model.parameters())
+        first = torch.autograd.grad(long(model, 0), params, create_graph=True)
+        found.append(torch.autograd.grad(sum(each.square().sum() for each in first), params))
+    for wanted, got in zip(*found, strict=True):
+        assert (wanted - got).abs().max() <= 1e-12 * wanted.abs().max().clamp(min=1e-3)
+
+
+def test_a_loss_in_bf16_is_multiplied_by_more_than_a_bf16() -> None:
+    """A third has no bf16: rounded first it would be off by 0.13 % for all elements alike."""
+    grads = []
+    for part in (1.0, 1 / 3):
+        model: Any = tiled(llama().bfloat16(), "head=8")
+        (long(model, 0) * part).backward()
+        grads.append(model.lm_head.weight.grad.float())
+    assert abs((grads[1].norm() / grads[0].norm()).item() * 3 - 1) < 2e-4
 
 
 class _Zeros(TorchDispatchMode):

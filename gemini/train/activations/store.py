@@ -28,7 +28,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.tiers import WELCOME, Tier
 from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
-from gemini.train.modules import saved_weights
+from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part
 
@@ -37,7 +37,7 @@ HOLDER = "activations"
 MIN_BYTES = 16 * 2**10
 """Smaller tensors stay: a mask or a position is not worth the move."""
 
-_OF_CHECKPOINTING = torch.utils.checkpoint.__file__
+_OF_CHECKPOINTING = frozenset((torch.utils.checkpoint.__file__, token_tiles.__file__))
 _OF_COMPILED = f"{os.path.dirname(torch.__file__)}{os.sep}_functorch{os.sep}"
 _BETWEEN = (torch.autograd.function.__file__, saved_weights.__file__)
 
@@ -355,11 +355,12 @@ def make_activation_store(store: ChunkStore, calls: Calls, wanted: str | None) -
 
 
 def saved_by_checkpointing(depth: int) -> bool:
-    """Whether torch's checkpointing is what saves a tensor now: the next Python code above the hooks is its own.
+    """Whether checkpointing, torch's or that of tiles, is what saves a tensor now: the next Python code above the hooks
+    is its own.
 
     ``depth``: how many functions of ours are between here and there, this one included.
     """
-    return _saver(depth + 1) == _OF_CHECKPOINTING
+    return _saver(depth + 1) in _OF_CHECKPOINTING
 
 
 def _saver(depth: int) -> str:

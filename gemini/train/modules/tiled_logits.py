@@ -2,7 +2,7 @@
 
 While a model computes a loss, its output layer returns :class:`Logits` in their place: the hidden states, and what the
 model does with each token's logits on the way to its loss (a cast, a scale, a soft cap, a bias), noted down. A cross
-entropy of them is computed in tiles under ``torch.utils.checkpoint``, each tile from its hidden states to its losses.
+entropy of them is computed in tiles (:mod:`gemini.train.modules.tiled_loss`), each from hidden states to losses.
 So it does not matter who computes the loss (a loss function of transformers, the model's own ``CrossEntropyLoss``);
 what is not known to work token by token is refused by the name of the operation.
 """
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
+from gemini.train.modules.tiled_loss import TILE, Step, TiledLoss
 
 _ELEMENTWISE = frozenset(
     (
@@ -35,14 +35,6 @@ _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 """Operations that arrange tokens anew and leave each token's logits together."""
 
 
-def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
-    """``rows`` (tokens first) in parts of at most ``tokens``, of nearly equal size: none has one row alone."""
-    parts = max(-(-rows.shape[0] // tokens), 1)
-    least, more = divmod(rows.shape[0], parts)
-    # Not tensor_split, which slices: in backward each slice makes a gradient of all rows, nearly all of it zeros.
-    return rows.split([least + (part < more) for part in range(parts)])
-
-
 class Logits:
     """A stand-in for the logits of ``hidden``, which torch's functions take as they take a tensor.
 
@@ -50,9 +42,7 @@ class Logits:
         steps: what is done with a tile of logits (tokens x vocabulary), in order.
     """
 
-    def __init__(
-        self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[Callable[..., Any], ...] = ()
-    ):
+    def __init__(self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[Step, ...] = ()):
         self._head, self._hidden, self._steps, self.dtype = head, hidden, steps, dtype
 
     @property
@@ -156,7 +146,7 @@ class Logits:
         kept: list[Any] = []
         for value in args:
             if value is self:
-                kept.append(self)
+                kept.append(TILE)
             elif isinstance(value, torch.Tensor) and value.numel() in (1, vocabulary):
                 is_each = value.numel() == vocabulary and value.shape[-1] == vocabulary
                 kept.append(value.reshape(vocabulary if is_each else (1,) * min(value.dim(), 1)))
@@ -168,9 +158,7 @@ class Logits:
             if not isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device, type(None))):
                 self._refuse(name)
 
-        def step(tile: torch.Tensor) -> Any:
-            return func(*(tile if value is self else value for value in kept), **kwargs)
-
+        step = Step(func, tuple(kept), kwargs)
         # Run once on no tokens: it tells the dtype, and refuses now and not in backward what changes the shape.
         sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
         if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):
@@ -194,25 +182,8 @@ class Logits:
         hidden = self._hidden
         if hidden.dim() != 2 or target.shape != hidden.shape[:1] or target.is_floating_point():
             self._refuse(f"a cross entropy of logits {tuple(self.shape)} and targets {tuple(target.shape)}")
-        head, steps = self._head, self._steps
-
-        def losses_of(part: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = head.whole(part)
-            for step in steps:
-                logits = step(logits)
-            return functional.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="none")
-
-        # Every tile is a region of its own: its logits live for the time of one tile, in forward and in backward.
-        parts = split_rows(hidden, head.tokens)
-        targets = target.split([part.shape[0] for part in parts])
-        losses = torch.cat(
-            [checkpoint(losses_of, part, own, use_reentrant=False) for part, own in zip(parts, targets, strict=True)]
-        )
-        if reduction == "none":
-            return losses
-        # As a cross entropy over one class: the sum over tokens is torch's own, in its order.
-        rated = torch.where(target == ignore_index, ignore_index, 0)
-        return functional.nll_loss(-losses[:, None], rated, ignore_index=ignore_index, reduction=reduction)
+        loss = TiledLoss(self._head.tokens, self._steps, self.dtype, target, ignore_index, reduction)
+        return self._head.loss_of(hidden, loss)
 
     def _refuse(self, what: str) -> NoReturn:
         raise GeminiError(
@@ -237,6 +208,21 @@ class Head:
         self.label = f"tile_tokens={tokens}: {type(model).__name__}"
         self._promises = False
         self._has_promised = False
+        self._asked: TiledLoss | None = None
+        """The loss that the next call of the layer is to give in place of logits."""
+        self._divisor: Any = 1
+
+    def loss_of(self, hidden: torch.Tensor, loss: TiledLoss) -> torch.Tensor:
+        """The loss of the logits of ``hidden`` (tokens x hidden units)."""
+        loss = loss._replace(divisor=self._divisor)
+        if _has_foreign_hooks(self.layer) or not loss.can_be_made_at_once(hidden, self.layer):
+            return loss.whole(hidden, self.whole)
+        self._asked = loss
+        try:
+            # One call of the layer for all tiles: its weight is gathered once, and not again in backward.
+            return self.layer(hidden)  # type: ignore[no-any-return]
+        finally:
+            self._asked = None
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits themselves; the layer is called as a module, so that its hooks run."""
@@ -249,6 +235,9 @@ class Head:
 
     def layer_forward(self, hidden: torch.Tensor) -> Any:
         """The forward of the layer."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            return asked.at_once(hidden, self.layer, functools.partial(asked.whole, head=self.whole))
         if not self._promises:
             return type(self.layer).forward(self.layer, hidden)
         # From here on an error of the model's may be due to what was put in the place of logits.
@@ -267,6 +256,7 @@ class Head:
             if not self.model.training or not torch.is_grad_enabled() or given.get("labels") is None:
                 return whole(*args, **kwargs)
             self._promises, self._has_promised = True, False
+            self._divisor = _divisor_of(given)
             try:
                 return _without_logits(whole(*args, **kwargs))
             except (TypeError, AttributeError, ValueError) as e:
@@ -281,6 +271,21 @@ class Head:
                 self._promises = False
 
         return forward
+
+
+def _divisor_of(given: dict[str, Any]) -> Any:
+    """By what a loss function of transformers divides a sum: a number of labels, maybe those of many batches."""
+    value = given.get("num_items_in_batch", given.get("kwargs", {}).get("num_items_in_batch"))
+    is_number = isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+    return value if is_number else 1
+
+
+def _has_foreign_hooks(layer: nn.Module) -> bool:
+    """Whether somebody else hangs on a layer, who is shown logits then, or may change them."""
+    hooks = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
+    # By module: ours only gather what the layer reads, and cast what it is given.
+    is_ours = all(str(getattr(hook, "__module__", "")).startswith("gemini.") for hook in hooks)
+    return not is_ours or bool(layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def _without_logits(output: Any) -> Any:

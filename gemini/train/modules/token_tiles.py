@@ -26,32 +26,34 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gemini.errors import GeminiError
-from gemini.planning.working import tile_tokens_for
+from gemini.planning.token_tiles import LEAST_TILE, tile_sizes, tile_tokens_for
 from gemini.train.modules.reading import READ_AS_A_WHOLE
-from gemini.train.modules.tiled_logits import find_head, split_rows
+from gemini.train.modules.tiled_logits import find_head
+from gemini.train.modules.tiled_loss import split_rows
 
 _CHECKED_TOKENS = 8
 _OF_EXPERTS = ("hidden_states", "top_k_index", "top_k_weights")
 """Arguments of the experts of transformers' MoE blocks: tokens, which experts each goes to, and how much."""
 
 
+_PARTS = {"head": "output head with a loss", "mlp": "MLPs and no experts of transformers"}
+
+
 class TokenTiles:
     """The parts of one model that compute in tiles.
 
     Args:
-        tokens: in a tile, counted over all sequences of a batch together.
+        tokens: in a tile, counted over all sequences of a batch together; of each part, as ``tile_tokens=`` says it.
     """
 
-    def __init__(self, model: nn.Module, tokens: int):
-        self.tokens = tokens
-        self.mlps = [
-            (path, module) for path, module in model.named_modules() if _is_mlp(path, module) or _is_experts(module)
-        ]
+    def __init__(self, model: nn.Module, tokens: int | str | None):
+        self.tokens, sizes = tokens, tile_sizes(tokens)
+        self.of_mlp = sizes.get("mlp", 0)
+        modules = list(model.named_modules()) if self.of_mlp else []
+        self.mlps = [(path, module) for path, module in modules if _is_mlp(path, module) or _is_experts(module)]
         inside = {part for _, mlp in self.mlps for part in mlp.modules()}
-        self.norms = [
-            (path, module) for path, module in model.named_modules() if _is_norm(module) and module not in inside
-        ]
-        self.head = find_head(model, tokens)
+        self.norms = [(path, module) for path, module in modules if _is_norm(module) and module not in inside]
+        self.head = find_head(model, sizes["head"]) if "head" in sizes else None
         self._replaced: list[nn.Module] = []
         self._can_be_cut: dict[type[nn.Module], bool] = {}
         # Of each thread, the module whose tiles are being computed in its forward.
@@ -63,6 +65,12 @@ class TokenTiles:
         Raises:
             GeminiError: if there is no part that could; nothing was changed.
         """
+        for part, found in {"head": self.head, "mlp": self.mlps}.items():
+            if isinstance(self.tokens, str) and not found and f"{part}=" in self.tokens:
+                raise GeminiError(
+                    f"tile_tokens={self.tokens!r}: this model has no {_PARTS[part]} that could be computed in tiles. "
+                    f"Leave {part}= out"
+                )
         if not self.mlps and self.head is None:
             raise GeminiError(
                 f"tile_tokens={self.tokens}: this model has neither an MLP (a module called mlp, feed_forward, ffn or "
@@ -104,18 +112,16 @@ class TokenTiles:
             rows = _rows(args) if not kwargs else None
             if rows is None:
                 return whole(*args, **kwargs)
-            parts = [split_rows(each, self.tokens) for each in rows]
+            parts = [split_rows(each, self.of_mlp) for each in rows]
             if len(parts[0]) == 1 or not self._can_cut(path, mlp, whole, rows):
                 return whole(*args)
-            tiles = [_tile(tile) for tile in zip(*parts, strict=True)]
             # Put back on errors too: a module left here would never be called by `of_tile` again, so never gathered.
             around, self._inside.module = getattr(self._inside, "module", None), mlp
             try:
                 if torch.is_grad_enabled():
-                    # Each tile is a region of its own: one is recomputed, used and freed before the next.
-                    done = [checkpoint(of_tile, *tile, use_reentrant=False) for tile in tiles]
+                    done = _checkpointed(of_tile, rows, parts)
                 else:
-                    done = [whole(*tile) for tile in tiles]
+                    done = [whole(*_tile(tile)) for tile in zip(*parts, strict=True)]
             finally:
                 self._inside.module = around
             joined = torch.cat(done, -2)
@@ -150,12 +156,62 @@ class TokenTiles:
             among = among[..., first:last, :]
             if not torch.allclose(alone.float(), among.float(), rtol=1e-2, atol=1e-3):
                 raise GeminiError(
-                    f"tile_tokens={self.tokens}: {path!r} ({kind.__name__}) gives a token another result when it is "
+                    f"tile_tokens={self.tokens!r}: {path!r} ({kind.__name__}) gives a token another result when it is "
                     "computed without its neighbours, so it cannot be computed in tiles. Leave tile_tokens out"
                 )
         # Not before: a program that catches the error and goes on is told again.
         self._can_be_cut[kind] = can_be_cut
         return can_be_cut
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps tensors for backward, by the hooks that are open: the node of what it returns has them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        # The anchor needs a gradient: where nothing does there is no node.
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0)
+
+
+def _checkpointed(
+    of_tile: Callable[..., Any], rows: tuple[torch.Tensor, ...], parts: list[tuple[torch.Tensor, ...]]
+) -> list[Any]:
+    """Compute ``rows`` in tiles, each a region of its own: one is recomputed, used and freed before the next.
+
+    All rows are kept before the first tile is computed, and tiles keep nothing. So a checkpointed block that ends with
+    them ends where they begin when it is computed again, for the last tensor that it has to keep is there.
+    """
+    node: Any = _Kept.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
+    sizes = [part.shape[0] for part in parts[0]]
+    needs_grad = [each.requires_grad for each in rows]
+    # Emptied by the first forward: what is left in a region is there until backward.
+    first = dict(enumerate(zip(*parts, strict=True)))
+    again: dict[int, dict[int, tuple[torch.Tensor, ...]]] = {}
+
+    def tile_again(at: int) -> tuple[torch.Tensor, ...]:
+        task = torch._C._current_graph_task_id()
+        # Asked once for all tiles of a backward: a checkpointed block gives nothing away twice.
+        if task == -1 or task not in again:
+            again.clear()
+            again[task] = dict(
+                enumerate(zip(*(each.detach().split(sizes) for each in node.saved_tensors), strict=True))
+            )
+        tile = again[task].pop(at)
+        return tuple(part.detach().requires_grad_(needs) for part, needs in zip(tile, needs_grad, strict=True))
+
+    def region(at: int, device: torch.Tensor) -> Any:
+        return of_tile(*_tile(first.pop(at) if at in first else tile_again(at)))
+
+    # An empty tensor tells checkpointing the device, whose random numbers it repeats; past the hooks of a block, which
+    # would count it.
+    device = rows[0].new_empty(0)
+    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        return [checkpoint(region, at, device, use_reentrant=False) for at in range(len(sizes))]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _rows(args: tuple[Any, ...]) -> tuple[torch.Tensor, ...] | None:
@@ -209,8 +265,9 @@ def _is_experts(module: nn.Module) -> bool:
     return tuple(inspect.signature(type(module).forward).parameters)[1:] == _OF_EXPERTS
 
 
-def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
-    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time.
+def tile_tokens(model: nn.Module, tokens: int | str | None) -> TokenTiles:
+    """Let the MLPs, experts and norms of ``model`` and its head with its loss be computed ``tokens`` tokens at a time:
+    as ``tile_tokens=`` says it.
 
     In training with ``labels`` the model's output has no logits then (they are None); in evaluation it has.
 
@@ -222,10 +279,10 @@ def tile_tokens(model: nn.Module, tokens: int) -> TokenTiles:
     return tiles
 
 
-def auto_tokens(model: nn.Module, tokens: int) -> int | None:
-    """The size of tile that ``tile_tokens="auto"`` takes for a batch of ``tokens``; None if nothing can be tiled."""
-    tiles = TokenTiles(model, tokens)
-    if not tiles.mlps and tiles.head is None:
-        return None
+def auto_tokens(model: nn.Module, tokens: int) -> list[int | str]:
+    """What ``tile_tokens="auto"`` tries for a batch of ``tokens``, in turn: the head alone, then all there is."""
+    tiles = TokenTiles(model, LEAST_TILE)
     head = tiles.head
-    return tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))
+    size = tile_tokens_for(tokens, *((0, 1) if head is None else (head.layer.out_features, head.layer.in_features)))
+    found: list[int | str] = [] if head is None else [f"head={size}"]
+    return [*found, size] if tiles.mlps else found

@@ -261,7 +261,7 @@ class Decision(NamedTuple):
     offload_activations: str | None = None
     kept: Mapping[int, str] = MappingProxyType({})
     """Why params stay in fp32, by their ``id``. What was made so can be seen no more when the model is managed."""
-    tile_tokens: int | None = None
+    tile_tokens: int | str | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
 
 
@@ -307,7 +307,7 @@ def decide(
         ) from e
     _warn_of_no_compact(config, chosen.problem)
     # With "auto" the size of the tiles is that of the trace which was chosen.
-    tile_tokens = config.tile_tokens if isinstance(config.tile_tokens, int) else chosen.trace.tile_tokens
+    tile_tokens = chosen.trace.tile_tokens if config.tile_tokens in (None, "auto") else config.tile_tokens
     return chosen._replace(tile_tokens=tile_tokens, kept=kept)
 
 
@@ -446,8 +446,8 @@ def _of_tiles(trace: MemoryTrace, config: GeminiConfig) -> MemoryTrace:
     if wanted == "auto":
         return trace
     # A trace may hold the model both ways: as it is, and in tiles.
-    for found in (replace(trace, tiled=None), trace.tiled):
-        if found is not None and found.tile_tokens == wanted:
+    for found in trace.forms:
+        if found.tile_tokens == wanted:
             return found
     raise PlanMismatch(
         f"the trace has tile_tokens={trace.tile_tokens} and the config tile_tokens={wanted}, so the activation "

@@ -46,7 +46,7 @@ def refuse_unsuited(config: GeminiConfig, rule: RuleSpec, ranks: Ranks, *, in_st
             f"the optimizer {rule.name} looks at whole params, and a mesh with {dim} leaves slices of them on a rank: "
             f"use one that works element by element (AdamW, Lion, SGD, Adan, Sophia), or dp in place of {dim}"
         )
-    if isinstance(config.tile_tokens, int) or (config.tile_tokens is not None and ranks.experts.size > 1):
+    if config.tile_tokens is not None and (config.tile_tokens != "auto" or ranks.experts.size > 1):
         raise ValueError(
             f"tile_tokens={config.tile_tokens!r} with a model in slices ({dim}): layers that communicate with other "
             "ranks cannot be computed in tiles. Leave tile_tokens out"
