@@ -185,3 +185,45 @@ def test_refusals(tmp_path: Any) -> None:
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in MORE)])
 def test_families(kind: str, tmp_path: Any) -> None:
     assert_same(*both(partial(untied, kind), "disk", str(tmp_path), own_loss=True, precision="bf16"))
+
+
+LEFT: dict[str, torch.Tensor] = {}
+
+
+class Leaving(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LEFT["x"] = super().forward(x)
+        return LEFT["x"]
+
+
+class LeftSomewhere(nn.Module):
+    """What comes after the blocks takes what the last of them has left; nothing before the second one is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), Leaving(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * LEFT.pop("x")
+
+
+@pytest.mark.parametrize("where", ["ram", "disk"])
+def test_what_is_left_somewhere_and_what_is_frozen(where: str, tmp_path: Any) -> None:
+    batches = [{"x": torch.randn(2, 8, generator=torch.Generator().manual_seed(seed))} for seed in range(3)]
+    found = []
+    for by_block in (True, False):
+        torch.manual_seed(0)
+        model: Any = gemini.GeminiDDP(LeftSomewhere(), config_for(where, str(tmp_path), gradients="accumulate"))
+        if by_block:
+            losses = gemini.train_step(model, batches, lambda output, _: output.square().mean())
+        else:
+            parts = [model(**batch).square().mean() for batch in batches]
+            for part in parts:
+                part.backward()
+            losses = torch.stack(parts).detach()
+        found.append((losses, {name: model.full_grad(name) for name, _ in model.named_parameters()}))
+    (losses, grads), (plain_losses, plain_grads) = found
+    assert helpers.same_bits(losses, plain_losses) and grads["blocks.0.weight"] is None
+    assert all(grad is None or helpers.same_bits(grad, plain_grads[name]) for name, grad in grads.items())
