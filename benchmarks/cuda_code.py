@@ -217,7 +217,7 @@ def all_kernels() -> dict[str, str]:
             found[f"grad_kernel<gemini::cuda::Doing::{doing}, {dtype}, {aligned}>"] = (
                 "void*, void*, const void*, int64_t, NormPlaces"
             )
-        for rule in ("Adam<true>", "Adam<false>", *sorted(STATES.keys() - {"AdamW", "Adam"})):
+        for rule in ("Adam<true>", "Adam<false>", "Average", *sorted(STATES.keys() - {"AdamW", "Adam"})):
             argument = f"const __grid_constant__ Launch<gemini::{rule}>"
             for split in ("true", "false"):
                 found[f"update_kernel<gemini::{rule}, {dtype}, {split}, {aligned}>"] = argument

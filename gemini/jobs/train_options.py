@@ -222,7 +222,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConf
         memory=MemoryBudget(
             gpu=ours.gpu_memory or budgets.get(Tier.GPU),
             cpu=ours.cpu_memory or budgets.get(Tier.CPU),
-            nvme=ours.nvme_memory or budgets.get(Tier.NVME),
+            nvme=ours.nvme_memory or (budgets.get(Tier.NVME) if ours.nvme_path else None),
             nvme_path=ours.nvme_path,
             durable=ours.durable_every > 0,
         ),

@@ -9,7 +9,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +20,9 @@ from gemini.pipeline.course import Course, course_of, on_meta
 from gemini.pipeline.stages import Stage, is_in, loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import own_hooks
+
+_OF_TRANSFORMERS = "make_inputs_require_grads"
+"""The hook of transformers' on an embedding for gradient checkpointing, which does nothing else."""
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
@@ -185,7 +187,8 @@ def _why_not_now(model: Any) -> str | None:
     ours = own_hooks(model)
     for module in model.modules():
         hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-        if not ours.issuperset(chain(*hooks)):
+        theirs = [hook for known in hooks for number, hook in known.items() if number not in ours]
+        if any(getattr(hook, "__name__", "") != _OF_TRANSFORMERS for hook in theirs):
             return f"the program has hooked a {type(module).__name__}, whose hooks would be called in another order"
     return None
 

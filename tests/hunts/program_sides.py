@@ -375,10 +375,10 @@ class PlainSide(Side):
         return contextlib.nullcontext()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an inference engine loads: each tensor once."""
+        """What an inference engine loads: each param once."""
         seen: set[int] = set()
         for name, value in self.model.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor) and id(value) not in seen:
+            if isinstance(value, torch.Tensor) and not (isinstance(value, nn.Parameter) and id(value) in seen):
                 seen.add(id(value))
                 yield name, value
 
