@@ -333,6 +333,12 @@ def _watched(model: Any) -> None:
     model.get_output_embeddings().register_forward_hook(lambda layer, args, logits: None)
 
 
+def _changed(model: Any) -> None:
+    head = model.get_output_embeddings()
+    head.register_forward_pre_hook(lambda layer, args: (args[0] * 0.7,))
+    head.register_forward_hook(lambda layer, args, logits: logits * 0.5 + 0.1)
+
+
 def _with_bias(model: Any) -> None:
     model.lm_head.bias = nn.Parameter(torch.randn(model.config.vocab_size).double())
 
@@ -343,7 +349,7 @@ def _learned_scale(model: Any) -> None:
     model.loss_function = lambda logits, *args, **kwargs: loss(logits * model.scale, *args, **kwargs)
 
 
-@pytest.mark.parametrize("change", [None, _frozen, _head_alone, _watched, _with_bias, _learned_scale])
+@pytest.mark.parametrize("change", [None, _frozen, _head_alone, _watched, _changed, _with_bias, _learned_scale])
 @pytest.mark.parametrize("use", [None, _scaled, _twice])
 def test_gradients_of_the_head_however_it_is_used(
     change: Callable[[Any], None] | None,

@@ -215,23 +215,41 @@ class Head:
     def loss_of(self, hidden: torch.Tensor, loss: TiledLoss) -> torch.Tensor:
         """The loss of the logits of ``hidden`` (tokens x hidden units)."""
         loss = loss._replace(divisor=self._divisor)
-        if _has_foreign_hooks(self.layer) or not loss.can_be_made_at_once(hidden, self.layer):
+        has_hooks = bool(self.layer._backward_hooks or self.layer._backward_pre_hooks)
+        if has_hooks or not loss.can_be_made_at_once(hidden, self.layer):
             return loss.whole(hidden, self.whole)
         self._asked = loss
         try:
             # One call of the layer for all tiles: its weight is gathered once, and not again in backward.
-            return self.layer(hidden)  # type: ignore[no-any-return]
+            return self._call(hidden)
         finally:
             self._asked = None
 
     def whole(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits themselves; the layer is called as a module, so that its hooks run."""
+        """The logits themselves."""
         # The layer gives real logits inside: called by a tile, now and again in backward.
         before, self._promises = self._promises, False
         try:
-            return self.layer(hidden)  # type: ignore[no-any-return]
+            return self._call(hidden)
         finally:
             self._promises = before
+
+    def _call(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Call the layer as a module, so that our hooks gather what it reads. Those of others have run: on what it was
+        given, and on what stands for its logits, where what they do is a step.
+        """
+        hooks = (self.layer._forward_pre_hooks, self.layer._forward_hooks)
+        theirs = [{key: hook for key, hook in own.items() if not _is_ours(hook)} for own in hooks]
+        before = [own.copy() for own in hooks] if any(theirs) else []
+        try:
+            for own, foreign in zip(hooks, theirs, strict=True):
+                for key in foreign:
+                    del own[key]
+            return self.layer(hidden)  # type: ignore[no-any-return]
+        finally:
+            for own, order in zip(hooks, before, strict=False):
+                own.clear()
+                own.update(order)
 
     def layer_forward(self, hidden: torch.Tensor) -> Any:
         """The forward of the layer."""
@@ -280,12 +298,9 @@ def _divisor_of(given: dict[str, Any]) -> Any:
     return value if is_number else 1
 
 
-def _has_foreign_hooks(layer: nn.Module) -> bool:
-    """Whether somebody else hangs on a layer, who is shown logits then, or may change them."""
-    hooks = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
-    # By module: ours only gather what the layer reads, and cast what it is given.
-    is_ours = all(str(getattr(hook, "__module__", "")).startswith("gemini.") for hook in hooks)
-    return not is_ours or bool(layer._backward_hooks or layer._backward_pre_hooks)
+def _is_ours(hook: Any) -> bool:
+    """By module: ours only gather what the layer reads, and cast what it is given."""
+    return str(getattr(hook, "__module__", "")).startswith("gemini.")
 
 
 def _without_logits(output: Any) -> Any:
