@@ -214,7 +214,8 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConf
     Raises:
         ValueError: for options that cannot be used together.
     """
-    budgets = {} if plan is None else plan.problem.budgets
+    # What a plan may have of a tier that it leaves empty needs no folder there.
+    budgets = {} if plan is None else {t: n for t, n in plan.problem.budgets.items() if plan.bytes_per_tier.get(t)}
     gradients = "accumulate" if args.gradient_accumulation_steps > 1 else "retain"
     return GeminiConfig(
         precision=precision_of(args),
@@ -222,7 +223,7 @@ def config_of(args: Any, ours: GeminiArguments, plan: Plan | None) -> GeminiConf
         memory=MemoryBudget(
             gpu=ours.gpu_memory or budgets.get(Tier.GPU),
             cpu=ours.cpu_memory or budgets.get(Tier.CPU),
-            nvme=ours.nvme_memory or (budgets.get(Tier.NVME) if ours.nvme_path else None),
+            nvme=ours.nvme_memory or budgets.get(Tier.NVME),
             nvme_path=ours.nvme_path,
             durable=ours.durable_every > 0,
         ),
