@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemini.errors import GeminiError
-from gemini.pipeline.flow import Flow
+from gemini.pipeline.flow import Flow, is_in
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.train.loading.skeleton import generators_kept
 from gemini.train.passes.again import marks_of
@@ -125,7 +125,7 @@ def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:
         name: {
             key: mark
             for key, mark in marks_of(module).items()
-            if not (key in module._buffers and _inside(f"{name}.", blocks))
+            if not (key in module._buffers and is_in(f"{name}.", blocks))
         }
         for name, module in model.named_modules()
     }
@@ -167,10 +167,6 @@ def _blocks_in(model: nn.Module) -> tuple[str, ...]:
     if not best[1]:
         raise ValueError(f"{type(model).__name__} has no numbered blocks (nn.ModuleList) to make stages of")
     return best[1]
-
-
-def _inside(name: str, blocks: tuple[str, ...]) -> bool:
-    return any(name.startswith(f"{block}.") for block in blocks)
 
 
 def _outermost(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ only what carries gradients, since weights that are frozen, and values that were
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,10 +54,10 @@ class Flow(TorchDispatchMode):
         outermost = ""
         for name, module in model.named_modules():
             if name not in self._blocks:
-                around_blocks = not name or any(block.startswith(f"{name}.") for block in self._blocks)
+                around_blocks = not name or is_in(self._blocks[0], [name])
                 # One around others, without params of its own, is no part: those are, each for itself.
                 is_bare = all(param is None for param in module._parameters.values())
-                if around_blocks or is_bare or any(name.startswith(f"{block}.") for block in self._blocks):
+                if around_blocks or is_bare or is_in(name, self._blocks):
                     continue
             inside = bool(outermost) and name.startswith(f"{outermost}.")
             outermost = outermost if inside else name
@@ -155,6 +155,11 @@ class Flow(TorchDispatchMode):
 
     def _found(self, fault: str) -> None:
         self.fault = self.fault or fault
+
+
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or a param is inside of one of these modules, by their names."""
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -17,7 +17,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from gemini.errors import GeminiError
 from gemini.pipeline.course import Course, course_of, on_meta
-from gemini.pipeline.stages import Stage, is_in, loss_in
+from gemini.pipeline.flow import is_in
+from gemini.pipeline.stages import Stage, loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
 from gemini.train.passes.again import own_hooks
 

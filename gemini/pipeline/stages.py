@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
 from gemini.pipeline.course import Course
+from gemini.pipeline.flow import is_in
 from gemini.train.params.handle import StageParam
 
 
@@ -41,11 +42,6 @@ def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> i
         if is_in(name, course.blocks[start:stop]):
             return number
     return len(ranges) - 1 if is_in(name, course.after) else 0
-
-
-def is_in(name: str, modules: Iterable[str]) -> bool:
-    """Whether a param is in one of these modules, by their names."""
-    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def loss_in(output: Any) -> torch.Tensor:
