@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 from gemini.errors import parse_bytes
-from gemini.tiers import OF_BUDGET, Ledger, MemoryBudget, Tier
+from gemini.ledger import OF_BUDGET, Ledger
+from gemini.tiers import MemoryBudget, Tier
 
 
 class Pool:

@@ -25,6 +25,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     (
         "gemini.errors",
+        "gemini.ledger",
         "gemini.replacing",
         "gemini.schema",
         "gemini.sharing",

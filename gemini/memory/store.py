@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import Chunk, MemoryPlane
 from gemini.memory.devices.device import Device
 from gemini.memory.durable.folder import StoreFolder
@@ -14,7 +15,7 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Transfers
 from gemini.memory.nvme import SpillFile
 from gemini.planning.planes import PlaneKind
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 
 @dataclass(frozen=True)

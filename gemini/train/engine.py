@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
+from gemini.ledger import Turn
 from gemini.memory.devices.device import Device, make_device
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.mover import Mover
@@ -27,7 +28,7 @@ from gemini.memory.store import ChunkStore
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.rules import UpdateRule
-from gemini.tiers import Tier, Turn
+from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaling import Scaling

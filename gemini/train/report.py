@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from gemini.errors import human_bytes
+from gemini.ledger import Ledger
 from gemini.memory.devices.device import Device
 from gemini.memory.store import ChunkStore
 from gemini.planning.layout import Layout
 from gemini.planning.planes import GRADS
 from gemini.planning.timeline import Track, human_seconds
 from gemini.planning.token_tiles import tile_words
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 from gemini.train.sharding.company import Company
 from gemini.train.update.guess import GuessRecord
 

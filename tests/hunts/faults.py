@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from gemini import kernels
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.windows import PageWindow
 from gemini.memory.movement.manager import Manager
 from gemini.memory.movement.worker import Job
-from gemini.tiers import Ledger
 from gemini.train.observers import WriteObservers
 from gemini.train.passes.backward import BackwardPass
 from gemini.train.passes.forward import ForwardPass

@@ -48,7 +48,7 @@ ROOTS = (
     "embedding", "tied", "own_param", "regularizer", "stacked_regularizer", "unet", "recurrent", "state", "forces",
     "encode", "fused_head", "residual_list", "aux_kept", "param_property", "inputs_first", "generic_first",
     "generic_last", "abstract_first", "protocol_last", "mixin_first", "slotted",
-    "kept_by_name", "chain",
+    "kept_by_name", "chain", "averaged",
 )  # fmt: skip
 """What the model around the blocks does."""
 
@@ -177,6 +177,11 @@ def fitted(program: Program) -> Program:
     if all(block.frozen for block in blocks):
         blocks = (*blocks[:-1], replace(blocks[-1], frozen=False))
     habits = tuple(name for name in program.habits if program.adapter or HABITS[name].needs != "adapter")
+    averages = [name for name in habits if HABITS[name].needs == "averaged"]
+    if averages:
+        root.add("averaged")
+    elif "averaged" in root:
+        habits = (*habits, "averages")
     if program.adapter and not any(block.kind in TARGETED for block in blocks):
         blocks = (*blocks, Block("linear"))
     program = replace(program, root=tuple(sorted(root)), blocks=blocks, habits=habits)

@@ -4,11 +4,29 @@ What stands in braces is as in ``program_objectives``, and ``{optimizer}`` stand
 and its schedule.
 """
 
+from dataclasses import replace
+from textwrap import indent
+
 from tests.hunts.program_adapters import ADAPTER_HABITS
 from tests.hunts.program_parts import EVALUATE, Habit, after, at_setup, at_zero, before, stepped
 from tests.hunts.program_resumes import RESUMES
 from tests.hunts.program_writes import WRITES
 from tests.plain_programs import BESIDE
+
+AVERAGES = {
+    name: replace(habit, needs="averaged")
+    for name, habit in {
+        "averages": stepped('for name, value in side.averages():\n    side.see(f"average {name}", value)'),
+        "averages_before": before('for name, value in side.averages():\n    side.see(f"average {name}", value)'),
+        "averages_swapped": stepped("with side.averages_swapped():\n" + indent(EVALUATE, "    ")),
+        "averages_saved": stepped("""
+            with side.averages_swapped():
+                for name, value in model.state_dict().items():
+                    side.see(f"saved average {name}", value)
+            """),
+    }.items()
+}
+"""Of a model that keeps moving averages of its masters: ``gemini.EMA``."""
 
 HABITS: dict[str, Habit] = {
     **RESUMES,
@@ -101,6 +119,7 @@ HABITS: dict[str, Habit] = {
     # How gradients are forgotten.
     "model_zero_grad": at_zero("model.zero_grad()"),
     "to_zero": at_zero("optimizer.zero_grad(set_to_none=False)"),
+    **AVERAGES,
     **WRITES,
     **ADAPTER_HABITS,
     **{f"beside {name}": stepped(f'side.beside("{name}")') for name in BESIDE},

@@ -45,6 +45,19 @@ parts = [{"x": x}, {"x": batch(side, step + 20)}, {"x": batch(side, step + 40)}]
 keys = {id(part["x"]): step + 20 * at for at, part in enumerate(parts)}
 side.see("losses", side.train_step(parts, lambda r, part: scaler.scale(loss_of(model, r, keys[id(part["x"])]) / 3)))
 
+## taught once
+if step == 0:
+    teacher = side.another(make().requires_grad_(False)).eval()
+with torch.no_grad():
+    wanted = take(teacher, teacher(x))
+loss = loss_of(model, {call}(x), step) + (take(model, {call}(x)).float() - wanted.float()).square().mean()
+
+## judged floats once
+if step == 0:
+    judge = side.another(make().requires_grad_(False)).eval()
+y = take(model, {call}(x))
+loss = y.float().square().mean() + take(judge, judge(y)).float().square().mean()
+
 ## micro_batch once none
 def micro_batch():
     loss = loss_of(model, {call}(x), step)

@@ -46,7 +46,7 @@ def tanh_kind(init: str, *, own: str = "self.fc.weight", extra: str = "") -> Kin
 class Habit:
     """What a loop does beside its objective. ``place``: "setup" (once), "before" the objective, "after" it (gradients
     are there), "stepped" (weights are new) or "zero" (how gradients are forgotten). ``transient``: it may stand beside
-    updates that run inside backward. ``needs``: only with an adapter.
+    updates that run inside backward. ``needs``: only with an "adapter", or of a model that is "averaged".
     """
 
     place: str

@@ -13,7 +13,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from gemini.memory.devices.device import make_device
 from gemini.planning.layout import DEFAULT_MAX_CHUNK
 from gemini.planning.placement import bytes_per_tier
 from gemini.ranks.group import Ranks, alone
+from gemini.rules import ADAM, UpdateRule
 from gemini.tiers import Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.optimizers import states as states_of
@@ -58,6 +59,8 @@ class Where:
     slack: int = 0
     speculates: bool = False
     durable: bool = False
+    shared: bool = False
+    """All models of a program in one budget, which holds what two of them keep and one working set."""
 
     def config(self, model: nn.Module, precision: str, folder: Path, ranks: Ranks | None = None) -> gemini.GeminiConfig:
         """The config whose budget of the computing tier is the smallest that wraps ``model``."""
@@ -73,6 +76,12 @@ class Where:
         local = ranks.local_size  # which divide the memory and the drive of their machine
         sizes[device.tier.value] = needed[device.tier] * (1 if device.tier is Tier.GPU else local)
         sizes["nvme"] = (4 * needed[Tier.NVME] + 2**20) * local
+        if self.shared:
+            kept = needed[device.tier] - (self.slack + 1) * decision.problem.working_set
+            sizes[device.tier.value] += kept
+            return self._config(
+                precision, gemini.SharedBudget(**sizes, later=0 if device.tier is Tier.GPU else kept), model
+            )
         return self._config(precision, gemini.MemoryBudget(**sizes), model)
 
     def _config(self, precision: str, memory: gemini.MemoryBudget, model: nn.Module) -> gemini.GeminiConfig:
@@ -86,6 +95,7 @@ class Where:
             max_chunk=self.max_chunk,
             overlap=self.overlap,
             update_threads=1,
+            optimizer=rule_for(model),
         )
 
 
@@ -101,6 +111,8 @@ PLACEMENTS = {
     "standin": Where("standin", gemini.StaticPlacement(weights_on_nvme=0.3, optimizer_on_nvme=0.5)),
     "accumulate": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1),
     "transient": Where(static=ALL_ON_NVME, gradients="transient"),
+    "shared": Where(static=ALL_ON_NVME, shared=True),
+    "shared_host": Where("standin", gemini.StaticPlacement(weights_on_nvme=0.3), slack=1, shared=True),
     "guessed": Where(static=ALL_ON_NVME, gradients="accumulate", slack=1, speculates=True, durable=True),
     "guessed_small": Where(static=ALL_ON_NVME, max_chunk=64, speculates=True, durable=True),
     "guessed_memory": Where(gradients="accumulate", speculates=True),
@@ -282,6 +294,7 @@ class PlainSide(Side):
 
     def adam(self, params: Any, **how: Any) -> gemini.HybridAdam:
         optimizer = gemini.HybridAdam(params, **{"lr": 0.02, "weight_decay": 0.1, **how})
+        optimizer.rule = rule_for(self.model)
         # torch's own optimizers write through autograd, which then knows that an older graph is out of date. They
         # leave params without a gradient alone.
         optimizer.register_step_post_hook(
@@ -317,9 +330,8 @@ class PlainSide(Side):
         for old in self._optimizers:
             kept = {name: old.state[param][name] for name in ("residual", "master") if name in old.state.get(param, {})}
             if kept:
-                zeros = torch.zeros_like(param, dtype=torch.float32)
-                fresh = {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
-                optimizer.state[param] = fresh | kept
+                fresh = states_of.empty_states(optimizer.rule.spec, param)
+                optimizer.state[param] = {"step": torch.tensor(0.0), **fresh, **kept}
 
     def clip(self, max_norm: float, params: Iterable[nn.Parameter] | None = None) -> torch.Tensor:
         chosen = self.model.parameters() if params is None else params
@@ -373,6 +385,30 @@ class PlainSide(Side):
 
     def parked(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def averages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The moving average of each param: its master, while it had no update."""
+        for name, param in self.model.named_parameters():
+            state: dict[str, Any] = {}
+            for optimizer in self._optimizers:
+                if any(param is own for group in optimizer.param_groups for own in group["params"]):
+                    state = optimizer.state.get(param, {})
+            if state.get("step"):
+                yield name, state["ema"].view(param.shape).clone()
+                continue
+            master = param.detach().float()
+            if "residual" in state:
+                reference.join_master(param.detach().reshape(-1), state["residual"].view(-1), master.view(-1))
+            yield name, state.get("master", master)
+
+    @contextlib.contextmanager
+    def averages_swapped(self) -> Iterator[None]:
+        weights = {name: param.detach().clone() for name, param in self.model.named_parameters()}
+        for name, average in list(self.averages()):
+            self.model.get_parameter(name).data.copy_(average)
+        yield
+        for name, weight in weights.items():
+            self.model.get_parameter(name).data.copy_(weight)
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What an inference engine loads: each param once."""
@@ -441,6 +477,7 @@ class ManagedSide(Side):
 
     def __init__(self, model: nn.Module, precision: str, where: Where, folder: Path, ranks: Ranks | None = None):
         self._how_managed, self._stores = (where, ranks), itertools.count()
+        self._memory: gemini.MemoryBudget | None = None
         super().__init__(model, precision, folder)
         self.model = model = self.another(model)
         how = {"step_in_backward": where.gradients == "transient" or where.speculates, "speculate": where.speculates}
@@ -454,7 +491,11 @@ class ManagedSide(Side):
         where, ranks = self._how_managed
         own = self._folder / f"store{next(self._stores)}"  # a durable store has one model
         own.mkdir(exist_ok=True)  # ranks share it
-        return gemini.GeminiDDP(model, where.config(model, self.precision, own, ranks))  # type: ignore[no-any-return]
+        config = where.config(model, self.precision, own, ranks)
+        if where.shared:
+            self._memory = self._memory or config.memory
+            config = replace(config, memory=self._memory)
+        return gemini.GeminiDDP(model, config)  # type: ignore[no-any-return]
 
     def lay_out(self) -> None:
         pass
@@ -487,6 +528,13 @@ class ManagedSide(Side):
 
     def parked(self) -> contextlib.AbstractContextManager[None]:
         return self.model.parked()  # type: ignore[operator,no-any-return]
+
+    def averages(self) -> Iterator[tuple[str, torch.Tensor]]:
+        ema = gemini.EMA(self.model)
+        return ((name, ema.full_param(name)) for name, _ in self.model.named_parameters())
+
+    def averages_swapped(self) -> contextlib.AbstractContextManager[None]:
+        return gemini.EMA(self.model).swapped_in()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return gemini.weights_for(self.model, adapters="apart")
@@ -537,6 +585,11 @@ class ManagedSide(Side):
         if pending is not None:
             pending.wait()
         gemini.load_checkpoint(folder, model, optimizer, scheduler)
+
+
+def rule_for(model: nn.Module) -> UpdateRule:
+    """Adam's, with moving averages where the model says so."""
+    return gemini.optim.AveragedRule(decay=model.averages) if hasattr(model, "averages") else ADAM
 
 
 def dtype_of(model: nn.Module, name: str, precision: str) -> torch.dtype:

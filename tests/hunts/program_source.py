@@ -263,6 +263,7 @@ def _model_class(program: Program) -> str:
     in_fp32 = [name for block in blocks for name in re.findall(r"self\.(\w+32)\b", KINDS[block.kind].init)]
     told = "keep_fp32" if "kept_by_name" in root else "_keep_in_fp32_modules_strict"
     declares = f"{slots}    {told} = {sorted(set(in_fp32))}\n\n" if in_fp32 else slots
+    declares += "    averages = 0.75\n\n" if "averaged" in root else ""
     if "encode" not in root:
         return _module("Model", "\n".join(init), "\n".join(body), bases=bases, declares=declares)
     whole = _module("Model", "\n".join(init), "return self.encode(x)", bases=bases, declares=declares)

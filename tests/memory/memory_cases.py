@@ -18,6 +18,7 @@ from torch import nn
 
 import gemini
 from benchmarks._progress import run
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device
@@ -27,7 +28,7 @@ from gemini.memory.nvme import SpillFile
 from gemini.planning.layout import ALIGN, ParamSpec, make_layout
 from gemini.planning.planes import WEIGHTS, PlaneSpec, compute_dtype
 from gemini.planning.working import staging_bytes
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 from tests.scaling import backward, clip_grads, make_step
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,6 +11,7 @@ import torch
 from memory_cases import MASTER, World
 
 from gemini import kernels
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, FilePlane, MemoryPlane, make_plane
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.memory.devices.pages import host_bytes
@@ -21,7 +22,7 @@ from gemini.planning.layout import ALIGN, page_up
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneSpec, plane_specs
 from gemini.planning.working import TILE, staged_bytes, staging_bytes, tile_numel
 from gemini.testing import StandinDevice
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 NUMEL = 9 * ALIGN
 DTYPES = (torch.bfloat16, torch.int16, torch.float32)

@@ -24,9 +24,9 @@ from memory_cases import Net, batch, make_net, masters, same, wrap
 import gemini
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError
+from gemini.ledger import Ledger
 from gemini.memory import nvme
 from gemini.memory.devices.pages import Pages
-from gemini.tiers import Ledger
 from tests.world import world_of
 
 

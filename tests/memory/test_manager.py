@@ -15,12 +15,13 @@ import pytest
 from memory_cases import World
 
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
+from gemini.ledger import WELCOME, Ledger
 from gemini.memory.chunks.states import USE_TABLE, Use, UseChange
 from gemini.memory.devices import device as devices
 from gemini.memory.devices.device import CpuDevice, Device
 from gemini.planning.layout import ALIGN
 from gemini.testing import StandinDevice
-from gemini.tiers import WELCOME, Ledger, Tier
+from gemini.tiers import Tier
 
 UNIT = 2 * ALIGN  # bytes of a window of size 1
 

@@ -19,11 +19,12 @@ from benchmarks._progress import PATIENCE
 from benchmarks._progress import run as watched_run
 from gemini import kernels
 from gemini.errors import GeminiError, StorageError
+from gemini.ledger import Ledger
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.transfers import Held, Lane, Transfer, Transfers
 from gemini.memory.movement.worker import Errand, JobThread, Worker
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 
 class World:

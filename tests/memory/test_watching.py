@@ -14,11 +14,12 @@ import torch
 from benchmarks._progress import PATIENCE
 from gemini import waiting
 from gemini.errors import GeminiError
+from gemini.ledger import Ledger
 from gemini.memory.devices.device import CpuDevice, Event
 from gemini.memory.movement.mover import Mover
 from gemini.memory.watching import Activity, RecordedEvent, RecordedStep, Recorder, Watch
 from gemini.planning.timeline import Span, Timeline, Track
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 
 class Clock:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from benchmarks._progress import PATIENCE
 from gemini import schema
 from gemini.errors import BudgetExceeded, human_bytes, parse_bytes
+from gemini.ledger import NEEDED, WELCOME, Ledger, Turn, Want
 from gemini.planning.hardware import FIGURES
 from gemini.planning.timeline import TRACKS
 from gemini.planning.traffic import path
-from gemini.tiers import BOUNDARIES, NEEDED, WELCOME, Ledger, MemoryBudget, Tier, Turn, Want
+from gemini.tiers import BOUNDARIES, MemoryBudget, Tier
 from gemini.waiting import begin_work
 
 

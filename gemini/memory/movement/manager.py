@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gemini.interrupts import WHOLE
+from gemini.ledger import Ledger, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device
@@ -25,7 +26,6 @@ from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
 from gemini.memory.movement.transfers import Transfers
 from gemini.planning.policy import EvictionPolicy
-from gemini.tiers import Ledger, Turn, Want
 
 
 class Manager:

@@ -17,13 +17,14 @@ from typing import NamedTuple
 
 import torch
 
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_load, begin_store, by_home
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
 from gemini.memory.watching import Moved, Watch
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 from gemini.waiting import PROGRESS
 
 

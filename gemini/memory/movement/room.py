@@ -1,6 +1,6 @@
 """Room for windows in the computing tier: every byte is in the ledger before it is taken, and what they give way for.
 
-    populate         a window gets memory, whoever has to give way (:class:`gemini.tiers.Turn`)
+    populate         a window gets memory, whoever has to give way (:class:`gemini.ledger.Turn`)
     populate_before  the same for what is read at a later moment: only what is read later still goes
     give_back        what windows have borrowed from activations goes back
 
@@ -20,13 +20,14 @@ import torch
 
 from gemini.errors import BudgetExceeded, human_bytes
 from gemini.interrupts import WHOLE
+from gemini.ledger import NEEDED, OF_BUDGET, WELCOME, Ledger, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.foresight import Foresight
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
-from gemini.tiers import NEEDED, OF_BUDGET, WELCOME, Ledger, Tier, Turn, Want
+from gemini.tiers import Tier
 
 # ---- room that activations lend to windows ---------------------------------------------------------------------------
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import torch
 
+from gemini.ledger import Ledger
 from gemini.memory.devices.device import Device, Event
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, RuleSpec, is_wide
 from gemini.planning.working import staged_bytes, staging_bytes
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 SLOTS = 4
 """Tiles of the update worker under way at once: one or two being read, one in the update, one being written."""

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.interrupts import WHOLE
+from gemini.ledger import Ledger
 from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.movement.mover import Mover, Working
 from gemini.memory.movement.worker import Errand, Job, JobThread, Worker
-from gemini.tiers import Ledger, Tier
+from gemini.tiers import Tier
 
 
 class Lane(Enum):

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini.interrupts import WHOLE
+from gemini.ledger import WELCOME, Ledger, Turn, Want
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Lane, Transfer
 from gemini.memory.store import ChunkStore
-from gemini.tiers import WELCOME, Ledger, Tier, Turn, Want
+from gemini.tiers import Tier
 
 IN_FLIGHT = "activations in flight"
 

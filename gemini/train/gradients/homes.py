@@ -13,12 +13,13 @@ import torch
 
 from gemini.errors import BudgetExceeded, StorageError, human_bytes
 from gemini.interrupts import WHOLE
+from gemini.ledger import OF_BUDGET, WELCOME
 from gemini.memory.chunks.chunk import Chunk, FilePlane, Plane, make_plane
 from gemini.memory.movement.mover import tiles
 from gemini.memory.movement.transfers import Lane
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS, PlaneKind, PlaneSpec
-from gemini.tiers import OF_BUDGET, WELCOME, Tier
+from gemini.tiers import Tier
 from gemini.train.params.by_name import copy_plane
 from gemini.train.params.handle import ParamHandle
 

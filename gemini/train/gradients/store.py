@@ -28,6 +28,7 @@ import torch
 from gemini import kernels
 from gemini.errors import GeminiError
 from gemini.interrupts import WHOLE
+from gemini.ledger import WELCOME, Turn, Want
 from gemini.memory.chunks.chunk import Chunk, Plane
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.mover import Mover, Working, tiles
@@ -36,7 +37,7 @@ from gemini.memory.movement.transfers import Held, Lane, Transfer
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR, GRADS
 from gemini.ranks.wire import Tag, Wire
-from gemini.tiers import WELCOME, Tier, Turn, Want
+from gemini.tiers import Tier
 from gemini.train.gradients.homes import WAIT_FOR_LANDING, GradientHomes, adds_up
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.params.by_name import read_range

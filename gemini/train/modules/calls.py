@@ -27,8 +27,8 @@ from torch import nn
 
 from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.interrupts import WHOLE
+from gemini.ledger import Want
 from gemini.memory.chunks.chunk import Chunk
-from gemini.tiers import Want
 
 
 class CallRecord:

@@ -16,6 +16,7 @@ import torch
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes
 from gemini.interrupts import WHOLE
+from gemini.ledger import WELCOME
 from gemini.memory.chunks.chunk import Chunk, FilePlane, MemoryPlane, Plane, make_plane
 from gemini.memory.movement.mover import Working
 from gemini.memory.watching import Moved
@@ -23,7 +24,7 @@ from gemini.planning.placement import Problem
 from gemini.planning.planes import WEIGHTS, PlaneKind, PlaneSpec
 from gemini.ranks.agree import Attempt, Facts
 from gemini.ranks.agreement import Point
-from gemini.tiers import FILED, WELCOME, Tier
+from gemini.tiers import FILED, Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.params.by_name import copy_plane
 from gemini.train.params.exposure import expose, hide

@@ -18,6 +18,7 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded
+from gemini.ledger import Ledger
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk, MemoryPlane, make_plane
 from gemini.memory.chunks.states import Use
 from gemini.memory.devices.device import Device, StorageWindow
@@ -37,7 +38,7 @@ from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
-from gemini.tiers import DRIVE, FILED, Ledger, Tier
+from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import kind_of
 from gemini.train.params.handle import ParamHandle, ParamSet, make_factors

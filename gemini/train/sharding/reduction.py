@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from gemini.errors import BudgetExceeded
+from gemini.ledger import NEEDED, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import Window
 from gemini.memory.movement.mover import Working
@@ -28,7 +29,6 @@ from gemini.planning.planes import GRAD
 from gemini.planning.timeline import Track
 from gemini.ranks.agreement import Point, Request
 from gemini.ranks.wire import Tag
-from gemini.tiers import NEEDED, Turn, Want
 from gemini.train.gradients.homes import adds_up
 from gemini.train.params.handle import Leftover, ParamHandle, Stepper, stepping_in_backward
 from gemini.train.sharding.replicas import ReplicaSums

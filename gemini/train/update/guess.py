@@ -20,11 +20,12 @@ from collections.abc import Sequence
 
 import torch
 
+from gemini.ledger import NOBODY, Ledger
 from gemini.memory.chunks.chunk import Chunk, DurablePlane, FilePlane, Plane
 from gemini.memory.devices.pages import host_bytes
 from gemini.memory.durable.slots import SlotPair
 from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind
-from gemini.tiers import NOBODY, Ledger, Tier
+from gemini.tiers import Tier
 from gemini.train.update.tiles import ParamUpdate
 
 _STEPS = 8

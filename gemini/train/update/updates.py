@@ -18,11 +18,12 @@ from typing import cast
 import torch
 
 from gemini.interrupts import WHOLE
+from gemini.ledger import OF_BUDGET, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.movement.transfers import Held, Lane
 from gemini.memory.store import ChunkStore
 from gemini.rules import UpdateRule
-from gemini.tiers import OF_BUDGET, Tier, Turn, Want
+from gemini.tiers import Tier
 from gemini.train.gradients.store import HOLDER
 from gemini.train.observers import WriteObservers
 from gemini.train.params.exposure import Exposure
