@@ -32,11 +32,12 @@ demo: $(VENV)/.built  ## set up, then train a GPT-2-shaped model in less memory 
 	$(BIN)/gemini demo $(ARGS)
 
 test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to choose)
-	@echo "One case of everything; the rest of the wide sweeps is run by 'make test-slow'."
+	@echo "One case of everything; 'make test-slow' runs more combinations."
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-test-slow: $(VENV)/.built  ## set up, then run the tests that 'make test' leaves out
-	$(BIN)/python -m pytest -m slow -n $(JOBS) --dist loadfile $(ARGS)
+test-slow: $(VENV)/.built  ## set up, then run the wider sweeps, and what takes minutes
+	@echo "Every two values of parameters meet; all combinations: make test-slow ARGS='-m slow'."
+	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.built  ## set up, then run the tests of a GPU (GEMINI_GPU_TESTS=standin: without one)
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

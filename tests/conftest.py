@@ -5,7 +5,8 @@ The product never sets one; the tests do, here. A test that counts what it saw (
 reported after the run, because a property test that never met its hard cases proves nothing.
 
 What is quick and what is slow is decided here too: of a test that runs for every combination of its parameters, the
-quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs the rest.
+quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs what lets
+every two values meet.
 
 Whole files are given to several processes (pytest-xdist, ``--dist loadfile``), and all of ``tests/ranks`` to one of
 them, of the slow ones to two: its pools of processes take longer to start than most tests on them. What takes longest
@@ -60,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     from xdist.scheduler import LoadFileScheduling
 
-    in_two = config.getoption("markexpr") == "slow"
+    in_two = config.getoption("markexpr").startswith("slow")
 
     class FewForAllRanks(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""Sweeps: what is quick covers every value, what is not is slow, and both together are all cases."""
+"""Sweeps: what is quick covers every value, with what is slow every two, and with what is exhaustive it is all cases."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.sweeps import covering, mark_slow
+from tests.sweeps import covering, mark_slow, meeting
 
 PRODUCT = [list(case) for case in itertools.product("abcde", "123", "xy")]
 
@@ -35,6 +35,11 @@ def test_each_third_of_a_list_and_values_that_do_not_meet() -> None:
     assert covering([["a", "1"], ["b", "2"], ["b", "3"]]) == {0, 1, 2}
 
 
+def test_with_two_parameters_all_cases_meet() -> None:
+    cases = [list(case) for case in itertools.product("abc", "12")]
+    assert meeting(cases, {0, 3}) == {1, 2, 4, 5} and not meeting(PRODUCT, set(range(len(PRODUCT))))
+
+
 class Case:
     """What a pytest item says of itself, and the marks it gets."""
 
@@ -58,6 +63,11 @@ def test_tests_that_train_are_sweeps_and_others_if_they_say_so(folder: str, ever
     mark_slow(cases)
     quick, slow = ([case for case in cases if ("slow" in case.marks) is which] for which in (False, True))
     assert len(quick) == num_quick
+    run = [case.callspec._idlist for case in cases if "exhaustive" not in case.marks]
+    if folder == "train":
+        pairs = [set(itertools.combinations(enumerate(values), 2)) for values in run]
+        assert set().union(*pairs) == {p for values in PRODUCT for p in itertools.combinations(enumerate(values), 2)}
+    assert len(run) == 30 if folder == "planning" and every is None else 15 <= len(run) < 25
     for case in slow[:1]:
         alone: Any = Case(folder, every, *case.callspec._idlist)
         mark_slow([alone])

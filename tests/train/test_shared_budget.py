@@ -216,7 +216,10 @@ def test_a_model_in_which_another_thread_is_at_work_gives_nothing(tmp_path: Path
         thread = threading.Thread(target=lambda: said.append(torch.no_grad()(g)(noise(4, WIDTH))))
         thread.start()
         assert inside.wait(60)
-        with pytest.raises(BudgetExceeded, match=r"Other models of the same budget have .* of it\. Another thread is at work in a model"):
+        with pytest.raises(
+            BudgetExceeded,
+            match=r"Other models of the same budget have .* of it\. Another thread is at work in a model",
+        ):
             d(noise(4, WIDTH))
         go_on.set()
         thread.join(60)
