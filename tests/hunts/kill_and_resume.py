@@ -280,11 +280,11 @@ def runs(pid: int) -> bool:
 
 
 def kills(args: argparse.Namespace, kind: type[Run]) -> Iterator[Kill]:
-    """Ranks take turns; after a round of kills at steps comes a round of kills in saves."""
+    """Ranks take turns, and so do kills at steps and in saves; in each next round of ranks the other way round."""
     rng = random.Random(args.seed)
     saves = range(args.save_every, args.steps, args.save_every)
     for number in range(args.repetitions):
-        in_save = number // args.ranks % 2 == 1
+        in_save = (number + (number // args.ranks if args.ranks > 1 else 0)) % 2 == 1
         step = rng.choice(saves) if in_save else rng.randrange(1, args.steps - 1)
         yield Kill(number % args.ranks, step, in_save, rng.uniform(0, kind.most_delay_s[in_save]))
 
