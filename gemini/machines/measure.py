@@ -32,7 +32,7 @@ from gemini.optim.compact import CompactRule
 from gemini.planning.hardware import Figure, human_figure
 from gemini.planning.planes import plane_specs
 from gemini.planning.working import DEVICE_TILE, TILE
-from gemini.rules import ADAM, Arrays, Segment, Where
+from gemini.rules import ADAM, Arrays, Segment, UpdateRule, Where
 
 MiB = 2**20
 _LARGE_SPREAD = 0.1
@@ -112,10 +112,14 @@ def measure_host(sizes: Sizes) -> Figures:
     how = f"{sizes.ops} recorded additions of 64 numbers"
     yield "cpu_op_seconds", _measured("cpu_op_seconds", seconds, how, lambda s: s / sizes.ops)
     yield "dram_bandwidth", _dram(sizes, num_threads, cores)
-    update, numel = _update(sizes)
-    yield "update_cpu", _adam(update, numel, sizes, cores)
-    yield "update_cpu_one", _adam(update, numel, sizes, 1)
-    yield "update_cpu_compact", _compact_adam(sizes, cores)
+    numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
+    update = _update_in(host_bytes, numel, TILE)
+    kernel = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
+    yield "update_cpu", _adam(update, numel, sizes, cores, kernel)
+    yield "update_cpu_one", _adam(update, numel, sizes, 1, kernel)
+    compact = _update_in(host_bytes, numel, TILE, CompactRule(ADAM))
+    yield "update_cpu_compact", _adam(compact, numel, sizes, cores, "the same of compact states")
+    del compact
     if num_threads < cores:  # else computing and updates have no cores of their own
         product = _product(sizes.product, torch.bfloat16, torch.device("cpu"))
         yield "cpu_contention", _contention(product, update, cores - num_threads, sizes)
@@ -148,64 +152,33 @@ def _dram(sizes: Sizes, num_threads: int, cores: int) -> Figure:
     return _measured("dram_bandwidth", seconds, how, lambda s: 2 * num_bytes / s)
 
 
-def _update(sizes: Sizes) -> tuple[Callable[[], None], int]:
-    """An update of so many params, tile by tile."""
-    numel = _beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES
-    return _update_in(host_bytes, numel, TILE), numel
-
-
-def _update_in(make: Callable[[int], torch.Tensor], numel: int, tile: int) -> Callable[[], None]:
-    """An update of planes in memory that ``make`` gives, by bytes."""
-    weights, residual, exp_avg, exp_avg_sq, grad = (
-        make(_whole_pages(numel * dtype.itemsize)).view(dtype)[:numel].fill_(value)
-        for (dtype, _), value in zip(_PLANES, (1.0, 0, 0.0, 0.0, 1e-3), strict=True)
-    )
-    scalars = ADAM.scalars(ADAM.defaults, 1, 1.0)
+def _update_in(
+    make: Callable[[int], torch.Tensor], numel: int, tile: int, rule: UpdateRule = ADAM
+) -> Callable[[], None]:
+    """An update of planes in memory that ``make`` gives, by bytes, tile by tile."""
+    specs = plane_specs("bf16", "retain", rule.spec, trainable=True)
+    planes = {
+        kind: make(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
+        for kind, spec in specs.items()
+    }
+    planes["weights"].fill_(1.0)
+    planes["grad"].fill_(1e-3)
+    scalars = rule.scalars(rule.defaults, 1, 1.0)
 
     def update() -> None:
         for start, stop in tiles(0, numel, tile):
-            part = slice(start, stop)
-            states = {"exp_avg": exp_avg[part], "exp_avg_sq": exp_avg_sq[part]}
-            ADAM.run(Arrays(weights[part], residual[part], states, grad[part]), [Segment(0, stop - start, scalars)])
+            own = {kind: planes[kind][start // spec.block : -(-stop // spec.block)] for kind, spec in specs.items()}
+            weights, residual, grad = (own.pop(kind) for kind in ("weights", "residual", "grad"))
+            where = Where("weight", start)
+            rule.run(Arrays(weights, residual, own, grad), [Segment(0, stop - start, scalars, where)])
 
     return update
 
 
-def _compact_adam(sizes: Sizes, num_threads: int) -> Figure:
-    """As many params in compact states, in tiles as well."""
-    rule = CompactRule(ADAM)
-    numel = _whole_pages(_beyond_caches(sizes.adam_numel * _ADAM_BYTES) // _ADAM_BYTES)
-    weights, residual, grad = (
-        host_bytes(numel * dtype.itemsize).view(dtype).fill_(value)
-        for dtype, value in ((torch.bfloat16, 1.0), (torch.int8, 0), (torch.bfloat16, 1e-3))
-    )
-    states = {
-        spec.kind: host_bytes(_whole_pages(spec.num_bytes(numel))).zero_().view(getattr(torch, spec.dtype))
-        for spec in rule.spec.planes
-    }
-    scalars = rule.scalars(rule.defaults, 1, 1.0)
-
-    def update() -> None:
-        for start, stop in tiles(0, numel, TILE):
-            part = slice(start, stop)
-            own = {
-                spec.kind: states[spec.kind][start // spec.block : -(-stop // spec.block)] for spec in rule.spec.planes
-            }
-            arrays = Arrays(weights[part], residual[part], own, grad[part])
-            rule.run(arrays, [Segment(0, stop - start, scalars, Where("weight", start))])
-
+def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int, how: str) -> Figure:
     with _limited(num_threads):
         seconds = _times(update, sizes.repeats)
-    how = f"the same of compact states, {_threads(num_threads)}"
-    return _measured("update_cpu_compact", seconds, how, lambda s: s / numel)
-
-
-def _adam(update: Callable[[], None], numel: int, sizes: Sizes, num_threads: int) -> Figure:
-    with _limited(num_threads):
-        seconds = _times(update, sizes.repeats)
-    how = f"Gemini's {kernels.capabilities().isa} kernel on {numel / 1e6:.4g} M params in tiles"
-    how += f", {_threads(num_threads)}"
-    return _measured("update_cpu", seconds, how, lambda s: s / numel)
+    return _measured("update_cpu", seconds, f"{how}, {_threads(num_threads)}", lambda s: s / numel)
 
 
 def _contention(product: Callable[[], object], update: Callable[[], None], num_threads: int, sizes: Sizes) -> Figure:

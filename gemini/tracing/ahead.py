@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,12 +32,14 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.utils._pytree import tree_map_only
 
 from gemini.errors import GeminiError, warn
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace, Source
 from gemini.tracing.batches import check_named, count_tokens, model_class_for
+from gemini.tracing.meter import tensors_in
 from gemini.tracing.observer import Listener, ObservedStep, Observer, trace_of_step
 from gemini.tracing.targets import Target, make_target
 from gemini.train.context.parallel import imagine_parts, part_of
@@ -54,7 +58,6 @@ MOST_REAL = 2**22
 """Elements of the largest tensor that is computed with its values. A mask of S x S may be more, and none decides."""
 
 _aten = torch.ops.aten
-_grouped_mm = getattr(_aten, "_grouped_mm", None)
 _FACTORIES = {
     _aten.arange,
     _aten.zeros,
@@ -104,7 +107,7 @@ class FakeRunner:
         if kind is None:
             kind = self._kinds[id(func)] = (getattr(func, "_overloadpacket", func), func in _PLAIN)
         packet, plain = kind
-        if packet is _grouped_mm and args[0].dtype is not torch.bfloat16:
+        if packet is _aten._grouped_mm and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_of_any_dtype(func, args, kwargs)
         if plain and not kwargs and all(type(a) is FakeTensor for a in args if isinstance(a, torch.Tensor)):
             with in_kernel_invocation_manager(self._mode):
@@ -113,22 +116,20 @@ class FakeRunner:
         if self._known(packet, args, kwargs):
             with unset_fake_temporarily():
                 out = func(*args, **kwargs)
-            return _map(out, self._faked)
+            return tree_map_only(torch.Tensor, self._faked, out)
         return func(*args, **kwargs)
 
     def _known(self, packet: Any, args: Any, kwargs: Any) -> bool:
         """Whether all that goes in has values, and what comes out may be worth having them."""
-        inputs = [value for value in _flat(args) if isinstance(value, torch.Tensor)]
+        inputs = tensors_in(args)
         if kwargs:
-            inputs += [value for value in kwargs.values() if isinstance(value, torch.Tensor)]
+            inputs += tensors_in(list(kwargs.values()))
         if not inputs:
             return packet in _FACTORIES and _is_small_factory(packet, args, kwargs)
-        shape: list[int] = []
-        for tensor in inputs:
-            if isinstance(tensor, FakeTensor) or tensor.is_meta:
-                return False
-            shape = _broadcast(shape, list(tensor.shape))
-        return _numel(shape) <= MOST_REAL
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in inputs):
+            return False
+        broadcast = zip_longest(*(reversed(tensor.shape) for tensor in inputs), fillvalue=1)
+        return math.prod(map(max, broadcast)) <= MOST_REAL
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Masks of two dimensions are made of floats sometimes; what has more is for computing, not for deciding."""
@@ -149,14 +150,14 @@ def _is_small_factory(packet: Any, args: Any, kwargs: Any) -> bool:
     sizes = args[0] if args and isinstance(args[0], (list, tuple)) else []
     if packet is _aten.randint:
         sizes = next((a for a in args if isinstance(a, (list, tuple))), [])
-        return _numel(sizes) <= MOST_REAL
+        return math.prod(sizes) <= MOST_REAL
     if packet in (_aten.eye, _aten.linspace, _aten.randperm, _aten.tril_indices, _aten.triu_indices):
         return dtype is not None and not dtype.is_floating_point and args[0] <= MOST_REAL**0.5
-    if _numel(sizes) <= 1:
+    if math.prod(sizes) <= 1:
         return True
     if packet in (_aten.ones, _aten.zeros, _aten.full) and len(sizes) <= 2:
-        return _numel(sizes) <= MOST_REAL
-    return dtype is not None and not dtype.is_floating_point and _numel(sizes) <= MOST_REAL
+        return math.prod(sizes) <= MOST_REAL
+    return dtype is not None and not dtype.is_floating_point and math.prod(sizes) <= MOST_REAL
 
 
 def _grouped_mm_of_any_dtype(func: Any, args: Any, kwargs: Any) -> Any:
@@ -165,35 +166,6 @@ def _grouped_mm_of_any_dtype(func: Any, args: Any, kwargs: Any) -> Any:
     dtype = kwargs.pop("out_dtype", None) or first.dtype
     out = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **kwargs)
     return out.to(dtype)
-
-
-def _flat(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _map(tree: Any, fn: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map(value, fn) for value in tree)
-    return tree
-
-
-def _broadcast(one: list[int], other: list[int]) -> list[int]:
-    size = max(len(one), len(other))
-    one, other = [1] * (size - len(one)) + one, [1] * (size - len(other)) + other
-    return [max(a, b) for a, b in zip(one, other, strict=True)]
-
-
-def _numel(shape: Any) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
 
 
 def trace(

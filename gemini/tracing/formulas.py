@@ -6,6 +6,7 @@ full, whether or not the mask is causal). It has no formula for the CPU's fused 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,18 +19,21 @@ _aten = torch.ops.aten
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Floating point operations of one call of ``func``; 0 for what is no product, convolution or attention."""
+    shape = product_of(func, args)
+    if shape is not None:
+        return 2 * math.prod(shape)
     packet: Any = getattr(func, "_overloadpacket", None)
     ours = _OURS.get(packet)
-    if is_coded_product(packet):
-        return _coded(args, out)
     if ours is not None:
-        return ours(args, out)
+        return ours(args)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 def product_of(func: Any, args: Any) -> tuple[int, int, int, int] | None:
-    """Batch, m, n and k of a call that multiplies matrices of m x k and k x n; None for what is no such product."""
+    """Batch, m, n and k of a call that multiplies matrices of m x k and k x n; None for what is no such product. Of one
+    with a weight of 4-bit codes (bitsandbytes) the third argument is the weight's own shape.
+    """
     packet: Any = getattr(func, "_overloadpacket", None)
     if is_coded_product(packet):
         rows, columns = args[2]
@@ -52,15 +56,15 @@ def attention_of(func: Any, args: Any, kwargs: Any, flops: int) -> AttentionWork
     return AttentionWork(flops, backward=done) if "grad_out" in names[0] else AttentionWork(flops, forward=done)
 
 
-def _attention(args: Any, out: Any) -> int:
+def _attention(args: Any) -> int:
     return sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
 
 
-def _attention_backward(args: Any, out: Any) -> int:
+def _attention_backward(args: Any) -> int:
     return sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape)
 
 
-def _grouped(args: Any, out: Any) -> int:
+def _grouped(args: Any) -> int:
     """Rows of one operand times the other's: each row belongs to one group, whichever operand is cut into groups."""
     first, second = args[0], args[1]
     if first.dim() == 2 and second.dim() == 3:
@@ -70,12 +74,6 @@ def _grouped(args: Any, out: Any) -> int:
     if first.dim() == 2:
         return 2 * first.shape[0] * first.shape[1] * second.shape[1]
     return 2 * first.shape[0] * first.shape[1] * first.shape[2] * second.shape[2]
-
-
-def _coded(args: Any, out: Any) -> int:
-    """A product with a weight of 4-bit codes (bitsandbytes), whose own shape is the third argument."""
-    rows, columns = args[2]
-    return 2 * args[0].numel() // columns * rows * columns
 
 
 _PRODUCTS: dict[Any, int] = {
@@ -97,8 +95,7 @@ def is_coded_product(packet: Any) -> bool:
 
 
 _OURS: dict[Any, Any] = {
-    _aten.addmm_: lambda args, out: 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1],
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    **({_aten._grouped_mm: _grouped} if hasattr(_aten, "_grouped_mm") else {}),
+    _aten._grouped_mm: _grouped,
 }

@@ -180,7 +180,7 @@ class Meter(TorchDispatchMode):
         if works and self._on_work is not None:
             self._on_work()
         out = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
-        results = _tensors(out)
+        results = tensors_in(out)
         for tensor in results:
             self._count(tensor)
         if works:
@@ -191,9 +191,9 @@ class Meter(TorchDispatchMode):
 
     def _work(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[torch.Tensor]) -> None:
         touched = 0
-        inputs = _tensors(args)
+        inputs = tensors_in(args)
         if kwargs:
-            inputs += _tensors(list(kwargs.values()))
+            inputs += tensors_in(list(kwargs.values()))
         for tensor in inputs:
             storage = tensor.untyped_storage()
             params = self._param_of.get(storage._cdata)
@@ -240,7 +240,7 @@ class Meter(TorchDispatchMode):
         self._guards.pop(key, None)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in the arguments or results of an operation, which nest lists only."""
     if isinstance(tree, torch.Tensor):
         return [tree]
@@ -250,5 +250,5 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found.append(value)
             elif isinstance(value, (tuple, list)):
-                found += _tensors(value)
+                found += tensors_in(value)
     return found
