@@ -26,7 +26,6 @@ from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
-from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import handles_of
 from gemini.train.params.owner import owner_of
 
@@ -45,13 +44,6 @@ from .beside import manage_beside
 from .parallelism import Parallel, parallel_of
 from .rules import owns_managed, to_hybrid
 from .settings import check_config, check_precision, config_of, resolve_config, warn_half
-
-
-class GeminiOptimizer(AcceleratedOptimizer):
-    """HybridAdam behind accelerate's face: no state is moved to a device. In fp16 a step that is skipped is told."""
-
-    def __init__(self, optimizer: HybridOptimizer, scaler: GradScaler | None):
-        super().__init__(optimizer, device_placement=False, scaler=scaler)
 
 
 class GeminiAccelerator(SavingAccelerator):
@@ -282,7 +274,7 @@ class GeminiAccelerator(SavingAccelerator):
         """Convert where it stands, and wrap without moving states."""
         if getattr(optimizer, "_is_accelerate_prepared", False) or not owns_managed(optimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        prepared = GeminiOptimizer(to_hybrid(optimizer), self.scaler)
+        prepared = AcceleratedOptimizer(to_hybrid(optimizer), device_placement=False, scaler=self.scaler)
         self._optimizers.append(prepared)
         return prepared
 

@@ -44,7 +44,7 @@ except ImportError as e:
 
 from .accelerate import GeminiAccelerator
 from .huggingface_args import check_args, check_managed_args, use_one_gpu, with_rule
-from .huggingface_durable import TRAINER_STATE, as_checkpoint, commit, committed, state_text, store_behind, store_of
+from .huggingface_durable import as_checkpoint, commit, committed, store_behind, store_of
 from .huggingface_save import (
     STATES,
     check_resumable,
@@ -188,7 +188,9 @@ class GeminiTrainerMixin:
     def _gemini_manage(self) -> Any:
         """Manage the model now, if it is not yet."""
         if not isinstance(self.model, GeminiDDP):
-            self._gemini_warn_half()
+            if self.args.mixed_precision == "no":
+                unsaid = "neither bf16=True nor fp16=True was given"
+                warn_half(self.model, self._gemini_config, "fp32", unsaid, "{}=True")
             self.model.zero_grad()  # as the Trainer does it before its first step
             steps = self.accelerator.gradient_state.plugin_kwargs
             told = steps.get("num_steps", 1)
@@ -200,10 +202,6 @@ class GeminiTrainerMixin:
         elif self.accelerator._gemini_beside:
             self.accelerator.manage(self.model)
         return self.model
-
-    def _gemini_warn_half(self) -> None:
-        if self.args.mixed_precision == "no":
-            warn_half(self.model, self._gemini_config, "fp32", "neither bf16=True nor fp16=True was given", "{}=True")
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         return self._gemini_manage() if model is self.model else model
@@ -293,7 +291,11 @@ class GeminiTrainerMixin:
         with Attempt() as attempt:
             if self.args.should_save:
                 super()._save(output_dir, state_dict)  # type: ignore[misc]
-            elif state_dict is None and isinstance(self.model, GeminiDDP) and _is_pretrained(self.model):
+            elif (
+                state_dict is None
+                and isinstance(self.model, GeminiDDP)
+                and hasattr(original_class(self.model), "save_pretrained")
+            ):
                 self.model.save_pretrained(output_dir or self.args.output_dir)
         engine.shards.agree(Point.EXPORT, "saving the model", refusal=attempt.refusal, among=engine.ranks.writers)
 
@@ -350,10 +352,6 @@ class GeminiTrainerMixin:
             raise ValueError(f"No valid checkpoint found in output directory ({run_dir})")
         return chosen
 
-    def durable_files(self) -> dict[str, str]:
-        """Small files by name that a commit keeps, and that are there again when a run goes on from it."""
-        return {TRAINER_STATE: state_text(self)}
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """As the Trainer's; of a store that of its commit, which data loaders have drawn from since it was loaded."""
         if checkpoint is None or store_behind(checkpoint) is None:
@@ -390,10 +388,6 @@ class GeminiTrainerMixin:
         random_states = rng_states()
         load_checkpoint(states, self.model, self.optimizer.optimizer)
         set_rng_states(random_states)
-
-
-def _is_pretrained(model: Any) -> bool:
-    return hasattr(original_class(model), "save_pretrained")
 
 
 class GeminiTrainer(GeminiTrainerMixin, Trainer):

@@ -56,7 +56,7 @@ def commit(trainer: Any) -> None:
     extra = {
         "global_step": trainer.state.global_step,
         "run": os.path.realpath(trainer.args.output_dir),
-        "files": trainer.durable_files(),
+        "files": {TRAINER_STATE: state_text(trainer)},
         "scaler": None if scaler is None else scaler.state_dict(),
     }
     optimizer, schedule = trainer.optimizer.optimizer, trainer.lr_scheduler

@@ -21,7 +21,6 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
-from gemini.memory.devices.device import torch_device_of
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.train.checkpoint import torch_file
@@ -34,7 +33,7 @@ from gemini.train.params.guard import refuse_in
 from gemini.train.passes.hooks import call_as_forward
 
 from .rules import hybrids_of
-from .settings import warn_half
+from .settings import config_of, resolve_config, warn_half
 
 try:
     import lightning.pytorch as pl
@@ -125,7 +124,7 @@ class GeminiStrategy(DDPStrategy):
     @property
     def engine(self) -> Engine:
         """The engine of the managed model."""
-        return _engine(self.managed)
+        return self.managed._gemini_engine  # type: ignore[no-any-return]
 
     # ---- precision: Trainer makes a plugin of its own from precision=..., and hands it to this setter ---------------
 
@@ -172,12 +171,8 @@ class GeminiStrategy(DDPStrategy):
 
     def _manage(self, module: Any, fitting: bool) -> Any:
         compute = self.precision_plugin.compute  # type: ignore[attr-defined]
-        config = GeminiConfig() if self.config is None else self.config
-        if config.device is None:
-            config = dataclasses.replace(config, device=str(self.root_device))
-        config = dataclasses.replace(config, precision=compute)
-        if isinstance(module, GeminiDDP):
-            existing = _engine(module).config
+        config = resolve_config(self.config, compute, self.root_device)
+        if (existing := config_of(module)) is not None:
             known = dataclasses.replace(existing, device=existing.device or str(self.root_device))
             if known.precision != compute or (self.config is not None and known != config):
                 raise GeminiError(
@@ -187,18 +182,13 @@ class GeminiStrategy(DDPStrategy):
             return module
         if getattr(module, "_compiler_ctx", None) is not None:
             raise GeminiError(f"the LightningModule was compiled as a whole. {BLOCKS_INSTEAD}")
-        device, root = torch_device_of(config.device), self.root_device
-        if device.type != root.type:
-            raise ValueError(
-                f"GeminiConfig(device={config.device!r}) and Trainer's accelerator ({root.type}) are different devices"
-            )
         if compute == "fp32":
             warn_half(module, self.config, compute, 'Trainer(precision=) is "32-true"', "Trainer(precision=)")
         if fitting and self._layer_sync:
             module = self._layer_sync.apply(module)
         for part in module.modules():  # metrics and the like, which move their states themselves
             if type(part)._apply is not torch.nn.Module._apply and not any(True for _ in part.parameters()):
-                part.to(root)
+                part.to(self.root_device)
         if fitting and module.automatic_optimization:
             module.zero_grad()  # as Lightning does it before the first backward of every step
         return GeminiDDP(module, config)
@@ -292,10 +282,6 @@ class GeminiStrategy(DDPStrategy):
         """Lightning's own would move the states to the GPU."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-
-
-def _engine(module: Any) -> Engine:
-    return module._gemini_engine
 
 
 GeminiStrategy.register_strategies(StrategyRegistry)

@@ -106,7 +106,7 @@ def resolve_config(
     if torch_device_of(config.device).type != device.type:
         raise ValueError(
             f"GeminiConfig(device={config.device!r}), but batches are put on {device}: leave device= out, or tell the "
-            "framework the same (use_cpu=True, Accelerator(cpu=True))"
+            'framework the same (use_cpu=True, Accelerator(cpu=True), Trainer(accelerator="cpu"))'
         )
     return config
 

@@ -215,7 +215,7 @@ def test_a_model_that_does_not_fit_is_refused_and_stays_plain() -> None:
 
 
 def test_a_device_that_is_not_trainers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"device='cuda:0'.*accelerator \(cpu\)"):
+    with pytest.raises(ValueError, match=r"device='cuda:0'.*batches are put on cpu"):
         fit(Tiny(), GeminiStrategy(config(device="cuda:0")), 8)
 
 
