@@ -13,7 +13,8 @@ long list of one kind (lengths, states, draws), and ``every=1`` makes a test of 
 
 Slow are as many of the other cases as it takes for every two values of two parameters to meet: all of them for one or
 two parameters. What is left of three and more is ``exhaustive`` besides: ``pytest -m slow`` runs it, ``make test-slow``
-does not. A case that is asked for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and runs.
+does not. A case that is asked for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and
+runs.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Sweeps: what is quick covers every value, with what is slow every two, and with what is exhaustive it is all cases."""
+"""Sweeps: what is quick covers every value, with what is slow every two; with what is exhaustive it is all cases."""
 
 import itertools
 from pathlib import Path

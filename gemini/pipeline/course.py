@@ -5,6 +5,8 @@ tensors without values.
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gemini.errors import GeminiError
+from gemini.pipeline.elsewhere import readable_in
 from gemini.pipeline.flow import Flow, is_in
 from gemini.tracing.ahead import FakeRunner, fake_copy, fake_input, loss_of, nothing_collected
 from gemini.train.loading.skeleton import generators_kept
@@ -32,6 +35,8 @@ class Course(NamedTuple):
         width: of hidden states.
         flops: of each block, and at last of what comes after them.
         is_random: whether a forward draws random numbers.
+        reads_labels: whether something before the end of the blocks reads labels.
+        readable: names in what forward returns that are of what comes after the blocks; None if it has no names.
     """
 
     twin: nn.Module
@@ -42,6 +47,17 @@ class Course(NamedTuple):
     width: int
     flops: tuple[int, ...]
     is_random: bool
+    reads_labels: bool
+    readable: frozenset[str] | None
+
+    def is_that_of(self, other: Course) -> bool:
+        """Whether the same stages run both."""
+        return all(getattr(self, name) == getattr(other, name) for name in _OF_STAGES)
+
+
+_OF_STAGES = ("blocks", "before", "after", "num_given", "reads_labels", "readable")
+
+LABELS = ("labels", "shift_labels")
 
 
 def course_of(
@@ -76,10 +92,13 @@ def course_of(
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
         kept = _kept_by(fake, blocks)
-        flow = Flow(FakeRunner(mode), fake, blocks)
+        late = [inputs[name] for name in LABELS if isinstance(inputs.get(name), torch.Tensor)]
+        flow, drawn = Flow(FakeRunner(mode), fake, blocks, late), _numbers_to_come()
         try:
             with flow:
-                loss_of(fake, fake(**inputs), loss_from)
+                output = fake(**inputs)
+                readable = readable_in(output, flow.is_of_last)
+                loss_of(fake, output, loss_from)
         except GeminiError:
             raise
         except Exception as e:
@@ -87,6 +106,8 @@ def course_of(
                 f"{type(model).__name__} could not be run without values to see how a forward runs through it "
                 f"({type(e).__name__}: {e}). Give Pipeline an example= batch that it takes"
             ) from e
+        # Those of Python and numpy; torch's operations draw nothing without values.
+        flow.is_random |= _numbers_to_come() != drawn
         changed = [name for name, marks in _kept_by(fake, blocks).items() if marks != kept.get(name)]
     ran = [name for name in flow.order if name in blocks]
     if ran != list(blocks):
@@ -116,7 +137,14 @@ def course_of(
     num_given = tuple(len(gives) if isinstance(gives, tuple) else 0 for gives in given)
     width = (given[0][0] if num_given[0] else given[0]).shape[-1]
     weights = (*(flow.flops[name] for name in blocks), sum(flow.flops[name] for name in after))
-    return Course(_twin_of(model), blocks, before, after, num_given, width, weights, flow.is_random)
+    told = flow.is_random, flow.reads_early, readable
+    return Course(_twin_of(model), blocks, before, after, num_given, width, weights, *told)
+
+
+def _numbers_to_come() -> Any:
+    """The states of the generators of Python and, where it is loaded, numpy."""
+    numpy = sys.modules["numpy"].random.get_state(legacy=False) if "numpy" in sys.modules else None
+    return random.getstate(), str(numpy and (numpy["state"]["pos"], numpy["state"]["key"].tobytes()))
 
 
 def _kept_by(model: nn.Module, blocks: tuple[str, ...]) -> dict[str, Any]:

@@ -32,12 +32,14 @@ class Flow(TorchDispatchMode):
         order: names of the parts and of modules with params inside, in the order they began.
         flops: of each part, by the module that began last.
         is_random: whether an operation draws random numbers.
+        reads_early: whether something of ``late`` is read before the last block has ended.
         gives: what each part gives.
         fault: what the forward does that stages cannot; the first that was found.
     """
 
-    def __init__(self, runner: FakeRunner, model: nn.Module, blocks: Sequence[str]):
+    def __init__(self, runner: FakeRunner, model: nn.Module, blocks: Sequence[str], late: Sequence[torch.Tensor] = ()):
         super().__init__()
+        self._late, self.reads_early = {_key(tensor) for tensor in late}, False
         self.order, self.flops, self.gives = list[str](), Counter[str](), dict[str, Any]()
         self.is_random, self.fault = False, ""
         self._runner, self._blocks = runner, tuple(blocks)
@@ -108,6 +110,7 @@ class Flow(TorchDispatchMode):
         read = {_key(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
         for key in read:
             made |= self._read(key, here)
+        self.reads_early |= self._num_ended < len(self._blocks) and not read.isdisjoint(self._late)
         out = self._runner(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.is_random |= _drops_something(func, args, kwargs)
@@ -152,6 +155,10 @@ class Flow(TorchDispatchMode):
         if self._num_ended < len(self._blocks):
             return True  # before the blocks, or between them: nobody sees it unless a part reads it
         return source == self._blocks[-1] or source in self._after
+
+    def is_of_last(self, tensor: torch.Tensor) -> bool:
+        """Whether the last stage makes it, of what a forward has returned."""
+        return all(self._may_read(source, "") for source in self._made.get(_key(tensor), ()))
 
     def _found(self, fault: str) -> None:
         self.fault = self.fault or fault

@@ -9,28 +9,48 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules import module as torch_module
 
 from gemini.errors import GeminiError
 from gemini.pipeline.course import Course, course_of, on_meta
+from gemini.pipeline.elsewhere import Strayed
 from gemini.pipeline.flow import is_in
-from gemini.pipeline.stages import Stage, loss_in
+from gemini.pipeline.stages import Stage
+from gemini.tracing.ahead import loss_of as loss_in
 from gemini.train.params.handle import original_class, stepping_in_backward
-from gemini.train.passes.again import own_hooks
+from gemini.train.passes.again import marks_of, own_hooks
 
 _OF_TRANSFORMERS = "make_inputs_require_grads"
 """The hook of transformers' on an embedding for gradient checkpointing, which does nothing else."""
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 
-_FOUND = "_gemini_stages"
-"""Attribute of a model: its stages, or why there are none, and what that was found for (:func:`_settings`). Stages know
-the model, so whoever has them would keep it alive; their cycle goes with it.
+_FOUND = "_gemini_courses"
+"""Attribute of a model: its :class:`_Found`. Stages know the model, so whoever has them would keep it alive; their
+cycle goes with it.
 """
+
+_STRAYED = "_gemini_strayed"
+"""Another: why a step went another way than was seen."""
+
+
+@dataclass
+class _Found:
+    """What was seen of a model in its settings (:func:`_settings`): the way of each kind of micro-batch through it, or
+    why it is not cut; and the stages, of the way that ``course`` says.
+    """
+
+    settings: Any
+    courses: dict[Any, Course | str] = field(default_factory=dict)
+    course: Any = None
+    stages: list[Stage] | None = None
 
 
 def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], loss: Loss | None = None) -> torch.Tensor:
@@ -56,21 +76,38 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         BudgetExceeded: if there is no room to add up gradients.
     """
     parts = list(micro_batches)
-    if not parts:
-        raise ValueError("train_step() takes the micro-batches of a step, and was given none")
+    if not parts or isinstance(micro_batches, Mapping) or not all(isinstance(part, Mapping) for part in parts):
+        given = f"a {type(micro_batches).__name__} of {type(parts[0]).__name__}" if parts else "none"
+        raise ValueError(
+            "train_step(model, [{'input_ids': ..., 'labels': ...}, ...]) takes a list of the micro-batches of a step, "
+            f"and was given {given}"
+        )
     if "_gemini_engine" not in model.__dict__:
         raise ValueError(f"train_step() of a {type(model).__name__} that is not managed: wrap it with GeminiDDP first")
 
-    def loss_of(output: Any, number: int) -> torch.Tensor:
-        return loss_in(output) / len(parts) if loss is None else loss(output, parts[number])
+    def own_loss(find: Callable[..., torch.Tensor], output: Any, number: int) -> torch.Tensor:
+        if loss is None:
+            return find(output) / len(parts)
+        return find(output, lambda output: loss(output, parts[number]))
 
-    stages = _stages_for(model, parts[0], loss) if len(parts) > 1 else "one micro-batch"
+    stages = _stages_for(model, parts, loss) if len(parts) > 1 else "one micro-batch"
     if not isinstance(stages, str):
-        return breadth_first(model, stages, parts, loss_of, nullcontext)
+        before = [*map(marks_of, model.modules())]
+        try:
+            return breadth_first(model, stages, parts, partial(own_loss, stages[-1].loss_of), nullcontext)
+        except Strayed as e:
+            is_torn = e.has_begun or before != [*map(marks_of, model.modules())]
+            model.__dict__[_STRAYED] = str(e)
+            if is_torn:
+                raise GeminiError(
+                    f"{e}. A part of the step is made: call zero_grad(), and train_step() again. From now on it "
+                    "computes the micro-batches of this model one after another"
+                ) from None
+            _warned(model, str(e))
     losses = []
     for number, part in enumerate(parts):
         with nullcontext() if number == len(parts) - 1 else model.no_sync():  # type: ignore[operator]
-            own = loss_of(model(**part), number)
+            own = own_loss(partial(loss_in, model), model(**part), number)
             own.backward()
         losses.append(own.detach())
     return torch.stack(losses)
@@ -107,7 +144,11 @@ def breadth_first(
     with gradients.homes.at_hand(chunks[-1]):
         for number, part in enumerate(parts):
             # One micro-batch after another: logits are as large as nothing else, and never there for two.
-            own = loss_of(stages[-1](*_entry(values, grads, number, held), **part), number)
+            try:
+                own = loss_of(stages[-1](*_entry(values, grads, number, held), **part), number)
+            except Strayed as e:
+                e.has_begun = number > 0
+                raise
             values[number] = None
             with in_backward():
                 own.backward()
@@ -151,20 +192,51 @@ def _entry(
     return (_Entry.apply(anchor, value, grads, number),)  # type: ignore[no-untyped-call]
 
 
-def _stages_for(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> list[Stage] | str:
+def _stages_for(model: nn.Module, parts: Sequence[Mapping[str, Any]], loss: Loss | None) -> list[Stage] | str:
     """A stage for each block, or why depth first; that is warned of once."""
     if why := _why_not_now(model):
         return _warned(model, why)
     settings = _settings(model, loss)
-    known, found = model.__dict__.get(_FOUND, (None, ""))
-    if known != settings:
-        try:
-            course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
-            found = _why_not(model, course) or [Stage(model, course, i, i + 1) for i in range(len(course.blocks))]
-        except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none
-            found = str(e) if isinstance(e, (ValueError, GeminiError)) else f"{type(e).__name__}: {e}"
-        model.__dict__[_FOUND] = settings, found
-    return _warned(model, found) if isinstance(found, str) else found
+    if _FOUND not in model.__dict__ or model.__dict__[_FOUND].settings != settings:
+        model.__dict__[_FOUND] = _Found(settings)
+    found: _Found = model.__dict__[_FOUND]
+    seen = found.courses
+    for part in parts:
+        kind = _kind(part)
+        if kind not in seen:
+            seen[kind] = _course_of(model, part, loss)
+        if isinstance(course := seen[kind], str):
+            return _warned(model, course)
+    courses: list[Any] = [seen[kind] for kind in dict.fromkeys(map(_kind, parts))]
+    if found.stages is None:
+        found.course = courses[0]
+        found.stages = [Stage(model, courses[0], number, number + 1) for number in range(len(courses[0].blocks))]
+    if not all(found.course.is_that_of(course) for course in courses):
+        return _warned(model, "its micro-batches go different ways through it")
+    return found.stages
+
+
+def _course_of(model: nn.Module, part: Mapping[str, Any], loss: Loss | None) -> Course | str:
+    """The way of a micro-batch through the model, or why it is not cut."""
+    try:
+        course = course_of(_plain_twin(model), part, None if loss is None else lambda output: loss(output, part))
+    except Exception as e:  # of code that nobody has run without values before: the ordinary order needs none
+        return str(e) if isinstance(e, (ValueError, GeminiError)) else f"{type(e).__name__}: {e}"
+    return _why_not(model, course) or course
+
+
+def _kind(part: Mapping[str, Any]) -> Any:
+    """What micro-batches that take the same way are thought to have in common. Sizes and numbers change too often:
+    where they lead another way, stages see it (:mod:`gemini.pipeline.elsewhere`).
+    """
+    return frozenset(
+        (name, type(value), value.dim() if isinstance(value, torch.Tensor) else str(value) if _is_switch(value) else "")
+        for name, value in part.items()
+    )
+
+
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, (bool, str))
 
 
 def _settings(model: nn.Module, loss: Loss | None) -> Any:
@@ -179,6 +251,11 @@ def _settings(model: nn.Module, loss: Loss | None) -> Any:
 
 def _why_not_now(model: Any) -> str | None:
     engine = model._gemini_engine
+    if _STRAYED in model.__dict__:
+        return str(model.__dict__[_STRAYED])
+    of_all = torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks
+    if any(of_all) or torch_module._global_backward_hooks:
+        return "the program has hooked all modules, of which there are others block by block"
     if engine.config.precision == "fp16":
         return 'precision="fp16": the loss scale may change between micro-batches'
     if engine.config.gradients == "transient" or stepping_in_backward:

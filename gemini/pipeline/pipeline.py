@@ -23,7 +23,7 @@ from gemini.errors import GeminiError
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
 from gemini.pipeline.course import Course, course_of
 from gemini.pipeline.micro_batches import breadth_first
-from gemini.pipeline.stages import Numbered, Stage, left_out, loss_in, micro_batches_of, params_of_stages
+from gemini.pipeline.stages import Numbered, Stage, left_out, micro_batches_of, params_of_stages
 from gemini.planning.parallel import Blocks, balanced
 from gemini.planning.trace import MemoryTrace
 from gemini.ranks.group import names_of, place_in, size_of
@@ -274,7 +274,7 @@ class Pipeline:
 
     def _breadth_first(self, parts: list[dict[str, Any]]) -> torch.Tensor:
         def share_of(output: Any, number: int) -> torch.Tensor:
-            return loss_in(output) / len(parts)
+            return self._stages[-1].loss_of(output) / len(parts)
 
         return breadth_first(self.model, self._stages, parts, share_of, self._in_backward).sum()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
-from gemini.pipeline.course import Course
+from gemini.pipeline.course import LABELS, Course
+from gemini.pipeline.elsewhere import check, only, standing_in, stray
 from gemini.pipeline.flow import is_in
+from gemini.tracing.ahead import loss_of
 from gemini.train.params.handle import StageParam
 
 
@@ -42,11 +44,6 @@ def _stage_of(name: str, course: Course, ranges: Sequence[tuple[int, int]]) -> i
         if is_in(name, course.blocks[start:stop]):
             return number
     return len(ranges) - 1 if is_in(name, course.after) else 0
-
-
-def loss_in(output: Any) -> torch.Tensor:
-    """The loss that a forward returns, alone or beside other things."""
-    return output if isinstance(output, torch.Tensor) else output["loss"]
 
 
 class _StandIn(nn.Module):
@@ -82,16 +79,13 @@ class Placeholder(_StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         def on_meta(value: Any) -> Any:
-            return value.to("meta") if isinstance(value, torch.Tensor) else value
+            return value.as_subclass(torch.Tensor).to("meta") if isinstance(value, torch.Tensor) else value
 
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         device = tensors[0].device if tensors else torch.device("cpu")
         with torch.no_grad():
             made = self.__dict__["twin"](*map(on_meta, args), **{key: on_meta(v) for key, v in kwargs.items()})
-        return torch.zeros((), dtype=made.dtype, device=device).expand(made.shape)
-
-
-_LABELS = ("labels", "shift_labels")
+        return standing_in(torch.zeros((), dtype=made.dtype, device=device).expand(made.shape))
 
 
 class Stage(nn.Module):
@@ -112,7 +106,9 @@ class Stage(nn.Module):
         if not self.is_first:
             self._stand_ins |= {name: Placeholder(course.twin.get_submodule(name)) for name in course.before}
         labels = inspect.signature(type(model).forward).parameters.get("labels")
-        self._drops_labels = not self.is_last and labels is not None and labels.default is not labels.empty
+        may_drop = not self.is_last and not course.reads_labels
+        self._drops_labels = may_drop and labels is not None and labels.default is not labels.empty
+        self._readable = course.readable
         for name in () if self.is_last else course.after:
             # A loss of what is no result needs its shape at least; without labels there is none.
             twin = course.twin.get_submodule(name)
@@ -133,26 +129,61 @@ class Stage(nn.Module):
         return tuple(dict.fromkeys(handle.chunk for handle in handles))
 
     def forward(self, *received: torch.Tensor, **batch: Any) -> Any:
-        for name in _LABELS if self._drops_labels else ():
+        for name in LABELS if self._drops_labels else ():
             batch.pop(name, None)
         if self._entry is not None:
             self._entry.__dict__["given"] = received[0]
         try:
             with self._standing_in():
                 output = self.__dict__["model"](**batch)
+            output = only(output, self._readable) if self._exit is None else self._exit.__dict__["seen"]
             if self._exit is not None:
-                return self._exit.__dict__["seen"]
+                check(output)
             return output
         except Exception:
             # What comes after the blocks may look for what a block has left somewhere, and nobody needs what it gives.
             seen = None if self._exit is None else self._exit.__dict__["seen"]
             if seen is None:
                 raise
+            check(seen)
             return seen
         finally:
             for end in (self._entry, self._exit):
                 if end is not None:
                     end.__dict__.update(given=None, seen=None)
+
+    def loss_of(self, output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
+        """The loss in what the last stage gave, or what ``loss`` makes of that.
+
+        Raises:
+            GeminiError: if there is none, or if it depends on what other stages have computed.
+        """
+        own = loss_of(self.__dict__["model"], output, loss)
+        check(own)
+        foreign = self._other_params_behind(own)
+        if foreign:
+            stray(f"its loss reads {foreign} of another part")
+        return own
+
+    @cached_property
+    def _others(self) -> dict[int, str]:
+        """The params that no module of this stage has, by their identity: their names."""
+        params = self.__dict__["model"].named_parameters(remove_duplicate=False)
+        found = [(id(param), name) for name, param in params]
+        own = {key for key, name in found if not is_in(name, self._stand_ins)}
+        return {key: name for key, name in found if key not in own}
+
+    def _other_params_behind(self, loss: torch.Tensor) -> str:
+        """The name of a param of another stage that gets a gradient from the loss of this one; "" if none does."""
+        todo, seen = [loss.grad_fn], set()
+        for node in todo:
+            variable = getattr(node, "variable", None)
+            if id(variable) in self._others:
+                return self._others[id(variable)]
+            new = [after for after, _ in getattr(node, "next_functions", ()) if after is not None and after not in seen]
+            seen.update(new)
+            todo += new
+        return ""
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
@@ -179,7 +210,7 @@ class Numbered(nn.Module):
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         output = self.stage(*received, **self.parts[int(number)])
-        return loss_in(output) if self.stage.is_last else output  # type: ignore[no-any-return]
+        return self.stage.loss_of(output) if self.stage.is_last else output  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -443,7 +443,7 @@ def _run(
     return seen.steps[-1]
 
 
-def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+def loss_of(model: nn.Module, output: Any, loss: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
     result: Any
     if loss is not None:
         result = loss(output)

@@ -45,6 +45,14 @@ parts = [{"x": x}, {"x": batch(side, step + 20)}, {"x": batch(side, step + 40)}]
 keys = {id(part["x"]): step + 20 * at for at, part in enumerate(parts)}
 side.see("losses", side.train_step(parts, lambda r, part: scaler.scale(loss_of(model, r, keys[id(part["x"])]) / 3)))
 
+## train_step_with_weights none
+parts = [{"x": x}, {"x": batch(side, step + 20)}]
+keys = {id(part["x"]): step + 20 * at for at, part in enumerate(parts)}
+def weighted(r, part):
+    loss = loss_of(model, r, keys[id(part["x"])])
+    return scaler.scale(loss + 0.01 * sum(p.float().square().sum() for p in model.parameters()))
+side.see("losses", side.train_step(parts, weighted))
+
 ## taught once
 if step == 0:
     teacher = side.another(make().requires_grad_(False)).eval()

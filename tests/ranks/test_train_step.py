@@ -1,6 +1,7 @@
 """``gemini.train_step``: micro-batches block by block have the bits of one after another, and fetch weights once."""
 
 import gc
+import random
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -227,3 +228,169 @@ def test_what_is_left_somewhere_and_what_is_frozen(where: str, tmp_path: Any) ->
     (losses, grads), (plain_losses, plain_grads) = found
     assert helpers.same_bits(losses, plain_losses) and grads["blocks.0.weight"] is None
     assert all(grad is None or helpers.same_bits(grad, plain_grads[name]) for name, grad in grads.items())
+
+
+# ---- ways that were not seen -----------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Blocks between two layers; ``forward`` may go another way than at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)])
+        self.label = nn.Embedding(5, 16)
+
+    def forward(self, x: torch.Tensor, labels: Any = None, skip: Any = None, all_states: bool = False) -> Any:
+        h = self.before(x)
+        h = first = h if labels is None else h + self.label(labels)
+        states = []
+        for block in self.blocks:
+            h = block(h)
+            states.append(h)
+        if skip is not None or x.shape[0] > 4:
+            h = h + first
+        return {"y": self.after(h), "states": states} if all_states else self.after(h)
+
+
+def squares(output: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    return (output["y"] if isinstance(output, dict) else output).square().mean()
+
+
+def inputs(step: int, **more: Any) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(step)
+    return [{"x": torch.randn(4, 8, generator=draw), **more} for _ in range(3)]
+
+
+def compared(
+    make: Any, batches: Any, loss: Any, between: Any = lambda model, step: None
+) -> tuple[list[str], list[Any]]:
+    """What is warned of, and where three steps end, block by block and one micro-batch after another."""
+    ends = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for by_block in (True, False):
+            torch.manual_seed(0)
+            random.seed(0)
+            memory = gemini.MemoryBudget(cpu="64MiB")
+            config = gemini.GeminiConfig(memory=memory, precision="fp32", gradients="accumulate", device="cpu")
+            model: Any = gemini.GeminiDDP(make(), config)
+            optimizer, seen = gemini.HybridAdam(model.parameters(), lr=0.1), []
+            for step in range(3):
+                between(model, step)
+                if by_block:
+                    seen.append(gemini.train_step(model, batches(step), loss(model)))
+                else:
+                    for batch in batches(step):
+                        own = loss(model)(model(**batch), batch)
+                        own.backward()
+                        seen.append(own.detach())
+                optimizer.step()
+                optimizer.zero_grad()
+            ends.append(
+                [
+                    torch.cat([one.view(-1) for one in seen]),
+                    *(model.full_param(n) for n in dict(model.named_parameters())),
+                ]
+            )
+    return [str(one.message) for one in caught if "train_step" in str(one.message)], ends
+
+
+def labelled(step: int) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(step)
+    return inputs(step, labels=torch.randint(0, 5, (4,), generator=draw))
+
+
+def second_skips(step: int) -> list[dict[str, Any]]:
+    return [batch | ({"skip": 1} if number == 1 else {}) for number, batch in enumerate(inputs(step))]
+
+
+def later_skip(step: int) -> list[dict[str, Any]]:
+    return inputs(step, **({"skip": 1} if step else {}))
+
+
+def plain(model: Any) -> Any:
+    return squares
+
+
+def with_weights(model: Any) -> Any:
+    return lambda output, batch: squares(output, batch) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+def with_states_later(model: Any) -> Any:
+    """Of a switch that no batch says."""
+    return lambda output, batch: squares(output, batch) + (output["states"][0].square().mean() if model.later else 0)
+
+
+def dropping() -> Any:
+    model = Chain()
+    for block in model.blocks:
+        block.register_module("2", RandomlyDropped())
+    return model
+
+
+class RandomlyDropped(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (random.random() < 0.5)
+
+
+def switch(model: Any, step: int) -> None:
+    object.__setattr__(model, "later", [1] if step else [])
+
+
+@pytest.mark.parametrize(
+    ("make", "batches", "loss", "between", "why"),
+    [
+        (Chain, labelled, plain, None, ""),
+        (Chain, second_skips, plain, None, "is read in what comes after the blocks"),
+        (Chain, later_skip, plain, None, "is read in what comes after the blocks"),
+        (Chain, inputs, with_weights, None, "its loss reads"),
+        (Chain, partial(inputs, all_states=True), with_states_later, switch, "output.states is read"),
+        (dropping, inputs, plain, None, "draws random numbers"),
+    ],
+    ids=["labels before the blocks", "second micro-batch", "later step", "weights in the loss", "switch", "random"],
+)
+def test_another_way_than_that_of_the_first_micro_batch(
+    make: Any, batches: Any, loss: Any, between: Any, why: str
+) -> None:
+    warned, (found, wanted) = compared(make, batches, loss, between or (lambda model, step: None))
+    assert (why in warned[0]) if why else not warned
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_a_step_that_strays_behind_its_first_gradients_is_refused_and_can_be_made_again(tmp_path: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = gemini.GeminiDDP(Chain(), config_for("disk", str(tmp_path), precision="fp32", gradients="accumulate"))
+    batches = [{"x": torch.randn(rows, 8)} for rows in (4, 6)]
+    with pytest.raises(gemini.GeminiError, match=r"goes another way.*call zero_grad\(\), and train_step\(\) again"):
+        gemini.train_step(model, batches, squares)
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="one after another"):
+        losses = gemini.train_step(model, batches, squares)
+    assert torch.equal(losses, torch.stack([squares(model(**batch), batch).detach() for batch in batches]))
+    world_of(model).check()
+
+
+def test_hooks_of_all_modules(tmp_path: Any) -> None:
+    model: Any = gemini.GeminiDDP(Chain(), config_for("disk", str(tmp_path), precision="fp32", gradients="accumulate"))
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+    with hook, pytest.warns(UserWarning, match="hooked all modules"):
+        gemini.train_step(model, inputs(0), squares)
+    assert seen.count("Chain") == 3 and len(seen) == 36
+
+
+@pytest.mark.parametrize(
+    ("batches", "loss", "error"),
+    [
+        ({"x": torch.zeros(4, 8)}, squares, ValueError), (inputs(0), None, gemini.GeminiError),
+        (inputs(0), lambda output, batch: None, gemini.GeminiError),
+    ],
+    ids=["no list", "no loss", "a loss of None"],
+)  # fmt: skip
+def test_what_gives_no_loss(batches: Any, loss: Any, error: type[Exception], tmp_path: Any) -> None:
+    model: Any = gemini.GeminiDDP(Chain(), config_for("disk", str(tmp_path), precision="fp32", gradients="accumulate"))
+    warnings.filterwarnings("ignore", message="train_step")
+    with pytest.raises(error, match="loss|list"):
+        gemini.train_step(model, batches, loss)
