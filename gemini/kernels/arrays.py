@@ -107,17 +107,15 @@ def check_update(
         args.append(("residual", residual, INT8 if is_compact else INT16))
     addresses = check("update", args)
     of_residual = 0 if residual is None else addresses.pop()
-    scales: list[int] = []
-    if is_compact:
-        scales = [
-            _address_of_scales(plane.kind, states[plane.kind], weights) for plane in spec.planes if plane.block > 1
-        ]
+    scales = {plane.kind: states[plane.kind] for plane in spec.planes if plane.block > 1} if is_compact else {}
+    for kind, own in scales.items():
+        check_small("update", kind, own, torch.uint8, weights, -(-weights.numel() // BLOCK))
     _check_segments(segments, weights.numel(), BLOCK if is_compact else 1)
-    if grad_scale is not None:
-        check_one("update", "grad_scale", grad_scale, torch.float32, weights)
-    if stop is not None:
-        check_one("update", "stop", stop, torch.int32, weights)
-    return Addresses(addresses[0], of_residual, addresses[1:-1], scales, addresses[-1])
+    check_small("update", "grad_scale", grad_scale, torch.float32, weights)
+    check_small("update", "stop", stop, torch.int32, weights)
+    return Addresses(
+        addresses[0], of_residual, addresses[1:-1], [own.data_ptr() for own in scales.values()], addresses[-1]
+    )
 
 
 def check(op: str, args: Sequence[Arg]) -> list[int]:
@@ -169,33 +167,20 @@ def _check_segments(segments: Sequence[Segment], n: int, align: int) -> None:
         end = stop
 
 
-def _address_of_scales(name: str, scales: Tensor, beside: Tensor) -> int:
-    """The address of scales, one uint8 for each ``BLOCK`` elements of ``beside``.
+def check_small(op: str, name: str, tensor: Tensor | None, dtype: torch.dtype, beside: Tensor, numel: int = 1) -> None:
+    """Refuse a ``tensor`` that is not None, nor ``numel`` contiguous elements of ``dtype`` on the device of ``beside``.
 
     Raises:
         ValueError: saying what was given.
     """
-    wanted = -(-beside.numel() // BLOCK)
-    fits = (scales.dtype, tuple(scales.shape), scales.device) == (torch.uint8, (wanted,), beside.device)
-    if not fits or not scales.is_contiguous():
-        raise ValueError(
-            f"update: {name} is {wanted} contiguous uint8 on {beside.device}, and was given as "
-            f"{_short(scales.dtype)} of shape {tuple(scales.shape)} on {scales.device}"
-        )
-    return scales.data_ptr()
-
-
-def check_one(op: str, name: str, tensor: Tensor | None, dtype: torch.dtype, beside: Tensor) -> None:
-    """Refuse a ``tensor`` that is not None, nor one element of ``dtype`` on the device of ``beside``.
-
-    Raises:
-        ValueError: saying what was given.
-    """
-    if tensor is not None and (tensor.numel() != 1 or tensor.dtype != dtype or tensor.device != beside.device):
-        raise ValueError(
-            f"{op}: {name} is one element of {_short(dtype)} on {beside.device}, and was given as "
-            f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
-        )
+    if tensor is None or (
+        (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, beside.device) and tensor.is_contiguous()
+    ):
+        return
+    raise ValueError(
+        f"{op}: {name} is {numel} contiguous {_short(dtype)} on {beside.device}, and was given as "
+        f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
+    )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -14,13 +14,13 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemini.kernels.arrays import Addresses, Arrays, Segment, kernel_and_scalars
-from gemini.kernels.nvrtc import THREADS
+from gemini.kernels.nvrtc import THREADS, Driver
 from gemini.kernels.reference import NORM_BLOCK, NORM_TILE
 from gemini.kernels.sums import DeviceSums, Sums
 
@@ -35,13 +35,6 @@ _DTYPES = {
 
 _RULES = {"adamw": "Adam<true>", "adam": "Adam<false>"}
 """Of csrc/rules.h, where the struct is not named as the rule is."""
-
-
-class Launcher(Protocol):
-    """Who starts kernels."""
-
-    def launch(self, device: int, stream: int, kernel: str, blocks: int, *arguments: Any) -> None:
-        """Enqueue a kernel on a stream of a device; nothing waits."""
 
 
 class NormWorkspace:
@@ -70,10 +63,10 @@ class NormWorkspace:
 
 
 class CudaKernels:
-    """The functions of gemini.kernels on CUDA tensors, by kernels that ``launcher`` starts."""
+    """The functions of gemini.kernels on CUDA tensors, by kernels that ``driver`` starts."""
 
-    def __init__(self, launcher: Launcher):
-        self._launcher = launcher
+    def __init__(self, driver: Driver):
+        self._driver = driver
         self._shared: dict[tuple[int, int], Tensor] = {}
 
     def stream(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -129,7 +122,7 @@ class CudaKernels:
         def launch() -> None:
             launched = _launch(given, parts, dithers, blocks)
             kernel = f"{name}_kernel<gemini::{rule}, {arguments}>"
-            self._launcher.launch(*where, kernel, blocks[-1], launched)
+            self._driver.launch(*where, kernel, blocks[-1], launched)
             # For the next one, which begins with its first block.
             del parts[:], dithers[:], blocks[1:]
 
@@ -157,7 +150,7 @@ class CudaKernels:
         n = tensors[0].numel()
         if n:
             arguments = (*(ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors), ctypes.c_int64(n))
-            self._launcher.launch(*self._where(tensors[0]), kernel, min(-(-n // THREADS), 65536), *arguments)
+            self._driver.launch(*self._where(tensors[0]), kernel, min(-(-n // THREADS), 65536), *arguments)
 
     def copy_grad(self, dst: Tensor, src: Tensor) -> Sums:
         return self._summing("copy" if dst.dtype == src.dtype else "widen", dst, None, src)
@@ -184,8 +177,8 @@ class CudaKernels:
         # A warp of 32 threads takes a block of the norm.
         blocks = -(-n // (NORM_BLOCK * THREADS // 32))
         arguments = (*map(ctypes.c_void_p, at), ctypes.c_int64(n), places.argument())
-        self._launcher.launch(*self._where(src), kernel, blocks, *arguments)
-        return [DeviceSums(places.tiles, self.stream(src.device), self)]
+        self._driver.launch(*self._where(src), kernel, blocks, *arguments)
+        return [DeviceSums(places.tiles, self.stream(src.device), self.fetch)]
 
     def _where(self, tensor: Tensor) -> tuple[int, int]:
         """The number of the device, and the handle of the stream there."""
@@ -209,7 +202,7 @@ class CudaKernels:
             ctypes.c_void_p(_address(totals)),
             _pointers(*map(_address, (norm, factor, nonfinite))),  # ClipPlaces of csrc/cuda/grad_body.cuh
         )
-        self._launcher.launch(*self._where(tiles), "clip_kernel", 1, *arguments)
+        self._driver.launch(*self._where(tiles), "clip_kernel", 1, *arguments)
         return norm, factor, nonfinite
 
 

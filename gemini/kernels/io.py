@@ -20,7 +20,6 @@ from gemini.kernels.native import native
 from gemini.waiting import Latch
 
 IO_THREADS = 4  # blocks under way at once; nvme_stream.py --sweep: 1 is slower, neither 2 nor 8 is better at all of it
-_BLOCK = 4 << 20
 
 _native_crc32 = getattr(native, "crc32", None)  # where the CPU can do it faster than zlib
 
@@ -39,11 +38,12 @@ class IoQueue:
     """Reads and writes between memory and file descriptors, on `num_threads` blocking threads.
 
     Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
-    blocks are cut at multiples of 4 MiB from the start of a request. File and memory must live until `wait` has
-    returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
-    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
-    not yet being transferred, in the order of submission among themselves. A queue belongs to the process that made
-    it: in a forked child every call raises RuntimeError. Calls may come from several threads.
+    blocks are cut at multiples of 4 MiB from the start of a request (without native code it is one block). File and
+    memory must live until `wait` has returned or raised for the ticket; only then is the memory free of the threads.
+    Requests start in the order of submission, and end in any order. Urgent ones come first: their blocks go before
+    every block of the others that is not yet being transferred, in the order of submission among themselves. A queue
+    belongs to the process that made it: in a forked child every call raises RuntimeError. Calls may come from several
+    threads.
     """
 
     def __init__(self, num_threads: int = IO_THREADS) -> None:
@@ -100,23 +100,13 @@ def _check_range(nbytes: int, offset: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    write: bool
-    fd: int
-    address: int
-    nbytes: int
-    offset: int
-    taken: int = 0  # bytes handed to threads so far
-    inside: int = 0  # blocks being transferred now
-    error: BaseException | None = None  # the first
+    what: tuple[bool, int, int, int, int]
+    error: BaseException | None = None
     over: Latch = field(default_factory=Latch)
-
-    def note_end(self) -> None:
-        if not self.inside and self.taken == self.nbytes:
-            self.over.set()
 
 
 class ThreadedIoQueue:
-    """The native IoQueue in Python: positioned reads and writes of 4 MiB blocks on a few threads."""
+    """The native IoQueue in Python, which cuts nothing into blocks: one thread takes all of a request."""
 
     def __init__(self, num_threads: int = IO_THREADS) -> None:
         if num_threads < 1:
@@ -124,63 +114,45 @@ class ThreadedIoQueue:
         self._owner = os.getpid()
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="gemini-io")
         self._tickets: dict[int, _Request] = {}
-        self._urgent: deque[_Request] = deque()  # requests with blocks not yet taken
+        self._urgent: deque[_Request] = deque()  # requests that no thread has taken yet
         self._others: deque[_Request] = deque()
         self._lock = threading.Lock()
         self._next_ticket = itertools.count(1)
         self._closed = False
 
     def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        return self._submit(_Request(False, fd, address, nbytes, offset), urgent)
+        return self._submit((False, fd, address, nbytes, offset), urgent)
 
     def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        return self._submit(_Request(True, fd, address, nbytes, offset), urgent)
+        return self._submit((True, fd, address, nbytes, offset), urgent)
 
-    def _submit(self, request: _Request, urgent: bool) -> int:
+    def _submit(self, what: tuple[bool, int, int, int, int], urgent: bool) -> int:
         self._require_owner()
         with WHOLE, self._lock:
             if self._closed:
                 raise ValueError("this IoQueue is closed")
             ticket = next(self._next_ticket)
-            self._tickets[ticket] = request
-            if request.nbytes:
+            self._tickets[ticket] = request = _Request(what)
+            if what[3]:
                 (self._urgent if urgent else self._others).append(request)
-            # A thread gets one turn per block, and decides when its turn comes which block that is.
-            for _ in range(0, request.nbytes, _BLOCK):
+                # A thread gets one turn per request, and decides when its turn comes which request that is.
                 self._pool.submit(self._transfer_next)
-            request.note_end()
+            else:
+                request.over.set()
         return ticket
 
     def _transfer_next(self) -> None:
         with self._lock:
-            line = self._urgent or self._others
-            if not line:
-                return  # a request failed, and its other blocks were dropped
-            request = line[0]
-            begin = request.taken
-            nbytes = min(_BLOCK, request.nbytes - begin)
-            request.taken += nbytes
-            request.inside += 1
-            if request.taken == request.nbytes:
-                line.popleft()
-        error = None
+            request = (self._urgent or self._others).popleft()
         try:
-            _transfer(request.write, request.fd, request.address + begin, nbytes, request.offset + begin)
-        except BaseException as caught:
-            error = caught
-        with self._lock:
-            request.inside -= 1
-            if error is not None:
-                request.error = request.error or error
-                request.taken = request.nbytes
-                if request in line:
-                    line.remove(request)
-            request.note_end()
+            _transfer(*request.what)
+        except BaseException as error:
+            request.error = error
+        request.over.set()
 
     def wait(self, ticket: int) -> None:
         self._require_owner()
         request = self._find(ticket)
-        # All of its blocks: after an error too, no thread may touch the memory any more.
         request.over.wait()
         self._tickets.pop(ticket, None)  # not before: an interrupt leaves a ticket that can be waited for
         if request.error is not None:

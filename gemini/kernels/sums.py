@@ -9,21 +9,16 @@ summed them: the bits are those of the CPU kernels. For gemini.kernels, whose fa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gemini.kernels.reference import total
 
-
-class Fetcher(Protocol):
-    """The kernels of a device."""
-
-    def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
-        """Copy tensors of this device, one after the other, to the host, behind everything on its stream."""
+Fetch = Callable[[Sequence[Tensor]], list[float]]
 
 
 class DeviceSums:
@@ -32,14 +27,14 @@ class DeviceSums:
     Args:
         tiles: fp64, a sum per tile; freed when the numbers are here.
         stream: on which they are computed; None if the device has only one.
-        fetcher: brings the numbers to the host.
+        fetch: copies such tensors of the device, one after the other, to the host, behind everything on its stream.
     """
 
-    __slots__ = ("_fetcher", "_found", "_stream", "_tiles")
+    __slots__ = ("_fetch", "_found", "_stream", "_tiles")
 
-    def __init__(self, tiles: Tensor, stream: torch.cuda.Stream | None, fetcher: Fetcher):
+    def __init__(self, tiles: Tensor, stream: torch.cuda.Stream | None, fetch: Fetch):
         self._tiles: Tensor | None = tiles
-        self._stream, self._fetcher = stream, fetcher
+        self._stream, self._fetch = stream, fetch
         self._found: list[float] = []
 
     @property
@@ -80,7 +75,7 @@ class DeviceSums:
     def bring(several: Sequence[DeviceSums]) -> None:
         """Those of one device to the host, in one copy."""
         tiles = [sums.on_device() for sums in several]
-        values = iter(several[0]._fetcher.fetch(tiles))
+        values = iter(several[0]._fetch(tiles))
         for sums, own in zip(several, tiles, strict=True):
             sums._found = list(islice(values, own.numel()))
             sums._tiles = sums._stream = None

@@ -208,11 +208,11 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "negative": (in_segments("adamw", [(-1, 2)]), r"\[-1, 2\)"),
     "scale": (
         in_segments("adamw", [], grad_scale=torch.ones(1, dtype=torch.float64)),
-        "grad_scale is one element of float32 on cpu, .* float64",
+        "grad_scale is 1 contiguous float32 on cpu, .* float64",
     ),
     "stop": (
         in_segments("adamw", [], stop=torch.zeros(2, dtype=torch.int32)),
-        r"stop is one element of int32 on cpu, .* of shape \(2,\)",
+        r"stop is 1 contiguous int32 on cpu, .* of shape \(2,\)",
     ),
     "inside a block": (in_segments("adamw, compact", [(32, 256)]), "begin at multiples of 64"),
     "exact residual": (compact_with(residual=Tensor.short), r"residual: int16 of shape .*accepted: int8"),
