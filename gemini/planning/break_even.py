@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from gemini.planning.plan import Plan
 from gemini.planning.products import scaled
-from gemini.planning.timeline import Span, Timeline, Track
+from gemini.planning.timeline import Timeline, Track
 
 TOLERANCE = 0.05
 """The part of computing alone by which a step may be longer and its offload still be called free."""
@@ -53,21 +53,12 @@ class TrackTime(NamedTuple):
 
 def track_times(timeline: Timeline, grow: Grow = Grow.BATCH) -> dict[Track, TrackTime]:
     """What keeps each track busy, by whether it grows with the tokens."""
-    grows: Callable[[Span], bool]
-    if grow is Grow.BATCH:
-
-        def grows(span: Span) -> bool:
-            return span.moment >= 0 and (span.track is Track.COMPUTE or span.chunk < 0)
-    else:
-
-        def grows(span: Span) -> bool:
-            return span.moment >= 0
-
     found: dict[Track, TrackTime] = {}
     for span in timeline.spans:
-        before, seconds = found.get(span.track, TrackTime()), span.stop - span.start
-        more = TrackTime(before.growing + seconds, before.fixed)
-        found[span.track] = more if grows(span) else TrackTime(before.growing, before.fixed + seconds)
+        growing, fixed = found.get(span.track, TrackTime())
+        seconds = span.stop - span.start
+        grows = span.moment >= 0 and (grow is Grow.ACCUMULATE or span.track is Track.COMPUTE or span.chunk < 0)
+        found[span.track] = TrackTime(growing + seconds, fixed) if grows else TrackTime(growing, fixed + seconds)
     return found
 
 

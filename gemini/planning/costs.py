@@ -179,25 +179,16 @@ class Costs:
 
         ``measured``: the trace's own seconds are those of this machine and are taken instead.
         """
-        if self._compute is Tier.GPU:
-            seconds = moment.seconds if measured else None
-            if seconds is None:
-                seconds = self._on_gpu(moment)
-            return Cost(seconds, {GPU: 1.0} if seconds else {})
-        what = "computing on the host"
-        if measured and moment.seconds is not None:
-            if not moment.seconds:
-                return Cost(0.0, {})
-            loads = {THREADS: self._computes_with}
-            if self._hardware.has("dram_bandwidth"):
-                through_memory = moment.touched_bytes / self._get("dram_bandwidth", what)
-                loads[DRAM] = min(1.0, through_memory / moment.seconds)
-            return Cost(moment.seconds, loads)
-        seconds = self._roofline(moment)
+        on_gpu, seconds = self._compute is Tier.GPU, moment.seconds if measured else None
+        if seconds is None:
+            seconds = self._on_gpu(moment) if on_gpu else self._roofline(moment)
         if not seconds:
             return Cost(0.0, {})
-        through_memory = moment.touched_bytes / self._get("dram_bandwidth", what) if moment.touched_bytes else 0.0
-        return Cost(seconds, {THREADS: self._computes_with, DRAM: through_memory / seconds})
+        loads = {GPU: 1.0} if on_gpu else {THREADS: self._computes_with}
+        if not on_gpu and self._hardware.has("dram_bandwidth"):
+            through_memory = moment.touched_bytes / self._get("dram_bandwidth", "computing on the host")
+            loads[DRAM] = min(1.0, through_memory / seconds)
+        return Cost(seconds, loads)
 
     def _on_gpu(self, moment: Moment) -> float:
         """Kernels of one stream run one after another: every product by its shape, and the slower of arithmetic
@@ -364,21 +355,19 @@ class Speeds:
             return hardware.get(key, needed_for=f"a plan with a {tier.value} tier") * shares.of(hardware, key)
 
         measured = Tier.GPU in tiers and hardware.has("update_gpu")
-
-        def update_gpu() -> float:
-            if measured:
-                return figure("update_gpu", Tier.GPU, usual.update_gpu)
-            return ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.update_gpu)
-
         moving = {
             way.figure: figure(hardware.sustained(way.figure), tier, way.usual) / (sharing if tier.in_files else 1)
             for tier in Tier
             for way in tier.spec.ways
         }
+        if measured:
+            update_gpu = figure("update_gpu", Tier.GPU, usual.update_gpu)
+        else:
+            update_gpu = ADAM.touched / figure("gpu_bandwidth", Tier.GPU, ADAM.touched / usual.update_gpu)
         return cls(
             moving,
             update_cpu=figure("update_cpu", Tier.CPU, usual.update_cpu) * sharing,
-            update_gpu=update_gpu(),
+            update_gpu=update_gpu,
             measured_update_gpu=measured,
         )
 
@@ -391,11 +380,7 @@ class Speeds:
 
     def seconds(self, boundary: Boundary, num_bytes: float) -> float:
         """Of moving so many bytes over a boundary that has it to itself."""
-        return num_bytes * self.per_byte(boundary)
-
-    def per_byte(self, boundary: Boundary) -> float:
-        """Seconds per byte over a boundary."""
-        return 1 / self.moving[boundary.way.figure]
+        return num_bytes * (1 / self.moving[boundary.way.figure])
 
     def cost(self, traffic: Mapping[Boundary, int]) -> float:
         """Seconds of all of it, one after the other."""

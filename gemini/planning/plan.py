@@ -209,19 +209,7 @@ class Plan(Document, kind="plan"):
         return "\n".join(lines)
 
 
-_SPOKEN_FOR = (
-    "working_set",
-    "staging",
-    "device_staging",
-    "activations",
-    "in_flight",
-    "waiting",
-    "exchange",
-    "offloaded",
-    "factors",
-    "beside",
-    "others",
-)
+_SPOKEN_FOR = [field.name for field in fields(Problem) if field.type == "int" and field.name != "max_chunk"]
 """Fields of a problem that are bytes; they stand together in a file."""
 
 

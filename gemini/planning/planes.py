@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 FORMS = ("rows", "columns", "vector")
 
@@ -304,16 +304,8 @@ def check_gradients(gradients: str, rule: RuleSpec) -> None:
         )
 
 
-class InFp32(Protocol):
-    """A param, or the params of a chunk, as far as their precision goes."""
-
-    @property
-    def fp32(self) -> bool:
-        """Whether it stays in fp32, whatever the model is computed in."""
-
-
-def precision_of(spec: InFp32, precision: str) -> str:
-    """What a param or a chunk is computed in, in a model of ``precision``."""
+def precision_of(spec: Any, precision: str) -> str:
+    """What a param or a chunk is computed in, in a model of ``precision``; ``spec.fp32``: it stays in fp32 anyway."""
     return "fp32" if spec.fp32 else precision
 
 
