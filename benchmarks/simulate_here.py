@@ -68,7 +68,6 @@ def wrap(
     )  # fmt: skip
     model = gemini.GeminiDDP(make_model(args), config)
     optimizer = gemini.HybridAdam(model.parameters(), lr=1e-4, step_in_backward=args.gradients == "transient")
-    model._gemini_engine.updates.order = args.order
     return model, optimizer
 
 
@@ -161,7 +160,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--gradients", default="retain", choices=("retain", "accumulate", "transient"))
     parser.add_argument("--overlap", action="store_true", help="updates and fetches run beside computing")
-    parser.add_argument("--order", default="next use", choices=("next use", "fifo"), help="of overlapped updates")
     parser.add_argument("--max-chunk", type=int, default=64 * 2**20)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of all planes, in host memory")
     parser.add_argument("--rounds", type=int, default=3)
@@ -203,9 +201,7 @@ def compare(args: argparse.Namespace, folder: Path) -> list[str]:
             traces.append(record(args, folder))
             gc.collect()
     hardware, trace = one_machine(machines, args.of), one_trace(traces, args.of)
-    predicted = [
-        gemini.simulate(replace(plan, trace=trace), hardware, schedule=schedule, order=args.order) for plan in plans
-    ]
+    predicted = [gemini.simulate(replace(plan, trace=trace), hardware, schedule=schedule) for plan in plans]
     return report_of(args, hardware, trace, plans, predicted, runs)
 
 
@@ -217,7 +213,7 @@ def report_of(
     from gemini.planning.hardware import human_figure
     from gemini.tiers import Tier
 
-    schedule = f"overlapped schedule, updates by {args.order}" if args.overlap else "serial schedule"
+    schedule = "overlapped schedule" if args.overlap else "serial schedule"
     lines = head(
         "Predicted and measured step times",
         [

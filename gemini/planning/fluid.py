@@ -46,15 +46,11 @@ class Fluid:
         self._profiles: dict[tuple[tuple[int, float], ...], int] = {}
         self.takes: list[int] = []
         self.gives: list[int] = []
-        self.buffer = 0
+        self.buffer = 0  # bytes that tasks may have taken at once
         self._known: dict[tuple[int, ...], tuple[float, ...]] = {}
 
     def __len__(self) -> int:
         return len(self.length)
-
-    def set_buffer(self, num_bytes: int) -> None:
-        """What tasks may have taken at once of the buffer that is there for those that ``take`` of it."""
-        self.buffer = num_bytes
 
     def add(
         self,

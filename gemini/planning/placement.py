@@ -213,7 +213,7 @@ class Problem:
 
         if gathers or self.others:
             take(self.compute, "windows", self.for_windows(gathers=gathers))
-        take(self.compute, "whole gradients", self.in_flight)
+        take(self.compute, "gradients in flight", self.in_flight)
         if streams:
             take(Tier.GPU, "staging", self.device_staging)
         if stages or gathers or self.durable or self.compute is Tier.GPU:  # what is committed from memory is staged

@@ -107,6 +107,7 @@ class Work:
         self._measured = measured
         self._fetches: dict[int, tuple[Hop, ...]] = {}
         self._updates: dict[int, Update] = {}
+        self._landed: dict[bool, tuple[tuple[Landing, ...], ...]] = {}
 
     def _move(
         self, boundary: Boundary, num_bytes: int, name: str, cause: str, chunk: int = -1, *, copies: int = 1
@@ -189,15 +190,9 @@ class Work:
         Several ranks wait for all gradients of a chunk, and divide their sum; one rank lands each as it comes.
         ``adding``: to those of an earlier micro-batch.
         """
-        return self._adding if adding else self._first
-
-    @cached_property
-    def _first(self) -> tuple[tuple[Landing, ...], ...]:
-        return self._landings(adding=False)
-
-    @cached_property
-    def _adding(self) -> tuple[tuple[Landing, ...], ...]:
-        return self._landings(adding=True)
+        if adding not in self._landed:
+            self._landed[adding] = self._landings(adding=adding)
+        return self._landed[adding]
 
     def _landings(self, *, adding: bool) -> tuple[tuple[Landing, ...], ...]:
         trace, layout = self.plan.trace, self.plan.layout
@@ -556,15 +551,12 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     return found, [(last, index) for (_, index), (_, last) in zip(opened, uses, strict=True)]
 
 
-def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str = "next use") -> Graph:
+def overlapped(work: Work, *, clipping: bool) -> Graph:
     """Everything that may run beside computing does. ``STEPS`` steps, and the beginning of one more.
 
-    Updates have a worker of their own, which takes them in the order of their next use (``order="fifo"``: in that in
-    which gradients became complete), reads ahead and writes behind; fetches have another. Gradients that leave the
-    computing tier land beside computing; those that stay in host memory the host lands itself, between two moments.
-
-    ``barrier``: a step begins when all updates of the one before are over, as in engines that overlap them with
-    backward only.
+    Updates have a worker of their own, which takes them in the order of their next use, reads ahead and writes behind;
+    fetches have another. Gradients that leave the computing tier land beside computing; those that stay in host memory
+    the host lands itself, between two moments.
     """
     graph, plan = Graph(work), work.plan
     moments, per_batch, per_step = plan.trace.moments, len(plan.moves), len(plan.moves) * plan.accumulate
@@ -575,7 +567,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
     for at in reversed(range(per_batch)):
         first_use.update({index: at for index in plan.accesses[at].chunks if index in first_use})
     pieces = _pieces(work, trained)
-    graph.fluid.set_buffer(SLOTS * max((piece.staged for parts in pieces.values() for piece in parts), default=0))
+    graph.fluid.buffer = SLOTS * max((piece.staged for parts in pieces.values() for piece in parts), default=0)
     next_order = sorted(trained, key=lambda index: (first_use[index], index))
     computed: list[int] = []
     fetched: dict[int, int] = {}  # what a moment that reads the chunk has to wait for
@@ -595,7 +587,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
 
     def update(index: int, at: int, moment: int, after: Iterable[int]) -> None:
         step = at // per_step
-        urgency = at if order == "fifo" else (step + 1) * per_step + first_use[index]
+        urgency = (step + 1) * per_step + first_use[index]
         ends = [graph.chain(piece.hops, step, moment, after, urgency, piece.staged)[-1] for piece in pieces[index]]
         updated[index] = due[index] = ends[0] if len(ends) == 1 else graph.add(nothing, step, -1, ends)
         if not needs[index]:
@@ -614,7 +606,6 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             graph.change(tasks[0], "windows", work.problem.window_bytes(fetch.chunk), at_end=False)
             fetched[fetch.chunk] = tasks[-1]
         after = computed[-1:]
-        after += updated.values() if barrier and at and at % per_step == 0 else []
         after += [fetched.pop(index) for index in plan.accesses[moment].chunks if index in fetched]
         hops = work.restore(moment)
         if hops:
@@ -671,7 +662,7 @@ def overlapped(work: Work, *, clipping: bool, barrier: bool = False, order: str 
             everything = sorted({end for ends in landed.values() for end in ends} | {computed[-1]})
             norm = graph.add(nothing, step, -1, everything)
             launched += [norm] if launches else []
-            for index in [index for index in landed if index in first_use] if order == "fifo" else next_order:
+            for index in next_order:
                 update(index, at, -1, [norm])
             landed.clear()
     for last, index in released:

@@ -27,7 +27,7 @@ from gemini.planning.planes import WEIGHTS
 from gemini.planning.schedules import COMPUTING, LAUNCHING, STEPS, Change, Graph, Work, overlapped, serial
 from gemini.planning.timeline import Sample, Span, Timeline, Track
 from gemini.planning.traffic import Traffic, by_name
-from gemini.tiers import DRIVE, Tier
+from gemini.tiers import Tier
 
 SHARING = "sharing with moves and updates"
 """The cause of a stall in which computing went on, only slower: others used what it uses."""
@@ -151,28 +151,17 @@ def _nonzero(holders: dict[str, int]) -> dict[str, int]:
 
 def _standing(graph: Graph) -> dict[Tier, dict[str, int]]:
     """What is there all the time: planes, staging, buffers, scratch between ranks."""
-    plan = graph.work.plan
-    problem, held = plan.problem, plan.planes_held
-    if problem.compute is Tier.GPU:
+    plan, comes_and_goes = graph.work.plan, ("windows", "activations", "saved activations")
+    held = {
+        tier: {holder: num_bytes for holder, num_bytes in holders.items() if holder not in comes_and_goes}
+        for tier, holders in plan.held.items()
+    }
+    if plan.problem.compute is Tier.GPU:
         held[Tier.GPU]["buffers"] = plan.trace.buffer_bytes
-    held[problem.compute]["gradients in flight"] = problem.in_flight
-    held[problem.compute]["context"] = problem.beside
-    host = held.setdefault(Tier.CPU, {})
-    if problem.demands(plan.placement).get(Tier.CPU, 0) >= problem.staging > 0:
-        host["staging"] = problem.staging
-    host["exchange"] = problem.exchange
-    host["factors"] = problem.factors
-    if problem.durable:
-        held[DRIVE]["spare slots"] = problem.spare_slots(plan.placement)
-    for at in (held[problem.compute], host):
-        at["temporaries"] = problem.temporaries
-    if plan.placement.streamed:
-        held[Tier.GPU]["staging"] = problem.device_staging
     return held
 
 
 SCHEDULES = ("serial", "overlapped")
-ORDERS = ("next use", "fifo")
 
 
 def simulate(
@@ -182,7 +171,6 @@ def simulate(
     schedule: str = "overlapped",
     gpus: int | None = None,
     clipping: bool | None = None,
-    order: str = "next use",
     update_threads: int | None = None,
     efficiency: Efficiency | None = None,
     mesh: MeshSizes | None = None,
@@ -203,8 +191,6 @@ def simulate(
             simulated for more: ``gpus`` ranks then divide every chunk, and homes and moves stay the same.
         clipping: whether updates wait for the norm of all gradients (only "overlapped"). By default True, except with
             ``gradients="transient"``.
-        order: which updates run first during computing: "next use", those that the next forward needs first, or "fifo",
-            in the order in which gradients are complete.
         update_threads: CPU threads for updates during computing, as in ``GeminiConfig(update_threads=...)``.
         efficiency: which share of the peak values is reached, between 0 and 1 each.
         mesh: the sizes of all mesh dimensions; ``dp`` times ``cp`` must be the number of ranks of the plan.
@@ -219,10 +205,8 @@ def simulate(
         MissingFigure: if the hardware lacks a value; the message names it and what needs it.
         PlanMismatch: if the plan's trace has no work in it, the plan needs a tier or more memory than the machine has,
             or is for another number of ranks.
-        ValueError: for an unknown schedule or order, or for clipping with gradients that are not kept.
+        ValueError: for an unknown schedule, or for clipping with gradients that are not kept.
     """
-    if order not in ORDERS:
-        raise ValueError(f"order={order!r}: choose one of {', '.join(map(repr, ORDERS))}")
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r}: choose one of {', '.join(map(repr, SCHEDULES))}")
     if clipping and plan.problem.gradients == "transient":
@@ -249,7 +233,7 @@ def simulate(
         graph = serial(work)
     else:
         clips = plan.problem.gradients != "transient" if clipping is None else clipping
-        graph = overlapped(work, clipping=clips, order=order)
+        graph = overlapped(work, clipping=clips)
     title = f"{plan.trace.model} on {f'{ranks} x ' if ranks > 1 else ''}{hardware.name}, {schedule}"
     return timeline_of(graph, title=title, is_serial=schedule == "serial")
 

@@ -59,7 +59,7 @@ def test_who_does_not_use_what_is_short_is_not_slowed() -> None:
 
 def test_a_buffer_that_is_full_holds_up_only_those_that_need_it() -> None:
     fluid = Fluid([])
-    fluid.set_buffer(10)
+    fluid.buffer = 10
     read = fluid.add("read", 1.0, takes=10)
     write = fluid.add("write", 4.0, after=[read], gives=10)
     blocked = fluid.add("read", 1.0, takes=5, urgency=1)
@@ -72,7 +72,7 @@ def test_a_buffer_that_is_full_holds_up_only_those_that_need_it() -> None:
 
 def test_tasks_that_can_never_start_are_an_error() -> None:
     fluid = Fluid([])
-    fluid.set_buffer(1)
+    fluid.buffer = 1
     fluid.add("q", 1.0, takes=2)
     with pytest.raises(AssertionError, match="more than the whole buffer"):
         fluid.run()

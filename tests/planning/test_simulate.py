@@ -8,10 +8,9 @@ from stacks import FETCHES, LAYERS, MS, NUMEL, close, machine, simulate, stack_p
 
 import gemini
 from gemini.errors import MissingFigure, PlanMismatch
-from gemini.planning.costs import Costs, Efficiency
+from gemini.planning.costs import Efficiency
 from gemini.planning.plan import Plan
-from gemini.planning.schedules import Work, overlapped
-from gemini.planning.simulate import SHARING, timeline_of
+from gemini.planning.simulate import SHARING
 from gemini.planning.timeline import Timeline, Track
 from gemini.planning.trace import with_seconds
 from gemini.planning.traffic import Traffic, by_name
@@ -228,18 +227,6 @@ def test_updates_wait_for_the_last_micro_batch_without_clipping_too() -> None:
     backward = [span for span in timeline.spans if span.name.startswith("backward")]
     assert len(updates) == LAYERS
     assert min(span.start for span in updates) > backward[-LAYERS].start
-
-
-@pytest.mark.parametrize("adam_ms", [1.0, 3.0])
-def test_a_barrier_hides_updates_behind_backward_only(adam_ms: float) -> None:
-    """T_f + max(T_b, W) and the update of the last chunk."""
-    layers = 40
-    hardware = machine(h2d=1e18, d2h=1e18, update_cpu=adam_ms * MS / NUMEL)
-    plan = stack_plan(layers, weights=Tier.CPU, states=Tier.CPU, windows=4, gradients="transient")
-    costs = Costs(hardware, Efficiency(), compute=Tier.GPU, precision="bf16", local_ranks=1)
-    graph = overlapped(Work(plan, costs, measured=False), clipping=False, barrier=True)
-    step = timeline_of(graph, title="", is_serial=False).step_seconds
-    assert step == pytest.approx((layers + max(2 * layers, layers * adam_ms) + adam_ms) * MS, rel=0.02)
 
 
 def test_overlapped_nvme_updates_go_at_the_speed_of_the_slowest_stage() -> None:

@@ -3,7 +3,6 @@
 A layer computes 10 ms in forward and 20 ms in backward with one thread; what its update takes is each test's own.
 """
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,20 +60,6 @@ def test_with_clipping_updates_hide_behind_the_next_forward(adam_ms: float) -> N
     assert bound * (1 - 1e-6) <= timeline.step_seconds <= bound + 2 * adam_ms * MS
     (wait,) = [cause for cause, seconds in timeline.stalls.items() if seconds > MS]
     assert wait == "update"
-
-
-def test_what_is_needed_first_goes_first() -> None:
-    """W as long as computing: first in, first out starts what the next forward reads first last of all."""
-    for clipped, least in ((False, 1.3), (True, 1.15)):
-        plan = stack(clipped=clipped)
-        deadline, fifo = overlapped(plan, host(30.0)), overlapped(plan, host(30.0), order="fifo")
-        assert fifo.step_seconds > least * deadline.step_seconds
-        order = [span.chunk for span in fifo.spans if span.name.startswith("update")]
-        assert all(after in (before, (before - 1) % LAYERS) for before, after in itertools.pairwise(order))
-        assert fifo.busy[Track.UPDATE] == pytest.approx(deadline.busy[Track.UPDATE])
-    assert fifo.step_seconds == pytest.approx(FORWARD + BACKWARD + LAYERS * 30 * MS, rel=0.01), "nothing overlaps"
-    with pytest.raises(ValueError, match="order='lifo': choose one of 'next use', 'fifo'"):
-        overlapped(plan, host(30.0), order="lifo")
 
 
 def test_threads_are_parts_of_the_cores() -> None:
