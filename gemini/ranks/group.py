@@ -122,11 +122,6 @@ def data_rank(mesh: DeviceMesh | None = None) -> DataRank:
     return DataRank(place_in(mesh, *SAMPLING), size_of(mesh, *SAMPLING))
 
 
-def alone_on_wire() -> Wire:
-    """This rank has nobody to send to."""
-    return Wire(None)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The ranks of one job as one of them sees them. Where a mesh has no such ranks, this one is alone on that wire.
@@ -155,16 +150,16 @@ class Ranks:
     """
 
     wire: Wire
-    replicas: Wire = field(default_factory=alone_on_wire)
-    copies: Wire = field(default_factory=alone_on_wire)
+    replicas: Wire = field(default_factory=Wire)
+    copies: Wire = field(default_factory=Wire)
     everyone: Wire
     alike: Wire
     job: Wire
-    same_batch: Wire = field(default_factory=alone_on_wire)
-    stages: Wire = field(default_factory=alone_on_wire)
-    parts: Wire = field(default_factory=alone_on_wire)
-    context: Wire = field(default_factory=alone_on_wire)
-    experts: Wire = field(default_factory=alone_on_wire)
+    same_batch: Wire = field(default_factory=Wire)
+    stages: Wire = field(default_factory=Wire)
+    parts: Wire = field(default_factory=Wire)
+    context: Wire = field(default_factory=Wire)
+    experts: Wire = field(default_factory=Wire)
     writers: Wire
     waiting: WaitingGroup
     local_size: int
@@ -232,21 +227,8 @@ class Ranks:
 
     def close(self) -> None:
         """The model ends: so do the groups that were made for it, each with threads and connections of its own."""
-        wires = (
-            self.wire,
-            self.replicas,
-            self.copies,
-            self.everyone,
-            self.alike,
-            self.job,
-            self.same_batch,
-            self.stages,
-            self.parts,
-            self.context,
-            self.experts,
-        )
         # Several wires may have one group, which ends once.
-        for group in {wire.group for wire in wires}:
+        for group in {wire.group for wire in vars(self).values() if isinstance(wire, Wire)}:
             if group is not None:
                 end_subgroup(group)
         self.waiting.close()
@@ -348,23 +330,18 @@ def join(
     everyone = _wire(ranks, process_group)
     # NCCL's group beside gloo's: agreements and messages by name stay on the CPU.
     everyone.library = _collective(ranks) if cuda else None
-    return Ranks(
-        wire=everyone,
-        everyone=everyone,
-        alike=everyone,
-        job=everyone,
-        writers=everyone,
-        waiting=WaitingGroup(everyone.global_ranks),
-        local_size=_count_local(everyone, len(ranks)),
-    )
+    return _of_one_group(everyone, _count_local(everyone, len(ranks)))
 
 
 def alone() -> Ranks:
     """A process alone is a group of one."""
-    own = alone_on_wire()
-    return Ranks(
-        wire=own, everyone=own, alike=own, job=own, writers=own, waiting=WaitingGroup(own.global_ranks), local_size=1
-    )
+    return _of_one_group(Wire(), 1)
+
+
+def _of_one_group(wire: Wire, local_size: int) -> Ranks:
+    """The ranks of ``wire``, who divide chunks and are all there is."""
+    waiting = WaitingGroup(wire.global_ranks)
+    return Ranks(wire=wire, everyone=wire, alike=wire, job=wire, writers=wire, waiting=waiting, local_size=local_size)
 
 
 def _start_default(*, cuda: bool) -> bool:
@@ -380,21 +357,28 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
     names = names_of(mesh)
     if len(ranks_along(mesh, *names)) == 1:
         return alone()
-    along = _Along(mesh)
+    # Of the user's group only the timeout is taken over.
+    parent = mesh.get_group(0)
+
+    def along(*dims: str, within: Wire | None = None) -> Wire:
+        """The wire along ``dims``: ``within`` itself, if that has no other ranks."""
+        ranks = ranks_along(mesh, *dims)
+        return within if within is not None and within.global_ranks == ranks else _wire(ranks, parent)
+
     # The widest first: none of the ranks waits for one that waits for it.
-    job = along.wire(*names)
-    everyone = along.wire("dp_replicate", *SHARDING, "ep", within=job)
-    alike = along.wire("dp_replicate", *SHARDING, within=everyone)
-    wire = along.wire(*SHARDING, within=alike)
-    replicas = along.wire("dp_replicate", "ep")
-    same_batch = along.wire("tp")
-    stages = along.wire("pp")
-    context = along.wire("cp")
-    experts = along.wire("ep")
-    copies = along.wire("dp_replicate", within=replicas)
-    parts = alone_on_wire()
+    job = along(*names)
+    everyone = along("dp_replicate", *SHARDING, "ep", within=job)
+    alike = along("dp_replicate", *SHARDING, within=everyone)
+    wire = along(*SHARDING, within=alike)
+    replicas = along("dp_replicate", "ep")
+    same_batch = along("tp")
+    stages = along("pp")
+    context = along("cp")
+    experts = along("ep")
+    copies = along("dp_replicate", within=replicas)
+    parts = Wire()
     if in_parts:
-        parts = along.wire("pp", "tp", within=same_batch if stages.size == 1 else stages)
+        parts = along("pp", "tp", within=same_batch if stages.size == 1 else stages)
     if cuda:
         # The wire of shards even where it has one rank: sums over replicas of whole chunks stay on the device with it.
         wire.library = _collective(wire.global_ranks)
@@ -425,22 +409,6 @@ def _of_mesh(mesh: DeviceMesh, *, cuda: bool, in_parts: bool) -> Ranks:
         slice_=", ".join(f"{name} {place_in(mesh, name)}" for name in sliced_by),
         sliced_by=sliced_by,
     )
-
-
-class _Along:
-    """Makes wires to the ranks along dimensions of a mesh."""
-
-    def __init__(self, mesh: DeviceMesh):
-        self._mesh = mesh
-        # Of the user's group only the timeout is taken over.
-        self._parent = mesh.get_group(0)
-
-    def wire(self, *dims: str, within: Wire | None = None) -> Wire:
-        """The wire along ``dims``: ``within`` itself, if that has no other ranks. Collective over the mesh."""
-        ranks = ranks_along(self._mesh, *dims)
-        if within is not None and within.global_ranks == ranks:
-            return within
-        return _wire(ranks, self._parent)
 
 
 def _collective(ranks: list[int]) -> dist.ProcessGroup:

@@ -84,7 +84,7 @@ class Wire:
         library: the same ranks in a group for CUDA tensors (NCCL); None on the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, library: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, library: dist.ProcessGroup | None = None):
         self.group, self.library = group, library
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)

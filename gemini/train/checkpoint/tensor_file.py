@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -39,10 +40,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:

@@ -10,7 +10,6 @@ with where its rank stands: of one that evaluates alone, the others hear before 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from enum import IntEnum
 from types import MethodType
@@ -25,7 +24,7 @@ from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.modules.reading import is_a, is_tuner_layer
 from gemini.train.params.tensor_slice import TensorSlice
-from gemini.train.slices.slicing import WholeParams, first_differing, sizes_that_divide
+from gemini.train.slices.slicing import WholeParams, refuse_differing, sizes_that_divide, style_of
 
 _WHAT = "an exchange of tokens (expert parallel)"
 
@@ -219,7 +218,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     if mesh is None or size == 1:
         return None
     plan = plan_of(model)
-    found = [name for name, _ in model.named_modules() if _style(plan, name) == _MODULES]
+    found = [name for name, _ in model.named_modules() if style_of(plan, name) == _MODULES]
     adapted = next((name for name in found if any(map(is_tuner_layer, model.get_submodule(name).modules()))), None)
     if adapted is not None:
         raise ValueError(
@@ -230,7 +229,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     for name in found:
         module = model.get_submodule(name)
         for own, param in module._parameters.items():
-            if param is None or _style(plan, f"{name}.{own}") != _PARAMS:
+            if param is None or style_of(plan, f"{name}.{own}") != _PARAMS:
                 continue
             if param.shape[0] % size:
                 raise ValueError(
@@ -243,11 +242,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
             f"mesh has ep={size}, and {type(model).__name__} has no plan of transformers for dividing experts "
             "(ep_plan): use dp in place of ep"
         )
-    if is_filled and (differing := first_differing(model, mesh, "ep")) is not None:
-        raise RankMismatch(
-            f"expert parallel: {differing!r} is not the same on all ranks of ep, which must have the same whole model: "
-            "load the same weights, or draw them from the same seed"
-        )
+    if is_filled:
+        refuse_differing(model, mesh, "ep", "expert parallel")
     spread = SpreadExperts(found, size)
     spread.cut(model, cuts)
     return spread
@@ -258,7 +254,3 @@ def plan_of(model: nn.Module) -> dict[str, str]:
     base = model.get_base_model() if is_a(type(model), "PeftModel") else model  # type: ignore[operator]
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     return {f"{prefix}{name}": style for name, style in (getattr(base, "ep_plan", None) or {}).items()}
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))

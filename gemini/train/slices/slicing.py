@@ -41,6 +41,24 @@ def first_differing(model: nn.Module, mesh: DeviceMesh, dim: str) -> str | None:
     return None if len({len(said) for said in everyone}) == 1 else "the number of params"
 
 
+def refuse_differing(model: nn.Module, mesh: DeviceMesh, dim: str, doing: str) -> None:
+    """See that the model is the same on all ranks along ``dim``.
+
+    Raises:
+        RankMismatch: on every rank, if it is not.
+    """
+    if (differing := first_differing(model, mesh, dim)) is not None:
+        raise RankMismatch(
+            f"{doing}: {differing!r} is not the same on all ranks of {dim}, which must have the same whole model: load "
+            "the same weights, or draw them from the same seed"
+        )
+
+
+def style_of(plan: Mapping[str, str], name: str) -> str | None:
+    """The style of a module or param: a plan of transformers writes * for every number."""
+    return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
 def sizes_that_divide(number: int) -> str:
     """List the sizes above one that divide ``number``, in words for an error."""
     return ", ".join(str(n) for n in range(2, min(number, 64) + 1) if number % n == 0) or "none"
@@ -268,12 +286,10 @@ def cut_whole(
     """The first half of :func:`slice_tensors`, which can be undone and raises what that does; None without ``tp``."""
     if size_of(mesh, "tp") == 1:
         return None
-    _refuse_sliced(model)
-    if is_filled and (differing := first_differing(model, mesh, "tp")) is not None:
-        raise RankMismatch(
-            f"tensor parallel: {differing!r} is not the same on all ranks of tp, which must have the same whole model: "
-            "load the same weights, or draw them from the same seed"
-        )
+    if sliced_in(model) is not None:
+        raise ValueError(f"this {type(model).__name__} is in slices already")
+    if is_filled:
+        refuse_differing(model, mesh, "tp", "tensor parallel")
     return _cut_params(model, _slices_of(mesh), plan)
 
 
@@ -364,11 +380,6 @@ def sliced_in(model: nn.Module) -> SlicedModel | None:
     return next((m.__dict__["_gemini_sliced"] for m in model.modules() if "_gemini_sliced" in m.__dict__), None)
 
 
-def _refuse_sliced(model: nn.Module) -> None:
-    if sliced_in(model) is not None:
-        raise ValueError(f"this {type(model).__name__} is in slices already")
-
-
 def has_plan(model: nn.Module) -> bool:
     """Whether it is known how to slice a model."""
     return _own_plan(model) is not None or bool(getattr(model, "tp_plan", None))
@@ -412,17 +423,12 @@ def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     unknown = {style for style in plan.values() if parts_of(style)[0] not in STYLES}
     if unknown:
         raise ValueError(f"tensor parallel by style {sorted(unknown)[0]!r}: known are {', '.join(STYLES)}")
-
-    def rule_for(name: str) -> str | None:
-        # A plan of transformers writes * for every number.
-        return plan.get(name) or plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-
     found: dict[str, str] = {}
     for module_name, module in model.named_modules():
-        style = rule_for(module_name)
+        style = style_of(plan, module_name)
         for name, param in module._parameters.items():
             full = f"{module_name}.{name}" if module_name else name
-            if param is not None and (own := rule_for(full) or style) is not None:
+            if param is not None and (own := style_of(plan, full) or style) is not None:
                 found[full] = own
         if style is not None:
             found[module_name] = style
