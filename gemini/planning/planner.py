@@ -8,7 +8,7 @@ by the same arithmetic that the runtime reserves by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -136,21 +136,21 @@ def plan(
 
     def choose(trace: MemoryTrace, overlap: bool) -> Plan:
         planner = Planner(trace, speeds, accumulate=accumulate, schedule=schedule, hardware=hardware)
-        pose = partial(
-            pose_problem,
+        problem = pose_problem(
             trace,
             budgets,
             precision=precision or trace.precision,
             gradients=gradients,
             compute=compute,
             activations=activations,
+            offload_activations=None if offload_activations == "auto" else offload_activations,
             ranks=ranks,
             max_chunk=max_chunk,
             overlap=overlap,
             rule=rule,
             durable=isinstance(budget, MemoryBudget) and budget.durable,
         )
-        return planner.best_of(lambda where: pose(offload_activations=where), placement, offload_activations)
+        return planner.best_of(problem, placement, offload_activations, explicit=activations is not None)
 
     def choose_of(trace: MemoryTrace) -> Plan:
         return with_staging(partial(choose, trace), overlap=schedule == "overlapped")
@@ -304,24 +304,24 @@ class Planner:
 
     def best_of(
         self,
-        pose: Callable[[str | None], Problem],
+        problem: Problem,
         placement: Placement | StaticPlacement | None,
         offload_activations: str | None,
+        *,
+        explicit: bool,
     ) -> Plan:
         """As :meth:`best`; with "auto" the better of leaving checkpointed activations and keeping them on the host.
 
-        ``pose``: poses the problem with checkpointed activations on a tier, or (None) where they were computed.
+        ``explicit``: the bytes for activations were declared, so offloading does not change them.
         """
         if offload_activations != "auto":
-            return self.best(pose(offload_activations), placement, offload_activations)
+            return self.best(problem, placement, offload_activations)
         plans: list[Plan] = []
         refusal: BudgetExceeded | None = None
-        for where in (None, "cpu"):
-            problem = pose(where)
-            if where is not None and problem.offload_to is None:
-                continue  # there are none, or they are in host memory anyway
+        for where in self._homes_of_activations(problem):
+            posed = self._with_activations(problem, where, explicit=explicit)
             try:
-                plans.append(self.choose(problem, placement, where))
+                plans.append(self.choose(posed, placement, where))
             except BudgetExceeded as e:
                 # Told of the first: where activations stay as the user has them.
                 refusal = refusal or e
@@ -329,6 +329,37 @@ class Planner:
             assert refusal is not None
             raise refusal
         return self.refined(min(plans, key=self.cost))  # of equals the first: nothing is moved without a gain
+
+    def _homes_of_activations(self, problem: Problem) -> list[str | None]:
+        """List where checkpointed activations may wait for backward; None is where they were computed."""
+        if problem.compute is Tier.CPU or not self.trace.checkpoint_bytes:
+            return [None]
+        return [None, "cpu"]
+
+    def _with_activations(self, problem: Problem, where: str | None, *, explicit: bool) -> Problem:
+        """Pose the problem with the activations that are left on the computing tier when the others are ``where``."""
+        offloads = where is not None
+        if problem.compute is Tier.CPU:
+            left = 0  # they are on top of the cpu budget
+        elif explicit:
+            left = problem.activations
+        else:
+            left = activation_bytes(self.trace, offloaded=offloads)
+        quiet = quiet_at(self.trace, left, offloaded=offloads) if problem.quiet else ()
+        stays = replace(problem, activations=left, quiet=quiet, offloaded=0, offload_to=None)
+        if where is None:
+            return stays
+        # Where windows lend in quiet moments, what waits for its copy has their room too.
+        waiting = 0 if problem.quiet else self._waiting_activations()
+        return replace(
+            stays,
+            waiting=problem.waiting + waiting,
+            offloaded=self.trace.checkpoint_bytes,
+            offload_to=Tier(where),
+        )
+
+    def _waiting_activations(self) -> int:
+        return waiting_activations(self.trace) if self.overlapped else 0
 
     def best(
         self, problem: Problem, placement: Placement | StaticPlacement | None, offload_activations: str | None

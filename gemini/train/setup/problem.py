@@ -380,8 +380,8 @@ class _Chooser:
         return with_staging(partial(self._choose, trace), overlap=self._config.overlap)
 
     def _choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
-        given, offload = self._config.placement, None if self._offload == "auto" else self._offload
-        problem = self._pose(trace, offload, overlap=overlap)
+        problem = self._pose(trace, overlap=overlap)
+        given = self._config.placement
         if isinstance(given, Plan):
             check_fits(problem, given.placement)
             return Decision(trace, problem, given.placement, given, self._offload)
@@ -391,26 +391,33 @@ class _Chooser:
         if isinstance(given, Placement):
             check_fits(problem, given)
             return Decision(trace, problem, given, None, self._offload)
-        config = self._config
-        schedule = "overlapped" if config.overlap else "serial"
-        planner = Planner(
-            trace, self._speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy
-        )
-        if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
-            plan = planner.choose(problem, None, offload)
-        else:
-            plan = planner.best_of(partial(self._pose, trace, overlap=overlap), None, self._offload)
+        plan = self._plan(trace, problem)
         return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
 
-    def _pose(self, trace: MemoryTrace, offload_activations: str | None, *, overlap: bool) -> Problem:
+    @property
+    def _offload_unless_auto(self) -> str | None:
+        return None if self._offload == "auto" else self._offload
+
+    def _pose(self, trace: MemoryTrace, *, overlap: bool) -> Problem:
         problem = pose(
-            trace, self._config, self._device, self._budgets, self._ranks, offload_activations, overlap=overlap
+            trace, self._config, self._device, self._budgets, self._ranks, self._offload_unless_auto, overlap=overlap
         )
         given = self._config.placement
         if isinstance(given, Plan) and self._device.windows_give_back:
             problem = replace(problem, quiet=given.problem.quiet)
         at_once = problem.working_set if self._at_once and self._others else 0
         return replace(problem, beside=self._beside, others=self._others + at_once)
+
+    def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
+        config = self._config
+        schedule = "overlapped" if config.overlap else "serial"
+        planner = Planner(
+            trace, self._speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy
+        )
+        if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
+            return planner.choose(problem, None, self._offload_unless_auto)
+        explicit = _declared_activations(trace, config) is not None
+        return planner.best_of(problem, None, self._offload, explicit=explicit)
 
 
 def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
