@@ -233,6 +233,7 @@ class _written:
     """``gathered(write=True)`` for one tuner layer; what PEFT puts in place of a weight is copied into it."""
 
     def __init__(self, model: Any, layer: nn.Module):
+        _engine(model).state.check_masters("merging or unmerging adapters")  # it would add averages to the frozen base
         self._handles = handles_of(layer.parameters())
         self._gathered = model.gathered([handle.param for handle in self._handles], write=True)
 

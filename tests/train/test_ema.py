@@ -253,6 +253,11 @@ def test_only_adapters_have_averages(where: str, tmp_path: Path) -> None:
     train_plain(plain, range(3), on_noise)
     assert_same_averages(model, plain)
     assert len([h for h in world_of(model).handles if "ema" in h.chunk.planes]) == 4
+    with gemini.EMA(model).swapped_in():
+        for change in (model.merge_adapter, model.unmerge_adapter):
+            with pytest.raises(GeminiError, match=r"swapped_in\(\)`, where averages"):
+                change()
+    assert_same_averages(model, plain)
 
 
 # ---- saved and resumed -----------------------------------------------------------------------------------------------
