@@ -6,6 +6,7 @@ its chunks, on the tier of its states. A param that had no update yet, and a fro
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -68,37 +69,47 @@ class EMA:
 
         Evaluation and export alone: a backward, ``optimizer.step()``, checkpoints and the states of the optimizer are
         refused inside. Gradients that wait for a step are kept. What is written to weights inside goes into the
-        averages. With several ranks all of them enter together. A block inside another one has no effect.
+        averages. With several ranks all of them enter together. A block inside another one of the thread has no effect.
 
         Raises:
-            GeminiError: inside a forward, a backward or ``gathered()``.
+            GeminiError: inside a forward, a backward or ``gathered()``, or while another thread is inside.
             StorageError: if the drive fails: then the model has to be loaded from a checkpoint.
         """
-        if self._engine.state.shows_averages:
+        own, state = threading.get_ident(), self._engine.state
+        if state.shows_averages and state.swapped_by == own:
             yield
             return
         try:
             # Inside: a Ctrl-C that had to wait for the exchange is raised right behind it.
-            run_alone(self._engine.state, self._enter)
+            run_alone(state, self._enter, own)
             yield
         finally:
-            run_alone(self._engine.state, self._leave)
+            run_alone(self._engine.state, self._leave, own)
 
     def _read(self, handle: ParamHandle) -> torch.Tensor:
         by_names, in_place = self._engine.by_names, self._engine.state.shows_averages
         average = None if in_place or not handle.num_steps else by_names.read_plane(handle, PLANE)
         return by_names.read_whole(handle, torch.float32) if average is None else by_names.joined(handle, average)
 
-    def _enter(self) -> None:
+    def _enter(self, own: int) -> None:
+        state = self._engine.state
         with Attempt() as attempt:
-            if self._engine.state.computing:
+            self._engine.recovery.forget_interrupted()  # a backward that broke off is over
+            if state.shows_averages:
+                raise GeminiError(
+                    "swapped_in() while another thread is inside, at whose end the masters are back: enter it once, "
+                    "around the work of all threads, or let one thread wait for the other"
+                )
+            if state.computing:
                 raise GeminiError("swapped_in() inside a forward, a backward or gathered(): leave that first")
             settle(self._engine)
         self._engine.by_names.agree(Point.SWAP, "swapped_in()", lambda: Facts({}), attempt.refusal)
+        state.swapped_by = own
         self._exchange()
 
-    def _leave(self) -> None:
-        if self._engine.state.shows_averages:
+    def _leave(self, own: int) -> None:
+        state = self._engine.state
+        if state.shows_averages and state.swapped_by == own:
             # What a forward that broke off has left open reads averages.
             self._engine.recovery.forget_interrupted()
             self._exchange()

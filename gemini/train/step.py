@@ -372,6 +372,8 @@ class StepState:
         """Whether the model has left the device that computes: inside ``parked()``."""
         self.shows_averages = False
         """Whether averages are in the place of the masters, and these in the averages': inside ``swapped_in()``."""
+        self.swapped_by = 0
+        """The thread that is inside of it, or was last."""
         self.is_made = False
         """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None

@@ -4,6 +4,7 @@ import copy
 import shutil
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,33 @@ def test_training_and_saving_are_refused_inside(where: str, tmp_path: Path) -> N
         1 / 0  # noqa: B018
     assert_same_averages(model, plain)
     clipped(model, optimizer, plain, 2)
+    assert_same_averages(model, plain)
+
+
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_a_backward_that_broke_off_is_over(where: str, tmp_path: Path) -> None:
+    model, _, plain = trained(where, tmp_path)
+    output = loss_of(model, 5)
+    output.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        output.backward()
+    with gemini.EMA(model).swapped_in():
+        assert same_bits(model.full_param("layers.0.weight", torch.float32), plain.averaged("layers.0.weight"))
+    assert_same_averages(model, plain)
+
+
+def test_a_second_thread_is_refused_inside(tmp_path: Path) -> None:
+    model, _, plain = trained("ram", tmp_path)
+    ema = gemini.EMA(model)
+
+    def enter() -> None:
+        with ema.swapped_in():
+            pass
+
+    with ThreadPoolExecutor(1) as pool, ema.swapped_in():
+        with pytest.raises(GeminiError, match="while another thread is inside"):
+            pool.submit(enter).result()
+        assert same_bits(model.full_param("layers.0.weight", torch.float32), plain.averaged("layers.0.weight"))
     assert_same_averages(model, plain)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import gemini
-from gemini.errors import BudgetExceeded
+from gemini.errors import BudgetExceeded, StorageError
 from gemini.testing.standin import StandinDevice
 from gemini.tiers import Tier
 from tests.train.helpers import make_config, noise, same_bits, tight_bytes
@@ -201,6 +201,29 @@ def test_a_parked_model_leaves_its_gpu_to_the_others(tmp_path: Path) -> None:
     check(memory, [g, d])
 
 
+def test_a_parked_model_whose_room_was_taken_holds_nothing_and_comes_back_later(tmp_path: Path) -> None:
+    memory = gemini.SharedBudget(gpu="400KiB", cpu="2MiB", nvme="8MiB", nvme_path=tmp_path)
+    config = gemini.GeminiConfig(memory=memory, precision="fp32", device="standin")
+    model, other = (gemini.GeminiDDP(make(), config) for make in (discriminator, discriminator))
+    with torch.no_grad():
+        wanted, used = model(noise(4, WIDTH, dtype=torch.float32)), model.memory_report()["gpu"]["used"]
+    taker = None
+    with pytest.raises(BudgetExceeded, match=r"stays parked.*`with model.parked\(\): pass` brings it back"):
+        with model.parked():
+            taker = gemini.GeminiDDP(discriminator(), config)
+    assert model.memory_report()["gpu"]["used"] == 0
+    check(memory, [model, other, taker])
+    gemini.release(taker)
+    del taker
+    gc.collect()
+    with model.parked():
+        pass
+    with torch.no_grad():
+        assert same_bits(model(noise(4, WIDTH, dtype=torch.float32)), wanted)
+    assert model.memory_report()["gpu"]["used"] == used
+    check(memory, [model, other])
+
+
 def test_a_model_in_which_another_thread_is_at_work_gives_nothing(tmp_path: Path) -> None:
     memory, (g, d) = together("disk", tmp_path, generator, discriminator, slack=0)
     inside, go_on = threading.Event(), threading.Event()
@@ -232,6 +255,20 @@ def test_a_model_in_which_another_thread_is_at_work_gives_nothing(tmp_path: Path
             thread.join(60)
             assert same_bits(said[-1], wanted[0])
     check(memory, [g, d])
+
+
+def test_a_second_durable_store_and_a_model_too_many_are_told_of_the_others(tmp_path: Path) -> None:
+    memory = gemini.SharedBudget(cpu="1MiB", nvme="64MiB", nvme_path=tmp_path, durable=True)
+    config = gemini.GeminiConfig(memory=memory, device="cpu")
+    first = gemini.GeminiDDP(generator(), config)
+    with pytest.raises(StorageError, match=r"give the others dataclasses.replace\(memory, durable=False\)"):
+        gemini.GeminiDDP(judge(), config)
+    other = replace(config, memory=replace(memory, durable=False))
+    second = gemini.GeminiDDP(judge(), other)
+    check(memory, [first, second])
+    with pytest.raises(BudgetExceeded, match=r"leave of a SharedBudget \(cpu: .* of 1 MiB theirs.*later="):
+        gemini.GeminiDDP(nn.Linear(2048, 2048), other)
+    check(memory, [first, second])
 
 
 def test_a_budget_is_copied_with_the_config_that_it_is_in() -> None:

@@ -210,11 +210,25 @@ class Parking:
 
     # ---- back -------------------------------------------------------------------------------------------------------
 
+    def _take_back(self) -> None:
+        """Reserve what was given, or nothing."""
+        ledger, tier, taken = self._store.ledger, self._store.device.tier, list[str]()
+        try:
+            for holder, held in self._given.items():
+                ledger.reserve(tier, held, holder)
+                taken.append(holder)
+        except BudgetExceeded as e:
+            for holder in taken:
+                ledger.release(tier, self._given[holder], holder)
+            raise BudgetExceeded(
+                f"{e}: other models of its budget have taken what this one gave. It stays parked: let them give back "
+                "(park or delete one), then `with model.parked(): pass` brings it back"
+            ) from e
+
     def _come_back(self) -> None:
         store, ledger, tier = self._store, self._store.ledger, self._store.device.tier
         if tier is Tier.GPU:
-            for holder, held in self._given.items():
-                ledger.reserve(tier, held, holder)
+            self._take_back()
             try:
                 begin_budget(store.device, self._config, self._problem, ledger.used(tier))
                 store.device.reserve_windows(self._given.get("pool", 0))
