@@ -38,7 +38,8 @@ class Elsewhere(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or "out" in kwargs
+        in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))  # x += y, x.add_(y)
+        writes = in_place or name == "__setitem__" or "out" in kwargs
         if name in _VALUES or (writes and not isinstance(kwargs.get("out", args[0] if args else None), Elsewhere)):
             stray("its forward reads values that another of its parts makes")
         with torch._C.DisableTorchFunctionSubclass():

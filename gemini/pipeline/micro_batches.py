@@ -64,15 +64,16 @@ def train_step(model: nn.Module, micro_batches: Sequence[Mapping[str, Any]], los
         model: a managed model, in training mode.
         micro_batches: what forward takes by name, of each micro-batch. Sizes may differ.
         loss: makes of what forward returns, and the micro-batch, what is differentiated: the losses of all are added
-            up. By default forward's own loss over the number of micro-batches. It is called once more, on tensors
-            without values, when a model comes here first or has changed.
+            up. By default forward's own loss over the number of micro-batches. It is called once more for each kind of
+            micro-batch, on tensors without values, when a model comes here first or has changed.
 
     Returns:
         The loss of each micro-batch, as ``loss`` gave it, without a graph. Their sum is the loss of the step.
 
     Raises:
         ValueError: without micro-batches, and for a model that is not managed.
-        GeminiError: if forward gives no loss, and none is given.
+        GeminiError: if forward gives no loss, and none is given; and if a micro-batch behind the first goes another way
+            through the model than was seen.
         BudgetExceeded: if there is no room to add up gradients.
     """
     parts = list(micro_batches)
