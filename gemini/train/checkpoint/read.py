@@ -30,19 +30,22 @@ from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
-from gemini.train.checkpoint.plain_data import decode as decode_plain
+from gemini.train.checkpoint.plain_data import Decoder
 from gemini.train.checkpoint.states import (
+    check_factors,
     check_groups,
     check_model_state,
     check_plain_states,
+    check_rng,
     check_scheduler,
+    factors_of,
     form_of,
     load_factors,
     load_plain_states,
     own_values,
     set_rng_states,
 )
-from gemini.train.checkpoint.tensor_file import TensorFile
+from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.engine import Engine
 from gemini.train.observers import WriteObservers
@@ -304,6 +307,7 @@ class Rest:
 
     Raises:
         PlanMismatch: if the checkpoint was saved for another model, optimizer or scheduler.
+        Malformed: naming the place, if it holds what no checkpoint does.
     """
 
     def __init__(
@@ -320,19 +324,27 @@ class Rest:
         self._optimizer, self._scheduler, self._handles = optimizer, scheduler, handles
         self._manifest = manifest
         _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
-        decode_value = partial(decode_plain, tensors=values)
-        groups, plain = decode_value(manifest.groups), decode_value(manifest.plain)
-        saved_buffers, self._factors = decode_value(manifest.buffers), decode_value(manifest.factors)
-        self._state, self._rng = decode_value(manifest.scheduler), decode_value(manifest.rng)
-        self.extra = decode_value(manifest.extra)
-        # Groups and plain params are compared with those of here before anything is taken over.
+        decoder = Decoder(values)
+        groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
+        saved_buffers = decoder.decode(manifest.buffers, "buffers")
+        self._state = decoder.decode(manifest.scheduler, "scheduler")
+        self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
+        factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
+        # All has been decoded: a tensor that nothing refers to is damage.
+        decoder.end()
+        # Groups, plain params and factors are compared with those of here before anything is taken over.
         self._groups = check_groups(path, groups, optimizer, params)
         self._plain = check_plain_states(path, optimizer, plain)
+        self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
         self._path, self._model, self._by_names = path, model, engine.by_names
         self._scales = scales_in(model.named_parameters())
         here = self._beside_params()
         saved_state = own_values(saved_buffers, params, here)
         self._model_state = check_model_state(path, model, here, saved_state, manifest.version)
+        if not isinstance(self._rng, list) or not self._rng:
+            raise Malformed("rng is not a list of random states")
+        for rank, states in enumerate(self._rng):
+            check_rng(states, f"rng[{rank}]")
         if (scheduler is None) != (self._state is None):
             had = "with" if scheduler is None else "without"
             raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
@@ -385,7 +397,7 @@ class Rest:
         for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(saved)
         load_plain_states(optimizer, self._plain)
-        load_factors(self._handles, self._factors or {})
+        load_factors(self._handles, self._factors)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._state)
         # More ranks than wrote it: the others keep their own generators.

@@ -200,7 +200,8 @@ def _load(
             manifest = checkpoint_format.read_manifest(path)
             opened = checkpoint_format.open_files(path, manifest)
             values = checkpoint_format.read_values(path, manifest, opened)
-        rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
+        with checkpoint_format.as_damage(path):
+            rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
         engine.updates.forget()

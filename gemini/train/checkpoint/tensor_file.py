@@ -10,14 +10,16 @@ loaded.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
@@ -29,6 +31,10 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _DTYPES = _FLOATS | _INTEGERS | {"BOOL": torch.bool, "C64": torch.complex64}
 STORED_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
 """Those that every reader of the format knows, by the names it has for them."""
+
+
+class Malformed(ValueError):
+    """What was read is nothing that is ever written. It says what it is and where, and becomes a StorageError."""
 
 
 class TensorSpec(NamedTuple):
@@ -115,47 +121,54 @@ class TensorFileWriter:
 class TensorFile:
     """A safetensors file, read range by range.
 
-    Args:
-        header_checksum: the CRC-32 of its header, as it was written.
-
     Raises:
-        StorageError: if it is missing, cut short, or has another header.
+        StorageError: if it is missing, cut short, or not a safetensors file.
     """
 
-    def __init__(self, path: Path, header_checksum: int):
+    def __init__(self, path: Path):
         self.path = path
-        with opened(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            try:
+        try:
+            with open_regular(path) as file:
+                size = os.fstat(file.fileno()).st_size
                 start = file.read(8)
-                # A damaged length could be larger than memory.
-                text = file.read(min(int.from_bytes(start, "little"), size))
-            except OSError as e:
-                raise StorageError(f"cannot read {path}: {e.strerror}") from e
-        # Before it is looked into: what is read from here on is what was written.
-        if zlib.crc32(start + text) != header_checksum:
-            raise StorageError(f"{path} is damaged: its header is not what was written. Use an older checkpoint")
-        header = json.loads(text)
-        del header["__metadata__"]
-        self._start, end = 8 + len(text), 0
-        self.specs, self._offsets = {}, {}
-        for name, entry in header.items():
-            self.specs[name] = spec_from(name, entry["dtype"], entry["shape"])
-            self._offsets[name], stop = entry["data_offsets"]
-            end = max(end, stop)
+                length = int.from_bytes(start, "little")
+                # Before it is read: a damaged length could be larger than memory.
+                if not 2 <= length <= size - 8:
+                    raise Malformed("its header length is not possible")
+                text = file.read(length)
+            self.header_checksum = zlib.crc32(start + text)
+            header = parse_json(text)
+            if not isinstance(header, dict):
+                raise Malformed("its header is not a JSON object")
+            header.pop("__metadata__", None)
+            self._start = 8 + length
+            self.specs, self._offsets = {}, {}
+            for name, entry in header.items():
+                self.specs[name], self._offsets[name] = _parsed(name, entry)
+        except OSError as e:
+            raise StorageError(f"cannot read {path}: {e.strerror}") from e
+        except ValueError as e:
+            raise StorageError(f"{path} is not a safetensors file, or is damaged: {e}") from e
+        # The tensors must fill the file without a gap or an overlap. Empty ones come first where several begin at one
+        # place.
+        end = 0
+        for name in sorted(self.specs, key=lambda n: (self._offsets[n], self.specs[n].num_bytes)):
+            if self._offsets[name] != end:
+                raise StorageError(f"{path} is damaged: {name!r} does not begin where the tensor before it ends")
+            end += self.specs[name].num_bytes
         if size != self._start + end:
             raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {self._start + end}")
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor from elements ``[start, ...)`` of a tensor."""
-        with opened(self.path) as file:
+        with self._opened() as file:
             self._read(file, name, start, into)
 
     def checksums(self, name: str, piece: int) -> Iterator[int]:
         """The CRC-32 of each run of ``piece`` elements of a tensor."""
         spec = self.specs[name]
         buffer = torch.empty(min(piece, spec.numel), dtype=spec.dtype, device="cpu")
-        with opened(self.path) as file:
+        with self._opened() as file:
             for start in range(0, spec.numel, piece):
                 part = buffer[: min(piece, spec.numel - start)]
                 self._read(file, name, start, part)
@@ -167,6 +180,9 @@ class TensorFile:
         out = torch.empty(spec.numel, dtype=spec.dtype, device="cpu")
         self.read_into(name, 0, out)
         return out.view(spec.shape)
+
+    def _opened(self) -> BinaryIO:
+        return opened(self.path)
 
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
@@ -181,7 +197,7 @@ def opened(path: Path) -> BinaryIO:
         StorageError: if it cannot be.
     """
     try:
-        return open(path, "rb")
+        return open_regular(path)
     except OSError as e:
         raise StorageError(f"cannot read {path}: {e.strerror}") from e
 
@@ -202,8 +218,61 @@ def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_sh
         view, position = view[done:], position + done
 
 
-def spec_from(name: str, dtype: str, shape: Sequence[int]) -> TensorSpec:
-    """A tensor as JSON describes it."""
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it; what is none (a pipe has no end, and may have no beginning) is not waited for.
+
+    Raises:
+        OSError: as ``open`` does, and if it is not a regular file.
+    """
+    # O_NONBLOCK: opening a pipe would wait for somebody to write into it.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
+
+
+def parse_json(text: bytes) -> Any:
+    """A JSON document in which no name stands twice. Raises Malformed if it is none."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        # Which of two is meant would be up to the reader.
+        if len(found) != len(pairs):
+            raise Malformed("a name stands in it twice")
+        return found
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except RecursionError as e:
+        raise Malformed("it is nested too deep") from e
+
+
+def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
+    """Read from a header what a tensor is and where it begins, in bytes behind the header.
+
+    Raises:
+        Malformed: if that is not possible.
+    """
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"its header does not describe {name!r}")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    ends = span if isinstance(span, list) else [None]
+    if not all(type(end) is int and 0 <= end < 2**62 for end in ends) or len(ends) != 2:
+        raise Malformed(f"its header gives {name!r} no possible place")
+    spec = parse_spec(name, dtype, shape)
+    if span[1] - span[0] != spec.num_bytes:
+        raise Malformed(f"its header gives {name!r} another size than its dtype and shape do")
+    return spec, span[0]
+
+
+def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
+    """A tensor as JSON describes it. Raises Malformed if there is no such dtype or shape."""
+    sizes = shape if isinstance(shape, list) else [None]
+    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(sizes) > 64:
+        raise Malformed(f"its header gives {name!r} no possible place")
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise Malformed(f"its header gives {name!r} an unknown dtype")
     return TensorSpec(name, _DTYPES[dtype], tuple(shape))
 
 
