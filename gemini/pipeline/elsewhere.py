@@ -7,7 +7,6 @@ that one of these went into is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -91,7 +90,7 @@ def stray(why: str) -> NoReturn:
 
 def readable_in(output: Any, is_own: Any) -> frozenset[str] | None:
     """Names in what a forward returned whose values are all in tensors that ``is_own``; None if it has no names."""
-    if not isinstance(output, Mapping):
+    if not isinstance(output, dict):  # a ModelOutput is one
         return None
     plain = (int, float, str, type(None))
     return frozenset(

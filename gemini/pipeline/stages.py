@@ -134,17 +134,17 @@ class Stage(nn.Module):
         if self._entry is not None:
             self._entry.__dict__["given"] = received[0]
         try:
-            with self._standing_in():
-                output = self.__dict__["model"](**batch)
-            output = only(output, self._readable) if self._exit is None else self._exit.__dict__["seen"]
-            if self._exit is not None:
-                check(output)
-            return output
-        except Exception:
-            # What comes after the blocks may look for what a block has left somewhere, and nobody needs what it gives.
-            seen = None if self._exit is None else self._exit.__dict__["seen"]
-            if seen is None:
-                raise
+            try:
+                with self._standing_in():
+                    output = self.__dict__["model"](**batch)
+            except Exception:
+                # What comes after the blocks may look for what a block has left somewhere, and nobody needs what it
+                # gives.
+                if self._exit is None or self._exit.__dict__["seen"] is None:
+                    raise
+            if self._exit is None:
+                return only(output, self._readable)
+            seen = self._exit.__dict__["seen"]
             check(seen)
             return seen
         finally:
