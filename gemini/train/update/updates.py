@@ -65,8 +65,6 @@ class Updates:
         alone: bool,
         threads: int | None,
     ):
-        self.order = "next use"
-        """Or "fifo", the order in which gradients became complete: for comparison."""
         self._chunks, self._device, self._ledger = store.chunks, store.device, store.ledger
         self._mover, self._manager, self._state = store.mover, store.manager, state
         self._moves = store.moves
@@ -76,7 +74,6 @@ class Updates:
         self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
         """Updates that may still be under way, by chunk."""
         self.guesses = GuessRecord()
-        self._number = 0  # of updates handed over, for "fifo"
         self._collected: dict[int, list[ParamUpdate]] = {}  # by chunk, inside a backward
         self.unseen = DeferredFiniteChecks(state, alone=alone)
         self._threads = threads
@@ -111,7 +108,7 @@ class Updates:
             # so that none of them stands behind one that waits for the checkpoint.
             self._observers.before_updates()
         updates = [self._chunk_update(self._chunks[index], own) for index, own in params.items()]
-        ordered = sorted(updates, key=lambda update: self._urgency(update.chunk))
+        ordered = sorted(updates, key=lambda update: update.chunk.first_use)
         jobs, now = list[UpdateJob](), list[ChunkUpdate]()
         kept = {update.chunk.spec.index for update in ordered if self._keep(update)}  # and all others are told to end
         for update in ordered:
@@ -238,7 +235,7 @@ class Updates:
         """A job for the worker, to be handed over now."""
         job = UpdateJob(
             update,
-            self._urgency(update.chunk),
+            update.chunk.first_use,
             moved=self._mover.watch.moved,
             threads=max(self._num_threads(), 1),
             # Now: everything that the device was given so far made these gradients, and nothing after it did.
@@ -248,13 +245,6 @@ class Updates:
         )
         job.landed = self._transfers.end_of(Lane.LANDING, update.chunk)
         return job
-
-    def _urgency(self, chunk: Chunk) -> float:
-        """The urgency of a chunk's update: the moment of its next use, the smallest first. 2**62 where no forward reads
-        it.
-        """
-        self._number += 1
-        return self._number if self.order == "fifo" else chunk.first_use
 
     # ---- inside backward ----------------------------------------------------------------------------------------
 
@@ -450,9 +440,8 @@ class Updates:
         index, is_guess = job.chunk.spec.index, job.guess.drop()
         if not job.is_complete():
             assert self._worker is not None
-            if self.order != "fifo":
-                # It is the next one now, whatever the order of the forward says.
-                self._worker.hurry(job)
+            # It is the next one now, whatever the order of the forward says.
+            self._worker.hurry(job)
             about = self._mover.about("update", f"wait for the update of chunk {index}", index)
             # This thread only waits here, and its cores are free.
             with self._worker.all_cores(), about, contextlib.suppress(Exception):  # raised below
