@@ -400,7 +400,8 @@ def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
     `copy_grad`. `nonfinite` (as of `new_flag`) becomes 1 if a sum is not finite, else it is left alone.
     """
     (s,) = check("sum_squares", (("src", src, GRAD),))
-    check_small("sum_squares", "nonfinite", nonfinite, torch.int32, src)
+    if nonfinite is not None:
+        check_small("sum_squares", "nonfinite", nonfinite, torch.int32, src)
     if cuda := _cuda_for(src):
         return cuda.sum_squares(src, nonfinite)
     if _isa is not None and src.is_cpu:

@@ -111,8 +111,10 @@ def check_update(
     for kind, own in scales.items():
         check_small("update", kind, own, torch.uint8, weights, -(-weights.numel() // BLOCK))
     _check_segments(segments, weights.numel(), BLOCK if is_compact else 1)
-    check_small("update", "grad_scale", grad_scale, torch.float32, weights)
-    check_small("update", "stop", stop, torch.int32, weights)
+    if grad_scale is not None:
+        check_small("update", "grad_scale", grad_scale, torch.float32, weights)
+    if stop is not None:
+        check_small("update", "stop", stop, torch.int32, weights)
     return Addresses(
         addresses[0], of_residual, addresses[1:-1], [own.data_ptr() for own in scales.values()], addresses[-1]
     )
@@ -167,20 +169,18 @@ def _check_segments(segments: Sequence[Segment], n: int, align: int) -> None:
         end = stop
 
 
-def check_small(op: str, name: str, tensor: Tensor | None, dtype: torch.dtype, beside: Tensor, numel: int = 1) -> None:
-    """Refuse a ``tensor`` that is not None, nor ``numel`` contiguous elements of ``dtype`` on the device of ``beside``.
+def check_small(op: str, name: str, tensor: Tensor, dtype: torch.dtype, beside: Tensor, numel: int = 1) -> None:
+    """Refuse a ``tensor`` that is not ``numel`` contiguous elements of ``dtype`` on the device of ``beside``.
 
     Raises:
         ValueError: saying what was given.
     """
-    if tensor is None or (
-        (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, beside.device) and tensor.is_contiguous()
-    ):
-        return
-    raise ValueError(
-        f"{op}: {name} is {numel} contiguous {_short(dtype)} on {beside.device}, and was given as "
-        f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
-    )
+    fits = (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, beside.device)
+    if not fits or not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} is {numel} contiguous {_short(dtype)} on {beside.device}, and was given as "
+            f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
+        )
 
 
 def _short(dtype: torch.dtype) -> str:
