@@ -18,11 +18,12 @@ from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings
 from gemini.jobs.trace import params_of, take_trace
 from gemini.planning import document
-from gemini.planning.fastest import least_seconds, resized
+from gemini.planning.fastest import least_seconds
 from gemini.planning.hardware import Hardware, load_hardware, machine, machine_names
 from gemini.planning.placement import Problem, fill_fastest
 from gemini.planning.plan import Plan
 from gemini.planning.planner import pose_problem
+from gemini.planning.resizing import DEEP, SHALLOW, are_alike, deepened, resized
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace
 from gemini.planning.working import MARGIN
@@ -226,20 +227,40 @@ class Way:
 
 
 class Traces:
-    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of one and two."""
+    """What was traced and read for one answer. ``of_two``: steps of many sequences are made of those of few, and steps
+    of many layers, where these are alike.
+    """
 
     def __init__(self, *, of_two: bool = False) -> None:
-        self._take = cache(take_trace)
+        self._take, self._num_alike = cache(take_trace), cache(_num_alike)
         self.take = cache(self._resized) if of_two else self._take
         self.read = cache(_read_trace)
 
     def _resized(self, settings: TraceSettings) -> MemoryTrace:
-        size = settings.batch_size
-        if size > 2 and settings.tile_tokens is None:
-            with suppress(ValueError):  # a model that computes otherwise with more of them
-                one, two = (self._take(replace(settings, batch_size=number)) for number in (1, 2))
-                return resized(one, two, size)  # type: ignore[no-any-return]
+        size, few = settings.batch_size, 1
+        while 2 * few < size and size % few == 0:
+            with suppress(ValueError):  # with more of them a model computes otherwise, or in more tiles
+                one, two = (self.take(replace(settings, batch_size=few * number)) for number in (1, 2))
+                return resized(one, two, size // few)  # type: ignore[no-any-return]
+            few *= 2
+        num_layers = self._num_alike(settings.config or "", settings.layers)
+        if num_layers > SHALLOW + DEEP:
+            with suppress(ValueError):  # what moments keep does not grow evenly from layer to layer
+                three, five = (self._take(replace(settings, layers=number)) for number in (SHALLOW, DEEP))
+                return deepened(three, five, num_layers)
         return self._take(settings)
+
+
+def _num_alike(name: str, layers: int | None) -> int:
+    """The layers of a model in which all but the first and the last are alike, else 0."""
+    from gemini.jobs.models import find_config
+
+    config = find_config(name, layers).config
+    count = getattr(config, "num_hidden_layers", None) or 0
+    kinds = [value for value in config.to_dict().values() if isinstance(value, list) and len(value) == count]
+    if any(kind.count(kind[0]) < count for kind in kinds):  # one for each layer
+        return 0
+    return count if are_alike(params_of(name, layers, "bf16").params) else 0
 
 
 def _read_trace(path: Path, config: str | None, layers: int | None) -> MemoryTrace:

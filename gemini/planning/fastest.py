@@ -1,25 +1,22 @@
-"""Steps that are compared by time: one as it would be with other sequences in it, what it takes at least, and what it
-takes with very many micro-batches. ``gemini plan --fastest`` searches with these.
+"""Steps that are compared by time: what one takes at least, and what it takes with very many micro-batches. ``gemini
+plan --fastest`` searches with these.
 
-All bytes and all work of a moment are a part that every sequence has again and a part that a step has once, so two
-traces tell those of any size. What a step takes at least is a closed form: the longest of its tracks if each had the
-machine to itself, with as many planes on the computing tier as its budget holds at all. A step that was played takes
-no less, so a search that looks at the smallest of these first may end where the next one is above the best step.
+What a step takes at least is a closed form: the longest of its tracks if each had the machine to itself, with as many
+planes on the computing tier as its budget holds at all. A step that was played takes no less, so a search that looks at
+the smallest of these first may end where the next one is above the best step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from gemini.planning.costs import Cost, Costs, Efficiency
 from gemini.planning.hardware import Hardware
 from gemini.planning.placement import Problem
 from gemini.planning.plan import Plan
 from gemini.planning.planes import GRADS, WEIGHTS
-from gemini.planning.products import Product
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Phase, chunks_of_params
 from gemini.planning.traffic import path
@@ -29,48 +26,6 @@ FEW, MANY = 2, 4
 """Micro-batches of a step that is played in the place of one with more than ``MANY``: each further one takes as long as
 the mean of those between the two.
 """
-
-
-def resized(one: Any, two: Any, number: int) -> Any:
-    """The trace of a step of ``number`` sequences, from those of one and of two sequences of the same length.
-
-    Raises:
-        ValueError: if they are not alike: something is there in one of them only, or is no number and differs.
-    """
-    if type(one) is not type(two):
-        raise ValueError(f"{one!r} and {two!r} are not of two sizes of one step")
-    if one == two:
-        return one
-    if isinstance(one, (int, float)) and not isinstance(one, bool):
-        return one + (two - one) * (number - 1)
-    if is_dataclass(one):
-        own = {f.name: resized(getattr(one, f.name), getattr(two, f.name), number) for f in fields(one)}
-        return replace(one, **own)  # type: ignore[type-var]
-    if isinstance(one, dict) and one.keys() == two.keys():
-        return {key: resized(value, two[key], number) for key, value in one.items()}
-    if isinstance(one, tuple) and one and isinstance(one[0], Product):
-        return _products(one, two, number)
-    if isinstance(one, tuple) and len(one) == len(two):
-        parts = [resized(*both, number) for both in zip(one, two, strict=True)]
-        return type(one)(*parts) if hasattr(one, "_fields") else tuple(parts)
-    raise ValueError(f"{one!r} in one step and {two!r} in the other")
-
-
-def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
-    """Two that have one shape by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace."""
-    if len(one) != len(two):
-        one, two = (
-            tuple(sorted(p._replace(times=1) for p in products for _ in range(int(p.times)))) for products in (one, two)
-        )
-    if len(one) == len(two):
-        made = tuple(
-            Product._make((a + (b - a) * (number - 1) for a, b in zip(*both, strict=True)))
-            for both in zip(one, two, strict=True)
-        )
-        first, second, last = (sum(p.flops for p in products) for products in (one, two, made))
-        if last == first + (second - first) * (number - 1):
-            return made
-    raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
 
 
 def step_seconds(plan: Plan, play: Callable[[Plan], Timeline]) -> float:
