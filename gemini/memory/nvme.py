@@ -81,7 +81,8 @@ class FileTransfer(Event):
     """
 
     def __init__(self, spill: SpillFile, queue: IoQueue, what: str, under_way: list[tuple[int, Extent]]):
-        super().__init__()
+        # No latch, as other events have: the queue knows what is over.
+        self._error: BaseException | None = None
         self._spill, self._queue, self._what, self._under_way = spill, queue, what, under_way
         self._lock = threading.Lock()
 

@@ -163,7 +163,7 @@ class FilePlane(Plane):
     def __init__(self, file: SpillFile, numel: int, dtype: torch.dtype):
         self.tier, self.file = file.tier, file
         self.numel, self.dtype = numel, dtype
-        self._offset = file.allocate(self.num_bytes)
+        self._offset = file.allocate(numel * dtype.itemsize)
 
     def begin_load(self, start: int, stop: int, into: torch.Tensor, *, urgent: bool = False) -> Event:
         return self.file.begin_read(self.to_read(start, stop, into), urgent=urgent)
@@ -217,14 +217,6 @@ class DurablePlane(FilePlane):
 
 Parts = Sequence[tuple[Plane, torch.Tensor]]
 """Planes, each with the host tensor that a range of it is read into, or written from."""
-
-
-def by_home(parts: Parts) -> list[Parts]:
-    """Put together what :func:`begin_load` and :func:`begin_store` take at once: all in one file, a plane in memory."""
-    homes: dict[SpillFile | Plane, list[tuple[Plane, torch.Tensor]]] = {}
-    for plane, memory in parts:
-        homes.setdefault(plane.file if isinstance(plane, FilePlane) else plane, []).append((plane, memory))
-    return list(homes.values())
 
 
 def begin_load(parts: Parts, start: int, stop: int) -> Event:

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 
 from gemini.ledger import Ledger
-from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_load, begin_store, by_home
+from gemini.memory.chunks.chunk import Chunk, FilePlane, Parts, Plane, begin_load, begin_store
 from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
+from gemini.memory.nvme import SpillFile
 from gemini.memory.watching import Moved, Watch
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.tiers import Tier
@@ -37,6 +38,14 @@ def tiles(start: int, stop: int, tile: int) -> list[tuple[int, int]]:
 
 def _num_bytes(parts: Parts) -> int:
     return sum([memory.nbytes for _, memory in parts])
+
+
+def _by_home(parts: Parts) -> list[Parts]:
+    """Put together what :func:`begin_load` and :func:`begin_store` take at once: all in one file, a plane in memory."""
+    homes: dict[SpillFile | Plane, list[tuple[Plane, torch.Tensor]]] = {}
+    for plane, memory in parts:
+        homes.setdefault(plane.file if isinstance(plane, FilePlane) else plane, []).append((plane, memory))
+    return list(homes.values())
 
 
 class Working(NamedTuple):
@@ -122,13 +131,13 @@ class Mover:
         Args:
             events: gets the end of each transfer as it begins: the next one may be refused.
         """
-        for own in by_home(parts):
+        for own in _by_home(parts):
             tier, begin = own[0][0].tier, partial(begin_load, own, start, stop)
             events.append(self.under_way(tier, Tier.CPU, _num_bytes(own), begin, name, chunk))
 
     def begin_store(self, events: list[Event], parts: Parts, start: int, stop: int, name: str, chunk: int) -> None:
         """Start to overwrite the same range of these planes from host tensors, as :meth:`begin_load`."""
-        for own in by_home(parts):
+        for own in _by_home(parts):
             tier, begin = own[0][0].tier, partial(begin_store, own, start, stop)
             events.append(self.under_way(Tier.CPU, tier, _num_bytes(own), begin, name, chunk))
 
@@ -162,7 +171,7 @@ class Mover:
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
-        for own in by_home(parts):
+        for own in _by_home(parts):
             with self.crossing(Tier.CPU, own[0][0].tier, _num_bytes(own)):
                 begin_store(own, start, stop).wait()
 
