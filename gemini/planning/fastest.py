@@ -65,7 +65,7 @@ def least_seconds(
     taken = problem.spoken_for(gathers=False, stages=False)
     room = {tier: max(budget - taken.get(tier, 0), 0) for tier, budget in problem.budgets.items()}
     own = room[compute] if compute is Tier.GPU else 0
-    sizes = [problem.plane_bytes(index) for index in range(len(layout.chunks))]
+    sizes = problem.sizes
     trained = [index for index, chunk in enumerate(layout.chunks) if chunk.trainable]
 
     # An update that passes through the GPU leaves neither its time nor its gradients to the host.

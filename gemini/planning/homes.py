@@ -74,8 +74,7 @@ def cheapest_homes(
     chosen = _solve(problem, choices, base, used, overlapped, compute_seconds)
     if chosen is None:
         return None
-    kinds = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
-    homes = [dict.fromkeys(own, Tier.CPU) for own in kinds]
+    homes = [dict.fromkeys(sizes, Tier.CPU) for sizes in problem.sizes]
     for choice in chosen:
         homes[choice.chunk].update(choice.homes)
     return Placement(tuple(homes), frozenset(choice.chunk for choice in chosen if choice.streamed))
@@ -242,11 +241,11 @@ def _all_on_cpu(
 ) -> tuple[dict[str, float], dict[Tier, int]]:
     seconds: dict[str, float] = {}
     used = dict.fromkeys(problem.budgets, 0)
-    for index in range(len(problem.layout.chunks)):
-        homes = dict.fromkeys(problem.plane_bytes(index), Tier.CPU)
+    for index, sizes in enumerate(problem.sizes):
+        homes = dict.fromkeys(sizes, Tier.CPU)
         for track, value in _seconds(problem, homes, index, fetches[index].at_most, speeds, accumulate).items():
             seconds[track] = seconds.get(track, 0.0) + value
-        used[Tier.CPU] += sum(problem.plane_bytes(index).values())
+        used[Tier.CPU] += sum(sizes.values())
         if problem.durable:
             used[DRIVE] += 2 * sum(problem.durable_bytes(index).values())
     for tier, num_bytes in problem.spoken_for(streams=streaming).items():

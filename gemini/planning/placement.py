@@ -22,11 +22,12 @@ from gemini.planning.planes import (
     PlaneKind,
     PlaneSpec,
     RuleSpec,
+    bytes_by_kind,
     plane_specs,
     precision_of,
 )
 from gemini.planning.working import whole_numel
-from gemini.tiers import DRIVE, Tier
+from gemini.tiers import DRIVE, FILED, Tier
 
 Homes = Mapping[PlaneKind, Tier]
 
@@ -98,7 +99,7 @@ class Placement:
 
 def can_stream(homes: Homes) -> bool:
     """Whether an update may be streamed: something comes from host memory, and nothing from further away."""
-    return Tier.CPU in homes.values() and not any(tier.in_files for tier in homes.values())
+    return Tier.CPU in homes.values() and not any(tier in FILED for tier in homes.values())
 
 
 @dataclass(frozen=True)
@@ -169,17 +170,33 @@ class Problem:
         """Bytes that an update of a whole param takes beside planes: in host memory, and on the tier that computes."""
         return 4 * WHOLE_TEMPORARIES * whole_numel(self.layout, self.rule)
 
+    @cached_property
+    def forms(self) -> list[dict[PlaneKind, PlaneSpec]]:
+        """By chunk, the form of each of its planes."""
+        return [
+            plane_specs(
+                precision_of(chunk, self.precision),
+                self.gradients,
+                self.rule.of(chunk.exact),
+                trainable=chunk.trainable,
+                coded=chunk.coded,
+            )
+            for chunk in self.layout.chunks
+        ]
+
+    @cached_property
+    def sizes(self) -> list[dict[PlaneKind, int]]:
+        """By chunk, the bytes of each of its planes on one rank: its shard."""
+        numels = [chunk.numel // self.layout.ranks for chunk in self.layout.chunks]
+        return [bytes_by_kind(forms.values(), numel) for forms, numel in zip(self.forms, numels, strict=True)]
+
     def plane_specs(self, index: int) -> dict[PlaneKind, PlaneSpec]:
         """The form of each plane of a chunk."""
-        chunk = self.layout.chunks[index]
-        rule = self.rule.of(chunk.exact)
-        precision = precision_of(chunk, self.precision)
-        return plane_specs(precision, self.gradients, rule, trainable=chunk.trainable, coded=chunk.coded)
+        return self.forms[index]
 
     def plane_bytes(self, index: int) -> dict[PlaneKind, int]:
         """Bytes of each plane of a chunk on one rank: its shard."""
-        numel = self.layout.chunks[index].numel // self.layout.ranks
-        return {kind: spec.page_bytes(numel) for kind, spec in self.plane_specs(index).items()}
+        return self.sizes[index]
 
     def window_bytes(self, index: int) -> int:
         """Bytes of a chunk's gathered weights: the whole chunk, in the compute dtype or as it is coded."""
@@ -188,9 +205,14 @@ class Problem:
 
     def needs_window(self, index: int, home: Tier) -> bool:
         """Whether the weights must be gathered into other memory than their home before a module can read them."""
-        chunk, sharded = self.layout.chunks[index], self.layout.ranks > 1
-        is_cast = precision_of(chunk, self.precision) == "fp16" and chunk.trainable
-        return sharded or home is not self.compute or is_cast
+        if self.layout.ranks > 1 or home is not self.compute:
+            return True
+        chunk = self.layout.chunks[index]
+        return chunk.trainable and precision_of(chunk, self.precision) == "fp16"  # read from an fp32 master
+
+    def moving(self, placement: Placement) -> frozenset[int]:
+        """The chunks of which that is so under ``placement``."""
+        return frozenset([i for i, homes in enumerate(placement.homes) if self.needs_window(i, homes[WEIGHTS])])
 
     def for_windows(self, *, gathers: bool) -> int:
         """Bytes of the computing tier for gathered weights: of this model, if it gathers any, or of others."""
@@ -239,7 +261,7 @@ class Problem:
 
     def demands_by_name(self, placement: Placement) -> dict[Tier, dict[str, int]]:
         """What is spoken for under ``placement``, by tier and by what takes it."""
-        gathers = any(self.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
+        gathers = bool(self.moving(placement))
         stages = any(tier is not self.compute for homes in placement.homes for tier in homes.values())
         return self.spoken_for_by_name(gathers=gathers, stages=stages, streams=bool(placement.streamed))
 
@@ -261,8 +283,10 @@ def fill_fastest(problem: Problem) -> Placement:
     Raises:
         BudgetExceeded: if it does not fit.
     """
-    everything = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
-    stages = everything + problem.activations + problem.beside > problem.budgets[problem.compute]
+    stages = (
+        sum(sum(own.values()) for own in problem.sizes) + problem.activations + problem.beside
+        > problem.budgets[problem.compute]
+    )
     placement = _fill(problem, problem.spoken_for(gathers=False, stages=stages))
     if problem.demands(placement) != problem.spoken_for(gathers=False, stages=stages):
         placement = _fill(problem, problem.spoken_for())  # some weights move: leave room to gather them
@@ -271,8 +295,8 @@ def fill_fastest(problem: Problem) -> Placement:
 
 
 def _fill(problem: Problem, taken: Mapping[Tier, int]) -> Placement:
-    indices = range(len(problem.layout.chunks))
-    sizes = [problem.plane_bytes(i) for i in indices]
+    sizes = problem.sizes
+    indices = range(len(sizes))
     tiers = [tier for tier in Tier if tier in problem.budgets]
     room = {tier: problem.budgets[tier] - taken.get(tier, 0) for tier in tiers}
     homes: list[dict[PlaneKind, Tier]] = [{} for _ in indices]
@@ -316,19 +340,18 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
                 f"StaticPlacement puts {fraction:.0%} on {tier.value}, which does not exist: give {remedy}"
             )
     homes: list[dict[PlaneKind, Tier]] = []
-    sizes = [problem.plane_bytes(i) for i in range(len(problem.layout.chunks))]
 
     def assign(kinds: Sequence[PlaneKind], what: str) -> list[Tier]:
         """The first chunks on the GPU, the last ones in files, the slowest of them last of all."""
-        weight = [sum(planes.get(kind, 0) for kind in kinds) for planes in sizes]
-        total = sum(weight) or 1
+        weight = [sum(planes.get(kind, 0) for kind in kinds) for planes in problem.sizes]
+        total, share = sum(weight) or 1, {tier: static.share(what, tier) for tier in Tier}
         tiers, before = [], 0
         for size in weight:
             middle = before + size / 2
-            home, end = Tier.GPU if middle < static.share(what, Tier.GPU) * total else Tier.CPU, 1.0
-            for tier in reversed(Tier):
-                end -= static.share(what, tier) if tier.in_files else 0.0
-                if home is Tier.CPU and tier.in_files and middle > end * total:
+            home, end = Tier.GPU if middle < share[Tier.GPU] * total else Tier.CPU, 1.0
+            for tier in reversed(FILED):
+                end -= share[tier]
+                if home is Tier.CPU and middle > end * total:
                     home = tier
             tiers.append(home)
             before += size
@@ -336,9 +359,9 @@ def by_fractions(problem: Problem, static: StaticPlacement) -> Placement:
 
     weights = assign([WEIGHTS], "weights")
     states = assign([*problem.rule.states, *GRADS], "optimizer")
-    for planes, weights_home, states_home in zip(sizes, weights, states, strict=True):
+    for planes, weights_home, states_home in zip(problem.sizes, weights, states, strict=True):
         homes.append({kind: weights_home if kind == WEIGHTS else states_home for kind in planes})
-        if states_home.in_files:
+        if states_home in FILED:
             homes[-1].update((kind, Tier.CPU) for kind in planes if kind in problem.rule.in_memory)
     placement = Placement(tuple(homes), _streamed(problem, homes, static.updates_on_gpu))
     check_fits(problem, placement)
@@ -351,8 +374,7 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
     for index, planes in enumerate(homes):
         on_cpu = all(tier is Tier.CPU for kind, tier in planes.items() if kind != WEIGHTS)
         if problem.layout.chunks[index].trainable and on_cpu and can_stream(planes):
-            num_bytes = problem.plane_bytes(index)
-            sizes[index] = sum(n for kind, n in num_bytes.items() if kind != WEIGHTS)
+            sizes[index] = sum(n for kind, n in problem.sizes[index].items() if kind != WEIGHTS)
     total, before, found = sum(sizes.values()), 0, set[int]()
     for index, size in sizes.items():
         if before + size / 2 < fraction * total:
@@ -364,8 +386,8 @@ def _streamed(problem: Problem, homes: Sequence[Homes], fraction: float) -> froz
 def bytes_per_tier(problem: Problem, placement: Placement) -> dict[Tier, int]:
     """What each tier would hold: planes, and what gathering, staging and activations need."""
     used = dict.fromkeys(problem.budgets, 0)
-    for i, homes in enumerate(placement.homes):
-        for kind, num_bytes in problem.plane_bytes(i).items():
+    for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
+        for kind, num_bytes in sizes.items():
             used[homes[kind]] = used.get(homes[kind], 0) + num_bytes
     for tier, num_bytes in problem.demands(placement).items():
         used[tier] = used.get(tier, 0) + num_bytes
@@ -384,7 +406,7 @@ def check_fits(problem: Problem, placement: Placement) -> None:
     """
     _check_streamed(problem, placement)
     for homes in placement.homes:
-        filed = [kind for kind in homes if homes[kind].in_files and kind in problem.rule.in_memory]
+        filed = [kind for kind in homes if homes[kind] in FILED and kind in problem.rule.in_memory]
         if filed:
             raise ValueError(
                 f"{filed[0]} has less than a byte per param and stays in memory: put it on cpu, not "
@@ -464,7 +486,7 @@ def _without_a_drive(problem: Problem) -> int:
     if problem.compute is Tier.GPU:
         roomy = replace(problem, budgets={**problem.budgets, Tier.CPU: 2**62})
         return bytes_per_tier(roomy, _fill(roomy, roomy.spoken_for()))[Tier.CPU]
-    planes = sum(sum(problem.plane_bytes(i).values()) for i in range(len(problem.layout.chunks)))
+    planes = sum(sum(own.values()) for own in problem.sizes)
     return planes + sum(problem.spoken_for(gathers=problem.precision == "fp16", stages=False).values())
 
 

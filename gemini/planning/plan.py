@@ -18,7 +18,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.document import Document
 from gemini.planning.layout import Layout
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.planes import ADAM, GRADS, WEIGHTS, RuleSpec
+from gemini.planning.planes import ADAM, GRADS, RuleSpec
 from gemini.planning.trace import Access, MemoryTrace, accesses
 from gemini.planning.traffic import Traffic, step_traffic, update_tier
 from gemini.tiers import DRIVE, Tier
@@ -80,8 +80,8 @@ class Plan(Document, kind="plan"):
     def planes_held(self) -> dict[Tier, dict[str, int]]:
         """By tier, the bytes of each kind of plane."""
         held: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier if tier in self.problem.budgets}
-        for index, homes in enumerate(self.placement.homes):
-            for kind, num_bytes in self.problem.plane_bytes(index).items():
+        for homes, sizes in zip(self.placement.homes, self.problem.sizes, strict=True):
+            for kind, num_bytes in sizes.items():
                 at = held.setdefault(homes[kind], {})
                 at[kind] = at.get(kind, 0) + num_bytes
         return held
@@ -100,7 +100,7 @@ class Plan(Document, kind="plan"):
     def bytes_per_param(self) -> float:
         """Persistent bytes (weights, residual, moments) per trained param."""
         trained = [i for i, chunk in enumerate(self.layout.chunks) if chunk.trainable]
-        states = (n for i in trained for k, n in self.problem.plane_bytes(i).items() if k not in GRADS)
+        states = (n for i in trained for k, n in self.problem.sizes[i].items() if k not in GRADS)
         payload = sum(self.layout.chunks[i].payload for i in trained)
         return (sum(states) * self.layout.ranks + self.problem.factors) / payload if payload else 0.0
 
@@ -216,7 +216,7 @@ _SPOKEN_FOR = [field.name for field in fields(Problem) if field.type == "int" an
 def window_room(problem: Problem, placement: Placement) -> int:
     """Bytes of the computing tier that gathered weights may take at once."""
     free = problem.budgets[problem.compute] - bytes_per_tier(problem, placement).get(problem.compute, 0)
-    gathers = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
+    gathers = bool(problem.moving(placement))
     return max(free - problem.waiting_in(placement), 0) + problem.for_windows(gathers=gathers)
 
 
@@ -233,10 +233,10 @@ def borrowable(problem: Problem, placement: Placement, accesses: Sequence[Access
     the least counts that activations leave free in it, in the stretch before and in the one after, so that it may be
     one of them early or late.
     """
-    quiet, homes = problem.quiet, placement.homes
+    quiet = problem.quiet
     if len(quiet) != len(accesses) or problem.layout.ranks > 1:
         return ()
-    moving = {i for i, planes in enumerate(homes) if problem.needs_window(i, planes[WEIGHTS])}
+    moving = problem.moving(placement)
     begins = [m for m, access in enumerate(accesses) if m == 0 or not moving.isdisjoint(access.begins)]
     least = [min(quiet[a:b]) for a, b in zip(begins, [*begins[1:], len(quiet)], strict=True)]
     found: list[int] = []
@@ -247,8 +247,7 @@ def borrowable(problem: Problem, placement: Placement, accesses: Sequence[Access
 
 def standing(plan: Plan) -> tuple[int, ...]:
     """Frozen chunks whose gathered weights stay from one step to the next."""
-    needs = {i for i, homes in enumerate(plan.placement.homes) if plan.problem.needs_window(i, homes[WEIGHTS])}
-    return there_before(plan.accesses, plan.moves, needs)
+    return there_before(plan.accesses, plan.moves, plan.problem.moving(plan.placement))
 
 
 def there_before(accesses: Sequence[Access], moves: Sequence[Moves], among: Container[int]) -> tuple[int, ...]:

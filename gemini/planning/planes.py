@@ -336,6 +336,11 @@ def plane_specs(
     return {spec.kind: spec for spec in specs}
 
 
+def bytes_by_kind(specs: Iterable[PlaneSpec], numel: int) -> dict[PlaneKind, int]:
+    """Bytes of planes for ``numel`` elements, in whole pages each."""
+    return {spec.kind: spec.page_bytes(numel) for spec in specs}
+
+
 def touched_bytes(planes: dict[PlaneKind, int]) -> int:
     """Bytes that an update reads and writes, of planes of so many bytes: all are read, all but gradients written."""
     times = {GRAD: 1, GRAD_ERROR: 0}

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from gemini.errors import BudgetExceeded
 from gemini.planning.layout import Layout, block_of, page_up
-from gemini.planning.planes import ADAM, RuleSpec
+from gemini.planning.planes import ADAM, RuleSpec, bytes_by_kind
 from gemini.planning.trace import MemoryTrace, chunks_of_params
 from gemini.tiers import Tier
 
@@ -64,7 +64,7 @@ def whole_numel(layout: Layout, rule: RuleSpec) -> int:
 
 def staged_bytes(tile: int, rule: RuleSpec) -> dict[str, int]:
     """Bytes of staging by area, for tiles of ``tile`` elements: whole pages each."""
-    return {spec.kind: spec.page_bytes(tile) for spec in rule.staged}
+    return bytes_by_kind(rule.staged, tile)
 
 
 def staging_bytes(tile: int, rule: RuleSpec = ADAM) -> int:

@@ -44,6 +44,11 @@ class CalledModule(NamedTuple):
     """The place of the module around it among all visits; None for the root."""
     is_again: bool
     """Whether the same module was visited under another path before."""
+    rewritten: tuple[nn.Parameter, ...]
+    """The params that a call of it may write to."""
+    is_tuner_layer: bool
+    is_wrapper: bool
+    """Whether it is PEFT's ParamWrapper, which parametrizes what it is around for each forward."""
 
 
 class Structure:
@@ -104,10 +109,13 @@ class Structure:
         for name, param in own:
             self._names.setdefault(id(param), (param, []))[1].append(prefix + name)
             (self.adapters if in_adapter else self._base).add(id(param))
+        is_tuner = is_tuner_layer(module)
         if is_called:
-            is_again = id(module) in self._called
+            is_again, read, rewritten = id(module) in self._called, params_read_by(module), rewritten_by(module)
             self._called.add(id(module))
-            self.visits.append(CalledModule(path, module, tuple(params_read_by(module)), around, is_again))
+            is_wrapper = is_a(type(module), "ParamWrapper")
+            visit = CalledModule(path, module, tuple(read), around, is_again, tuple(rewritten), is_tuner, is_wrapper)
+            self.visits.append(visit)
             # Modules below stand inside this visit, not inside a module that is never called.
             around = len(self.visits) - 1
         if id(module) in self.compiled or READ_AS_A_WHOLE in module.__dict__:
@@ -115,7 +123,7 @@ class Structure:
             is_called = False
             self.read_as_a_whole = True
         has_params = bool(own)
-        is_around_base = is_tuner_layer(module) or is_a(type(module), "AuxiliaryTrainingWrapper")
+        is_around_base = is_tuner or is_a(type(module), "AuxiliaryTrainingWrapper")
         for name, child in module.named_children():
             if is_around_base:
                 of_adapter = name not in ("base_layer", "original_module")

@@ -195,11 +195,18 @@ class ByName:
         lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
             self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
+            self._forget_copies(handle)
+
+    def write_first(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Do :meth:`write` of the first value of a param, while a model is wrapped: nobody has read it or looks on, and
+        where it breaks off the param has its own memory still.
+        """
+        self._write(handle, _own_part(handle, value), None)
 
     def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
         """Split flat masters into planes. ``lower``: the residual, or the fp32 master of an fp16 param, if it is known.
 
-        Called inside `WHOLE`: an interrupt between the two planes would leave halves of two masters.
+        Called inside `WHOLE` where there are masters: an interrupt between the two planes would leave halves of two.
         """
         planes = handle.chunk.planes
         flat = lower if lower is not None and RESIDUAL not in planes else flat
@@ -213,7 +220,6 @@ class ByName:
                 halves = {WEIGHTS: hi, RESIDUAL: lo if lower is None else lower[start:stop]}
             parts = [(planes[kind], half) for kind, half in halves.items()]
             store_tile(self._mover, parts, handle.part.start + start, handle.part.start + stop)
-        self._forget_copies(handle)
 
     def _forget_copies(self, handle: ParamHandle) -> None:
         # First the count: a graph from before must be refused, also if dropping the window fails.
@@ -355,6 +361,7 @@ class ByName:
             if RESIDUAL in planes:
                 master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
             self._write(handle, read_range(self._mover, planes[kind], handle), None)
+            self._forget_copies(handle)
             self._write_range(planes[kind], handle, master)
 
     def take_over(self, handle: ParamHandle, before: torch.Tensor | None) -> None:

@@ -35,11 +35,6 @@ def num_weights(param: torch.Tensor) -> int:
     return param.numel() * (2 if is_coded(param) else 1)
 
 
-def kind_of(param: nn.Parameter) -> type[nn.Parameter]:
-    """Return the class of a param while modules compute: its own, which a library or the model may have for it."""
-    return type(param) if issubclass(type(param), nn.Parameter) else nn.Parameter
-
-
 def check_coded(name: str, param: Any) -> None:
     """Refuse codes that are not, or cannot be kept as, bytes in chunks.
 

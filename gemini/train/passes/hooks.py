@@ -32,7 +32,7 @@ from gemini.train.modules.compiled import (
     refuse_inside_compiled,
 )
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
-from gemini.train.modules.reading import Structure, is_a, is_tuner_layer, rewritten_by
+from gemini.train.modules.reading import Structure
 from gemini.train.observers import innermost_transform
 from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
 from gemini.train.passes.backward import BackwardPass, Recovery
@@ -92,18 +92,22 @@ def _attach_parts(
         waits: by path of an entrance, the resident chunks whose updates it waits for.
     """
     ref, model = weakref.ref(passes), structure.model
-    keeps = {} if passes.store.manager.fetches.source.in_order else _chunks_to_keep(structure)
-    for path, module, params, *_ in structure.readers:
-        chunks, resident, keep = _to_gather(params), waits.get(path, ()), keeps.get(id(module), ())
+    gathered = [_to_gather(visit.params) for visit in structure.visits]
+    keeps = {} if passes.store.manager.fetches.source.in_order else _chunks_to_keep(structure, gathered)
+    for visit, chunks in zip(structure.visits, gathered, strict=True):
+        if visit.is_again:
+            continue
+        path, module = visit.path, visit.module
+        resident, keep = waits.get(path, ()), keeps.get(id(module), ())
         entrance = ENTRANCE.fullmatch(path) is not None
-        rewritten = handles_of(rewritten_by(module))
-        if is_a(type(module), "ParamWrapper"):
+        rewritten = handles_of(visit.rewritten) if visit.rewritten else []
+        if visit.is_wrapper:
             # Registered before ours, so it runs before them: ours would see torch's write and refuse it.
             hooks.append(module.register_forward_hook(_after_parametrization, always_call=True))
         is_around = bool(keep) or (entrance and id(module) in structure.holders)
         if module is not model and (chunks or rewritten or is_around):
             # What it writes to in place must be updated first, or the update would overwrite what it wrote.
-            resident = (*resident, *resident_chunks(rewritten))
+            resident = (*resident, *resident_chunks(rewritten)) if rewritten else resident
             pre, post = _pre(ref, chunks, resident, keep, is_entrance=entrance), _post(ref)
             if chunks and not resident:
                 pre, post = _unless_served(passes, chunks, pre, post)
@@ -111,7 +115,7 @@ def _attach_parts(
                 # Where nothing moves most hooks have nothing to do: those return at one look.
                 pre, post = _unless_inside(ref, passes.state, resident, pre, post)
             hooks += hook_around(module, *_taking_over(ref, rewritten, pre, post))
-        if is_tuner_layer(module):
+        if visit.is_tuner_layer:
             hooks.append(module.register_forward_pre_hook(partial(_unmerge_if_disabled, ref)))
     dtype = COMPUTE_DTYPES[passes.config.precision]
     if dtype is torch.float32:
@@ -151,17 +155,20 @@ def _unmerge_if_disabled(ref: weakref.ref[Passes], layer: Any, args: Any) -> Non
 
 
 def _to_gather(params: tuple[nn.Parameter, ...]) -> tuple[Chunk, ...]:
-    return tuple(dict.fromkeys(handle.chunk for handle in handles_of(params) if not handle.chunk.resident))
+    chunks = dict.fromkeys([handle.chunk for handle in handles_of(params)])
+    return tuple([chunk for chunk in chunks if not chunk.resident])
 
 
-def _chunks_to_keep(structure: Structure) -> dict[int, tuple[Chunk, ...]]:
+def _chunks_to_keep(structure: Structure, gathered: list[tuple[Chunk, ...]]) -> dict[int, tuple[Chunk, ...]]:
     """Find modules, by ``id``, that may keep gathered for all modules below them what these read: where one of them
     reads all of it at once anyway, so that it takes no more room. Only the outermost of them; the root is none.
 
     Not among ranks that gather in one order: their script lets go of chunks where the plan does.
+
+    ``gathered``: what each visit reads that has to be gathered.
     """
     visits = structure.visits
-    own = [set(_to_gather(visit.params)) for visit in visits]
+    own = [set(chunks) for chunks in gathered]
     below, most, number = [set(chunks) for chunks in own], list(own), [int(bool(chunks)) for chunks in own]
     for at in range(len(visits) - 1, 0, -1):  # from the leaves up: a module stands behind the one around it
         around = visits[at].around
@@ -243,7 +250,7 @@ def _taking_over(ref: weakref.ref[Passes], handles: list[ParamHandle], pre: Pre,
 
 def _attach_root(structure: Structure, passes: Passes, hooks: list[Any], resident: tuple[Chunk, ...]) -> None:
     ref, model = weakref.ref(passes), structure.model
-    chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(rewritten_by(model))
+    chunks, rewritten = _to_gather(structure.visits[0].params), handles_of(structure.visits[0].rewritten)
     resident += resident_chunks(rewritten)
     compiled = CompiledParts(structure)
 

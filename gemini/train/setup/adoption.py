@@ -130,7 +130,7 @@ class Adoption:
         param = handle.param
         original = param.data
         if not filled:
-            self._by_names.write(handle, original)
+            self._by_names.write_first(handle, original)
             like = torch.empty_like(original, device="meta")  # of a view with gaps: dense, with its order of dims
             handle.layout = None if like.is_contiguous() else like.stride()
         # Its memory goes with that of the value.

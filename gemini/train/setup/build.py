@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import BudgetExceeded
@@ -31,7 +32,7 @@ from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, borrowable, window_room
-from gemini.planning.planes import GRADS, WEIGHTS, PlaneKind, precision_of
+from gemini.planning.planes import GRADS, WEIGHTS, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
@@ -40,10 +41,12 @@ from gemini.ranks.group import Ranks
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.reading import Structure
-from gemini.train.params.codes import kind_of
 from gemini.train.params.handle import ParamHandle, ParamSet, make_factors
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
+
+_CROSSING = (WEIGHTS, *GRADS)
+"""Planes of the host that are copied to or from the device in every step; of streamed updates the others are, too."""
 
 
 @dataclass
@@ -83,7 +86,11 @@ def build(
     spread = cuts if cuts and ranks.experts.size > 1 else ()
     decision = decide(structure, config, device, ranks, {n.names[0] for n in named if id(n.param) in spread})
     problem, placement, layout = decision.problem, decision.placement, decision.problem.layout
-    place_of = {slot.name: (chunk, slot) for chunk in layout.chunks for slot in chunk.slots}
+    place_of = {
+        slot.name: (chunk, slot, part_of(slot, chunk.numel, size, rank))
+        for chunk in layout.chunks
+        for slot in chunk.slots
+    }
     largest = max(chunk.numel for chunk in layout.chunks)
     whole = whole_numel(layout, problem.rule)
     tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
@@ -122,16 +129,16 @@ def build(
             n.param,
             chunks[spec.index],
             slot,
-            part_of(slot, spec.numel, size, rank),
+            part,
             owner,
-            kind=kind_of(n.param),
+            kind=type(n.param) if issubclass(type(n.param), nn.Parameter) else nn.Parameter,
             cut=(cuts or {}).get(id(n.param)),
         )
         for n in named
-        for spec, slot in [place_of[n.names[0]]]
+        for spec, slot, part in [place_of[n.names[0]]]
     ]
     # Factors are small, and always in host memory.
-    for handle in handles:
+    for handle in handles if problem.rule.factors else ():
         if handle.chunk.trained:
             handle.factors = make_factors(problem.rule, handle.param.shape)
     params = ParamSet(handles, _by_chunk(handles))
@@ -162,8 +169,7 @@ def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -
     pool = pool_of(config.memory)
     budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
     ledger = Ledger(budgets, pool)
-    moves = any(problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(placement.homes))
-    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if moves else 0)
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if problem.moving(placement) else 0)
     return ledger
 
 
@@ -198,10 +204,8 @@ class PlannedForesight(Foresight):
         self._owner, self._policy, self._ledger = owner, policy, ledger
         schedule = None
         if plan is not None and trace.source is not Source.STRUCTURE:
-            homes = enumerate(placement.homes)
-            moving = frozenset(i for i, home in homes if problem.needs_window(i, home[WEIGHTS]))
             lent = borrowable(problem, placement, plan.accesses)
-            schedule = Schedule(plan.accesses, plan.moves, moving, plan.again, lent)
+            schedule = Schedule(plan.accesses, plan.moves, problem.moving(placement), plan.again, lent)
         super().__init__(schedule)
 
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:
@@ -232,8 +236,8 @@ def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
 
 def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
     """Reserve all but the windows, whose room is taken and given back as they come and go."""
-    for i, homes in enumerate(placement.homes):
-        for kind, num_bytes in problem.plane_bytes(i).items():
+    for homes, sizes in zip(placement.homes, problem.sizes, strict=True):
+        for kind, num_bytes in sizes.items():
             ledger.reserve(homes[kind], num_bytes, kind)
     if problem.exchange:
         ledger.reserve(Tier.CPU, problem.exchange, "exchange")
@@ -261,17 +265,12 @@ def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, man
     """The most that windows can have at once: all of them, or what the plan leaves them. ``many``: for several ranks,
     whose gradients stand in windows too until they are divided.
     """
-    moving = [i for i, homes in enumerate(placement.homes) if problem.needs_window(i, homes[WEIGHTS])]
     # No more than all windows, and no more than the plan leaves them.
-    gathered = min(sum(problem.window_bytes(i) for i in moving), window_room(problem, placement))
+    windows = [problem.window_bytes(i) for i in problem.moving(placement)]
+    gathered = min(sum(windows), window_room(problem, placement))
     wanted = gathered + (problem.in_flight if many else 0)
     # Rounded down to whole pages, in which windows get their memory.
     return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
-
-
-def _crosses(kind: PlaneKind, index: int, placement: Placement) -> bool:
-    """Whether a plane of the host is copied to or from the device in a step: updates of the host need the others."""
-    return kind in (WEIGHTS, *GRADS) or index in placement.streamed
 
 
 def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
@@ -280,10 +279,10 @@ def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tupl
     """
     kept, crossing = 0, list[tuple[str, int]]()
     for i, homes in enumerate(placement.homes):
-        for kind, num_bytes in problem.plane_bytes(i).items():
+        for kind, num_bytes in problem.sizes[i].items():
             if homes[kind] is not Tier.CPU:
                 continue
-            if _crosses(kind, i, placement):
+            if kind in _CROSSING or i in placement.streamed:
                 crossing.append((f"{kind} of chunk {i}", num_bytes))
             else:
                 kept += num_bytes
@@ -292,10 +291,8 @@ def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tupl
 
 def _buffers(problem: Problem, placement: Placement) -> list[int]:
     """Bytes of each plane that lives in the memory that computes."""
-    planes = (
-        (homes[kind], size) for i, homes in enumerate(placement.homes) for kind, size in problem.plane_bytes(i).items()
-    )
-    return [size for tier, size in planes if tier is problem.compute]
+    homes = zip(placement.homes, problem.sizes, strict=True)
+    return [size for at, sizes in homes for kind, size in sizes.items() if at[kind] is problem.compute]
 
 
 def _make_chunk(
@@ -307,10 +304,11 @@ def _make_chunk(
     durable: StoreFolder | None,
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
-    pairs = {} if durable is None else durable.slots.pairs
+    streamed = spec.index in placement.streamed
     planes = {}
-    for kind, form in problem.plane_specs(spec.index).items():
-        pair, crosses = pairs.get(slot_name(kind, spec.index)), _crosses(kind, spec.index, placement)
+    for kind, form in problem.forms[spec.index].items():
+        pair = None if durable is None else durable.slots.pairs.get(slot_name(kind, spec.index))
+        crosses = streamed or kind in _CROSSING
         planes[kind] = make_plane(form, numel, homes[kind], device, files, pair, crosses=crosses)
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
@@ -322,7 +320,7 @@ def _make_chunk(
         # Address space alone: memory comes when the window is populated.
         window = device.make_window(spec.numel * dtype.itemsize)
         chunk = Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype))
-    chunk.trained, chunk.streamed = spec.trainable, spec.index in placement.streamed
+    chunk.trained, chunk.streamed = spec.trainable, streamed
     return chunk
 
 

@@ -106,7 +106,7 @@ def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
     Raises:
         GeminiError: naming both rules.
     """
-    for optimizer in filter(None, (optimizer_of(n.param) for n in named)):
+    for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
         refuse_other(optimizer.rule, rule)
 
 

@@ -34,15 +34,17 @@ def traced_params(model: nn.Module | Structure, kept: Collection[int]) -> tuple[
     """
     structure = structure_of(model)
     return tuple(
-        TracedParam(
-            names,
-            tuple(param.shape),
-            trainable=param.requires_grad or id(param) in structure.adapters,
-            apart=is_in_stages(param),
-            coded=id(param) in structure.coded,
-            fp32=id(param) in kept,
-        )
-        for param, names in structure.params
+        [
+            TracedParam(
+                names,
+                tuple(param.shape),
+                trainable=param.requires_grad or id(param) in structure.adapters,
+                apart=is_in_stages(param),
+                coded=id(param) in structure.coded,
+                fp32=id(param) in kept,
+            )
+            for param, names in structure.params
+        ]
     )
 
 

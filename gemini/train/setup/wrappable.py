@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gemini.train.modules.reading import Structure
 from gemini.train.params.codes import WHAT_WORKS, is_coded, is_of_library
-from gemini.train.params.handle import handle_of
+from gemini.train.params.handle import handles_of
 
 
 def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Module]], type[nn.Module]]) -> None:
@@ -34,8 +34,11 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
     _check_listed_alike(structure.model)
     for path, module in structure.modules:
         _check_module(path, module, has_params=id(module) in structure.holders)
+    managed = {id(handle.param) for handle in handles_of([param for param, _ in structure.params])}
     for param, names in structure.params:
-        if handle_of(param) is None:  # one of another managed model is refused as that
+        if id(param) not in managed:  # one of another managed model is refused as that
+            if type(param) is not nn.Parameter:
+                _check_kind(names[0], param)
             _check_param(names[0], param)
             _check_grad(names[0], param)
     for path, module in structure.modules:
@@ -83,7 +86,8 @@ def _check_module(path: str, module: nn.Module, *, has_params: bool) -> None:
             ) from e
 
 
-def _check_param(name: str, param: torch.Tensor) -> None:
+def _check_kind(name: str, param: torch.Tensor) -> None:
+    """Refuse a param of a class of its own, unless it computes as any other does."""
     if isinstance(param, UninitializedTensorMixin):
         raise ValueError(
             f"param {name!r} is not initialized yet (a lazy module): run one batch through the model before wrapping it"
@@ -104,6 +108,9 @@ def _check_param(name: str, param: torch.Tensor) -> None:
             "GeminiDDP manages ordinary params (nn.Parameter). Turn it into one (dequantize it), or make it a buffer; "
             + WHAT_WORKS
         )
+
+
+def _check_param(name: str, param: torch.Tensor) -> None:
     if param.is_inference():
         raise ValueError(
             f"param {name!r} was made in torch.inference_mode(), and such tensors cannot be trained. Make or load the "
