@@ -77,8 +77,8 @@ MOST_ARGUMENTS = 7
 # Constructors that take more arguments than that, or callables of other parts: (arguments, callables). No entry is
 # added and no number raised; what has come down is entered anew, or goes.
 BIG_CONSTRUCTORS = {
-    "DrawnModel": (0, 1), "Exchange": (0, 1), "Logits": (0, 1), "ManagedStage": (0, 1), "Meter": (0, 2),
-    "Pipeline": (8, 0), "StandinDevice": (0, 1), "_Outside": (0, 2),
+    "DrawnModel": (0, 1), "Exchange": (0, 1), "ManagedStage": (0, 1), "Meter": (0, 1), "Pipeline": (8, 0),
+    "StandinDevice": (0, 1),
 }  # fmt: skip
 LIKE_TORCH = ("HybridAdam", "Muon")  # optimizers, whose hyperparameters are arguments as those of torch are
 

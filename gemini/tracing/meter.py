@@ -67,16 +67,10 @@ class Meter(TorchDispatchMode):
         read: indices of the params that operations read or wrote since the last :meth:`take`.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        on_work: Callable[[], None] | None = None,
-        run: Callable[[Any, Any, Any], Any] | None = None,
-    ):
-        """``on_work`` is called before each operation that does work; ``run`` runs one, if it is not simply called."""
+    def __init__(self, target: Target, run: Callable[[Any, Any, Any], Any] | None = None):
+        """``run`` runs an operation, if it is not simply called."""
         super().__init__()
         self._target = target
-        self._on_work = on_work
         self._run = run
         self._sizes: dict[int, int] = {}
         self._guards: dict[int, weakref.ref[Any]] = {}
@@ -177,8 +171,8 @@ class Meter(TorchDispatchMode):
         works = self._kinds.get(func)
         if works is None:
             works = self._kinds[func] = not (getattr(func, "is_view", False) or func in _NO_WORK)
-        if works and self._on_work is not None:
-            self._on_work()
+        if works:
+            self.begin_work()
         out = func(*args, **kwargs) if self._run is None else self._run(func, args, kwargs)
         results = tensors_in(out)
         for tensor in results:
@@ -188,6 +182,9 @@ class Meter(TorchDispatchMode):
         if self.live > self.peak:
             self.peak = self.live
         return out
+
+    def begin_work(self) -> None:
+        """An operation that does work is about to run: for whoever makes this another meter, who may cut here."""
 
     def _work(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[torch.Tensor]) -> None:
         touched = 0

@@ -239,7 +239,8 @@ class Observer:
 
     def make_meter(self, run: Callable[[Any, Any, Any], Any] | None = None) -> Meter:
         """A meter that knows this model's params and buffers. It counts while it is entered."""
-        meter = Meter(self._target, on_work=self._notice_backward, run=run)
+        meter = _CuttingMeter(self._target, run)
+        meter.observer = self
         for index, param in enumerate(self._params):
             handle = handle_of(param)
             meter.know_param(index, param if handle is None else handle.view)
@@ -453,6 +454,15 @@ class Observer:
         )
         self._gradients = set()
         return len(moments) - 1
+
+
+class _CuttingMeter(Meter):
+    """Lets an observer notice a backward at its first operation."""
+
+    observer: Observer
+
+    def begin_work(self) -> None:
+        self.observer._notice_backward()
 
 
 def trace_of_step(

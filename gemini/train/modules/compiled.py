@@ -123,47 +123,53 @@ def hook_around(
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=with_kwargs),
             module.register_forward_hook(post, always_call=True),
         ]
-    return [_Outside(module, pre, post, with_kwargs)]
+    outside, ref = _Outside(module), weakref.ref(module)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Weakly: the function hangs on the module, and a cycle would keep its weights until the garbage collector
+        # comes.
+        called = ref()
+        assert called is not None
+        # It was removed while somebody else had wrapped it again, and so could not be taken out.
+        if not outside.is_active:
+            return outside.inner(*args, **kwargs)
+        pre(called, args, kwargs) if with_kwargs else pre(called, args)
+        try:
+            output = outside.inner(*args, **kwargs)
+        # Not on KeyboardInterrupt: as with torch's hooks, Recovery ends what that leaves open.
+        except Exception:
+            post(called, args, None)
+            raise
+        replaced = post(called, args, output)
+        return output if replaced is None else replaced
+
+    outside.put(call)
+    return [outside]
 
 
 class _Outside:
-    """Hooks around a compiled call: torch's own hooks would be compiled with it."""
+    """A function around a compiled call, in the place of hooks: torch's own would be compiled with it."""
 
-    def __init__(self, module: nn.Module, pre: Callable[..., None], post: Callable[..., Any], with_kwargs: bool):
-        inner = self._inner = module._compiled_call_impl
-        self._module = weakref.ref(module)
-        self._active = True
-        # Weakly: the function hangs on the module, and a cycle would keep its weights until the garbage collector
-        # comes.
-        ref = self._module
+    def __init__(self, module: nn.Module):
+        self.inner: Any = module._compiled_call_impl
+        self.is_active = True
+        self._module, self._call = weakref.ref(module), None
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            called = ref()
-            assert called is not None and inner is not None
-            # It was removed while somebody else had wrapped it again, and so could not be taken out.
-            if not self._active:
-                return inner(*args, **kwargs)
-            pre(called, args, kwargs) if with_kwargs else pre(called, args)
-            try:
-                output = inner(*args, **kwargs)
-            # Not on KeyboardInterrupt: as with torch's hooks, Recovery ends what that leaves open.
-            except Exception:
-                post(called, args, None)
-                raise
-            replaced = post(called, args, output)
-            return output if replaced is None else replaced
-
-        # What is compiled, however many hooks are around it.
-        call._gemini_inner = getattr(inner, "_gemini_inner", inner)  # type: ignore[attr-defined]
+    def put(self, call: Any) -> None:
+        """Let ``call`` be what is called from now on."""
+        # What is compiled, however many functions are around it.
+        call._gemini_inner = getattr(self.inner, "_gemini_inner", self.inner)
         self._call = call
+        module = self._module()
+        assert module is not None
         module._compiled_call_impl = call
 
     def remove(self) -> None:
-        self._active = False
+        self.is_active = False
         module = self._module()
         # Only if it is still the outermost: what somebody has put over it is not ours to remove.
         if module is not None and module.__dict__.get("_compiled_call_impl") is self._call:
-            module._compiled_call_impl = self._inner
+            module._compiled_call_impl = self.inner
 
 
 # ---- compiled after wrapping -----------------------------------------------------------------------------------------
