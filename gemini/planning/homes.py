@@ -30,7 +30,7 @@ class FetchCounts(NamedTuple):
     at_least: int
 
 
-class Choice(NamedTuple):
+class HomeChoice(NamedTuple):
     """One binary decision: what it puts where, and what it costs and frees against all planes on the CPU tier."""
 
     chunk: int
@@ -62,8 +62,10 @@ def cheapest_homes(
 
     Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
     """
-    choices: list[Choice] = []
-    alike: dict[tuple[object, ...], list[Choice]] = {}  # chunks of repeated blocks differ in nothing but their index
+    choices: list[HomeChoice] = []
+    alike: dict[
+        tuple[object, ...], list[HomeChoice]
+    ] = {}  # chunks of repeated blocks differ in nothing but their index
     for i, chunk in enumerate(problem.layout.chunks):
         form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
         if form not in alike:
@@ -131,12 +133,12 @@ class _ChunkChoices:
         self._all_on_cpu = dict.fromkeys(self._sizes, Tier.CPU)
         self._seconds_on_cpu = self._seconds_with({}, fetches.at_most)
 
-    def all(self, *, streaming: bool) -> list[Choice]:
+    def all(self, *, streaming: bool) -> list[HomeChoice]:
         """List them in one order, by which ties between them are broken.
 
         ``streaming``: an update may be streamed through the GPU.
         """
-        found: list[Choice | None] = []
+        found: list[HomeChoice | None] = []
         if self._problem.compute is Tier.GPU:
             found += self._resident()
             if streaming and self._problem.layout.chunks[self._index].trainable:
@@ -160,7 +162,7 @@ class _ChunkChoices:
     def _grads(self) -> list[PlaneKind]:
         return [kind for kind in GRADS if kind in self._sizes]
 
-    def _resident(self) -> Iterator[Choice | None]:
+    def _resident(self) -> Iterator[HomeChoice | None]:
         """List what may be on the GPU of a chunk whose update runs where its states live."""
         everything = list(self._sizes)
         yield self._make(everything, Tier.GPU, excludes=everything, times=self._fetches_from_gpu)
@@ -169,7 +171,7 @@ class _ChunkChoices:
         if self._saves_fetches:
             yield self._make([], Tier.GPU, excludes=[WEIGHTS], times=self._fetches.at_least, stays=True)
 
-    def _streamed(self) -> Iterator[Choice | None]:
+    def _streamed(self) -> Iterator[HomeChoice | None]:
         """List what may be on the GPU of a chunk whose update is streamed through it: weights, gradients, or both."""
         on_gpu: list[list[PlaneKind]] = [[], [WEIGHTS]]
         if self._grads:
@@ -183,7 +185,7 @@ class _ChunkChoices:
                 least = self._fetches.at_least
                 yield self._make(kinds, Tier.GPU, excludes=everything, times=least, stays=True, streamed=True)
 
-    def _in_files(self, tier: Tier) -> Iterator[Choice | None]:
+    def _in_files(self, tier: Tier) -> Iterator[HomeChoice | None]:
         """List what may be on a tier of files: weights, states, or gradients."""
         most = self._fetches.at_most
         yield self._make([WEIGHTS], tier, excludes=[WEIGHTS], times=most)
@@ -206,7 +208,7 @@ class _ChunkChoices:
         times: int,
         stays: bool = False,
         streamed: bool = False,
-    ) -> Choice | None:
+    ) -> HomeChoice | None:
         """Put planes of ``kinds`` on ``tier``; None where there is no such tier.
 
         Args:
@@ -228,7 +230,7 @@ class _ChunkChoices:
             num_bytes[Tier.CPU] -= self._sizes[kind]
         if stays:
             num_bytes[problem.compute] += problem.window_bytes(self._index)
-        return Choice(self._index, dict.fromkeys(kinds, tier), tuple(excludes), change, num_bytes, streamed)
+        return HomeChoice(self._index, dict.fromkeys(kinds, tier), tuple(excludes), change, num_bytes, streamed)
 
     def _seconds_with(self, homes: Mapping[PlaneKind, Tier], times: int, *, streamed: bool = False) -> dict[str, float]:
         """What the chunk costs in a step with ``homes`` and all else on the CPU tier."""
@@ -255,12 +257,12 @@ def _all_on_cpu(
 
 def _solve(
     problem: Problem,
-    choices: Sequence[Choice],
+    choices: Sequence[HomeChoice],
     base: Mapping[str, float],
     used: Mapping[Tier, int],
     overlapped: bool,
     compute_seconds: float,
-) -> list[Choice] | None:
+) -> list[HomeChoice] | None:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_matrix
 

@@ -22,7 +22,7 @@ NEVER = 2**62
 """The next use of a chunk that is not needed again."""
 
 
-class Run(NamedTuple):
+class MomentRun(NamedTuple):
     """A stretch of consecutive moments, ``first`` to ``last``, that need a chunk."""
 
     chunk: int
@@ -30,19 +30,19 @@ class Run(NamedTuple):
     last: int
 
 
-def runs(accesses: Sequence[Access], sizes: Mapping[int, int]) -> list[Run]:
+def runs(accesses: Sequence[Access], sizes: Mapping[int, int]) -> list[MomentRun]:
     """The runs of all chunks in ``sizes``, in order of their first moments."""
-    found: list[Run] = []
+    found: list[MomentRun] = []
     begun: dict[int, int] = {}
     before: frozenset[int] = frozenset()
     for moment, access in enumerate(accesses):
         now = frozenset(i for i in access.chunks if i in sizes)
         for index in before - now:
-            found.append(Run(index, begun.pop(index), moment - 1))
+            found.append(MomentRun(index, begun.pop(index), moment - 1))
         for index in now - before:
             begun[index] = moment
         before = now
-    found += [Run(index, first, len(accesses) - 1) for index, first in begun.items()]
+    found += [MomentRun(index, first, len(accesses) - 1) for index, first in begun.items()]
     return sorted(found, key=lambda run: (run.first, run.chunk))
 
 
@@ -204,8 +204,8 @@ class Gap(NamedTuple):
     stop: int
 
 
-def _gaps(found: Sequence[Run], num_moments: int, lasting: frozenset[int]) -> list[Gap]:
-    by_chunk: dict[int, list[Run]] = {}
+def _gaps(found: Sequence[MomentRun], num_moments: int, lasting: frozenset[int]) -> list[Gap]:
+    by_chunk: dict[int, list[MomentRun]] = {}
     for run in found:
         by_chunk.setdefault(run.chunk, []).append(run)
     gaps: list[Gap] = []
@@ -288,7 +288,9 @@ def _binding_rows(gaps: Sequence[Gap], free: Sequence[int]) -> list[tuple[int, l
     return kept + growing
 
 
-def _moves_of(found: Sequence[Run], kept: set[Gap], num_moments: int, lasting: frozenset[int]) -> tuple[Moves, ...]:
+def _moves_of(
+    found: Sequence[MomentRun], kept: set[Gap], num_moments: int, lasting: frozenset[int]
+) -> tuple[Moves, ...]:
     evict: list[list[int]] = [[] for _ in range(num_moments)]
     fetch: list[list[int]] = [[] for _ in range(num_moments)]
     stays_until = {(gap.chunk, gap.stop) for gap in kept}

@@ -243,7 +243,7 @@ def test_a_record_before_its_data_is_found(tmp_path: Path) -> None:
         with mock.patch.object(SlotFile, "sync", lambda self: given.append(self)):
             flush(self)
 
-    def early(self: StoreFolder, record: folder.Record) -> None:
+    def early(self: StoreFolder, record: folder.CommitRecord) -> None:
         commit(self, record)
         self.slots.sync()
 
@@ -532,7 +532,7 @@ def store(two_commits: tuple[Path, dict[int, str]], tmp_path: Path) -> Path:
 
 def newest_record(store: Path) -> Path:
     found = {path: folder.read_record(path) for path in (store / "store-0001").glob("record-*")}
-    return max(found, key=lambda path: found[path] or folder.Record(0, None, b""))
+    return max(found, key=lambda path: found[path] or folder.CommitRecord(0, None, b""))
 
 
 def test_a_record_that_is_cut_off_or_torn_anywhere_gives_the_commit_before(

@@ -62,7 +62,7 @@ class Commit(NamedTuple):
     """The last step that all ranks have: the record of each."""
 
     folder: Path
-    records: list[Record]
+    records: list[CommitRecord]
 
     @property
     def sequence(self) -> int:
@@ -107,7 +107,7 @@ def last_commit(directory: Path) -> Commit:
     raise refusal
 
 
-def common_records(store: Path) -> list[Record]:
+def common_records(store: Path) -> list[CommitRecord]:
     """The record of every rank of the newest commit that all have.
 
     Raises:
@@ -135,7 +135,7 @@ def common_records(store: Path) -> list[Record]:
     return [found[max(common)] for found in ranks]
 
 
-def _size_in(record: Record, store: Path) -> int:
+def _size_in(record: CommitRecord, store: Path) -> int:
     """The number of ranks that a record says its run had."""
     size = record.text.get("ranks") if isinstance(record.text, dict) else None
     if type(size) is not int or not 0 < size < 100_000:
@@ -245,7 +245,7 @@ class StoreFolder:
         # Above every record that is there, also of commits that are given up: a number must never say two things.
         self.highest = max((record.sequence for record in own), default=0)
         self._place = 0  # which of the two record files is written next
-        self.committed: Record | None = None
+        self.committed: CommitRecord | None = None
         """The commit that the slots of this rank hold."""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -308,7 +308,7 @@ class StoreFolder:
         except (StorageError, TypeError, KeyError):
             return False
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: CommitRecord) -> None:
         """Take what an earlier run has committed, as a record says."""
         for place in (0, 1):
             found = read_record(record_path(self.folder, self.rank, place))
@@ -337,7 +337,7 @@ class StoreFolder:
                 raise StorageError(f"could not write {path}: {e.strerror}") from e
         return checksum
 
-    def commit(self, record: Record) -> None:
+    def commit(self, record: CommitRecord) -> None:
         """Write a record of what :meth:`SlotFile.sync` has brought to the drive. All ranks have done so before
         :meth:`committed_by_all`.
 
@@ -472,7 +472,7 @@ def _name_in(lock: int) -> str:
     return os.pread(lock, 200, 0).decode(errors="replace").strip() or "a process that is not known"
 
 
-def _records_of(store: Path, rank: int) -> list[Record]:
+def _records_of(store: Path, rank: int) -> list[CommitRecord]:
     """The records of a rank that are whole, of its two files."""
     found = [read_record(record_path(store, rank, place)) for place in (0, 1)]
     return [record for record in found if record is not None]
@@ -506,7 +506,7 @@ _MAX_TEXT = 2**31
 """Bytes of a text, uncompressed: what is said to be more is no record."""
 
 
-class Record(NamedTuple):
+class CommitRecord(NamedTuple):
     """One commit of one rank."""
 
     sequence: int
@@ -517,7 +517,7 @@ class Record(NamedTuple):
     """Of the format that it was read in."""
 
 
-def _bytes_of(record: Record) -> bytes:
+def _bytes_of(record: CommitRecord) -> bytes:
     """The bytes of a record."""
     # Level 1: a commit waits for it.
     text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
@@ -525,7 +525,7 @@ def _bytes_of(record: Record) -> bytes:
     return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: CommitRecord) -> None:
     """Put a record into its file; it is on the drive when this returns.
 
     Raises:
@@ -546,7 +546,7 @@ def write_record(path: Path, record: Record) -> None:
         raise StorageError(f"could not write the commit record {path}: {e.strerror}") from e
 
 
-def read_record(path: Path) -> Record | None:
+def read_record(path: Path) -> CommitRecord | None:
     """The record in a file; None if there is none that is whole.
 
     Raises:
@@ -576,6 +576,6 @@ def read_record(path: Path) -> Record | None:
     try:
         # Bounded: a damaged text must not fill the memory.
         unpacked = zlib.decompressobj().decompress(data[_HEAD.size : begin], _MAX_TEXT)
-        return Record(sequence, json.loads(unpacked), data[begin:end], version)
+        return CommitRecord(sequence, json.loads(unpacked), data[begin:end], version)
     except (ValueError, RecursionError, zlib.error):
         return None

@@ -22,7 +22,7 @@ from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import (
     Commit,
-    Record,
+    CommitRecord,
     StoreFolder,
     check_runs,
     last_commit,
@@ -134,15 +134,15 @@ class StoreHome(CheckpointHome):
         # Only now may the slots of the commit before be overwritten: any rank could still have had to go back to it.
         store.committed_by_all(runs)
 
-    def _record(self, rank: int, runs: Mapping[str, Any]) -> Record:
+    def _record(self, rank: int, runs: Mapping[str, Any]) -> CommitRecord:
         text = {"ranks": self._store.ranks, "layout": self._layout, "runs": runs}
         # The first rank's record alone has the manifest and the values.
         if rank:
-            return Record(self._sequence, text, b"")
+            return CommitRecord(self._sequence, text, b"")
         tensors = self.draft.tensors
         text["manifest"] = self.draft.manifest
         text["values"] = [[STORED_DTYPES[tensor.dtype], list(tensor.shape)] for tensor in tensors]
-        return Record(self._sequence, text, b"".join(bytes(bytes_of(tensor)) for tensor in tensors))
+        return CommitRecord(self._sequence, text, b"".join(bytes(bytes_of(tensor)) for tensor in tensors))
 
     def end(self) -> None:
         self._changed.give_back(self._taken)
@@ -187,7 +187,7 @@ class Stored(NamedTuple):
     values: list[torch.Tensor]
 
 
-class _Run(NamedTuple):
+class _PageRun(NamedTuple):
     """A run of pages of a plane from ``first`` on: how many, in which slot they are, and their CRC-32."""
 
     first: int
@@ -264,15 +264,15 @@ class SlotReader(TensorFile):
                 except StorageError as e:
                     yield str(e)
 
-    def _runs(self, plane: str, start: int, stop: int) -> Iterator[_Run]:
+    def _runs(self, plane: str, start: int, stop: int) -> Iterator[_PageRun]:
         """Find the runs that have any of the bytes ``[start, stop)`` of a plane."""
         page = 0
         for count, slot, crc in self.slots[plane][0]:
             if page * PAGE < stop and start < (page + count) * PAGE:
-                yield _Run(page, count, slot, crc)
+                yield _PageRun(page, count, slot, crc)
             page += count
 
-    def _compare(self, plane: str, run: _Run) -> None:
+    def _compare(self, plane: str, run: _PageRun) -> None:
         """Read a run, and compare its sum if it has one.
 
         Raises:
@@ -303,7 +303,7 @@ class SlotReader(TensorFile):
                 crc = crc32(part, crc)
         return crc
 
-    def _damage(self, plane: str, run: _Run, position: int, what: str) -> StorageError:
+    def _damage(self, plane: str, run: _PageRun, position: int, what: str) -> StorageError:
         """Say what is wrong with a run, and whose values are in it."""
         kind, _, chunk = plane.rpartition("/")
         held = self._names_in(plane, run.first * PAGE, (run.first + run.pages) * PAGE)

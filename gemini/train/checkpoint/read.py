@@ -158,7 +158,7 @@ def _empty(spec: PlaneSpec, numel: int) -> torch.Tensor:
     return torch.empty(spec.num_items(numel), dtype=getattr(torch, spec.dtype), device="cpu")
 
 
-class _Run(NamedTuple):
+class _SavedRange(NamedTuple):
     """Items ``[start, stop)`` of a master or state, or of a slice of it: one tensor in a file."""
 
     start: int
@@ -194,9 +194,9 @@ class Reader:
             if file != VALUES
             for name, entry in listed.tensors.items()
         ]
-        self._saved: dict[str, list[_Run]] = {}
+        self._saved: dict[str, list[_SavedRange]] = {}
         for file, name, entry in self._entries:
-            run = _Run(entry.start, entry.start + file.specs[name].numel, file, name, entry.slice)
+            run = _SavedRange(entry.start, entry.start + file.specs[name].numel, file, name, entry.slice)
             self._saved.setdefault(entry.of, []).append(run)
         self.started = False
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 
 from gemini.errors import GeminiError
-from gemini.train.modules.tiled_loss import TILE, Step, TiledLoss
+from gemini.train.modules.tiled_loss import TILE, LogitStep, TiledLoss
 
 _ELEMENTWISE = frozenset(
     (
@@ -42,7 +42,7 @@ class Logits:
         steps: what is done with a tile of logits (tokens x vocabulary), in order.
     """
 
-    def __init__(self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[Step, ...] = ()):
+    def __init__(self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[LogitStep, ...] = ()):
         self._head, self._hidden, self._steps, self.dtype = head, hidden, steps, dtype
 
     @property
@@ -158,7 +158,7 @@ class Logits:
             if not isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device, type(None))):
                 self._refuse(name)
 
-        step = Step(func, tuple(kept), kwargs)
+        step = LogitStep(func, tuple(kept), kwargs)
         # Run once on no tokens: it tells the dtype, and refuses now and not in backward what changes the shape.
         sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
         if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):

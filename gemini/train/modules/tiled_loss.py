@@ -30,7 +30,7 @@ def split_rows(rows: torch.Tensor, tokens: int) -> tuple[torch.Tensor, ...]:
     return rows.split([least + (part < more) for part in range(parts)])
 
 
-class Step(NamedTuple):
+class LogitStep(NamedTuple):
     """Something that a model does with each logit by itself. Where it takes logits, ``args`` has :data:`TILE`."""
 
     func: Callable[..., Any]
@@ -57,7 +57,7 @@ class TiledLoss(NamedTuple):
     """
 
     tokens: int
-    steps: tuple[Step, ...]
+    steps: tuple[LogitStep, ...]
     dtype: torch.dtype
     target: torch.Tensor
     ignore_index: int

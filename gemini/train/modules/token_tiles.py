@@ -164,7 +164,7 @@ class TokenTiles:
         return can_be_cut
 
 
-class _Kept(torch.autograd.Function):
+class _KeptForBackward(torch.autograd.Function):
     """Keeps tensors for backward, by the hooks that are open: the node of what it returns has them."""
 
     @staticmethod
@@ -182,7 +182,7 @@ def _checkpointed(
     All rows are kept before the first tile is computed, and tiles keep nothing. So a checkpointed block that ends with
     them ends where they begin when it is computed again, for the last tensor that it has to keep is there.
     """
-    node: Any = _Kept.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
+    node: Any = _KeptForBackward.apply(torch.empty(0, requires_grad=True), *rows).grad_fn  # type: ignore[no-untyped-call]
     sizes = [part.shape[0] for part in parts[0]]
     needs_grad = [each.requires_grad for each in rows]
     # Emptied by the first forward: what is left in a region is there until backward.

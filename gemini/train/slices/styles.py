@@ -133,7 +133,7 @@ class Join(Function):
         return ctx.slices.own(grads[0]), None
 
 
-class Cut(Function):
+class CutLastDim(Function):
     """This slice's part of the last dim of a value that all have; each knows its part of the gradient."""
 
     @staticmethod
@@ -207,7 +207,7 @@ def _rowwise(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -
 
 
 def _rowwise_of_whole(module: nn.Module, own: Forward, slices: Slices, x: torch.Tensor) -> torch.Tensor:
-    return _rowwise(module, own, slices, Cut.apply(x, slices))
+    return _rowwise(module, own, slices, CutLastDim.apply(x, slices))
 
 
 def _embedding_by_rows(module: nn.Module, own: Forward, slices: Slices, ids: torch.Tensor) -> torch.Tensor:
