@@ -100,51 +100,29 @@ class Engine:
         params = self.params = built.params
         params.of_stages = of_stages or {}
         store = self.store = _make_store(built, config, device, rule, _lanes(config, ranks, device))
-        state = self.state = StepState()
-        store.ledger.if_alone = state.occupancy.if_alone
-        # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
-        lock, observers = threading.RLock(), Observers()
-        writes = self.write_observers = WriteObservers([] if store.durable is None else [ChangedChunks(store.chunks)])
 
-        # What computes with them: weights out of their homes, gradients and activations in, updates between.
-        exposure = Exposure(params, store, state)
-        saved_weights = SavedWeights(store.manager, lock, observers)
-        calls = Calls(store.manager, exposure)
-        # When room is short, weights that only the rest of a backward may need go before somebody is refused.
-        store.ledger.register(Turn.PINS, calls.relieve, device.tier)
-        shared = ranks.shares_params
-        updates = self.updates = Updates(
-            store, state, exposure, writes, rule, alone=not shared, threads=config.update_threads
-        )
-        norms = _norms_of(params, ranks, others, in_stages=in_stages)
-        # Room that gathered weights need at once, which gradients on the same tier must leave free.
-        working_set = store.working_set if shared or store.moves else 0
-        gradients = GradientStore(params.handles, store, norms, working_set=working_set)
-        activations = self.activations = make_activation_store(store, calls, built.decision.offload_activations)
-        scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
-        in_backward = InBackward(params, state, updates, gradients, scaling, transient=config.gradients == "transient")
-        self.shards, sink = _company_of(ranks, config, built, store, state, rule, in_backward)
-        by_names = self.by_names = ByName(
-            params.handles, store, state, observers=writes, company=self.shards, slices=others
-        )
-
-        # The passes of a step.
-        parts = Parts(
-            params, store, state, lock, observers, writes, exposure, saved_weights, calls, updates, gradients,
-            activations, scaling, in_backward, self.shards, sink, by_names, others,
-        )  # fmt: skip
-        self.forward = ForwardPass(parts, TrainedParams(params, store, activations, config, rule.spec, grad_hook))
+        # What computes with them, and the passes of a step.
+        parts = _make_parts(built, config, store, ranks, rule, others)
+        self.state = parts.state
+        self.write_observers = parts.writes
+        self.updates = parts.updates
+        self.activations = parts.activations
+        self.shards = parts.company
+        self.by_names = by_names = parts.by_names
+        self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec, grad_hook))
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
         self.again = Again(parts, self.backward, self.recovery)
         self.stepping = Stepping(parts, rule, config.gradients, self.backward, self.recovery)
         self.reads = StrayReads(self.forward, own)
-        self.rewriting = Rewriting(by_names, writes, lock)
+        self.rewriting = Rewriting(by_names, parts.writes, parts.lock)
         self.gathering = Gathering(parts, self.forward)
         self.parking = Parking(parts, config, built.decision.problem)
 
         # The params come home, and into the hands of all that.
-        self.adoption = Adoption(params, store, by_names, exposure, saved_weights, grad_hook, is_divided=shared)
+        self.adoption = Adoption(
+            params, store, by_names, parts.exposure, parts.saved_weights, grad_hook, is_divided=ranks.shares_params
+        )
 
     def take_home(self, fill: Callable[[ByName, Ranks], None] | None = None) -> None:
         """Take the params over: from here on the model is trained with what was made.
@@ -259,9 +237,57 @@ def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_st
     return OtherSlices(ranks.slices)
 
 
-def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None, *, in_stages: bool) -> GradientNorms:
+def _make_parts(
+    built: Built,
+    config: GeminiConfig,
+    store: ChunkStore,
+    ranks: Ranks,
+    rule: UpdateRule,
+    others: OtherSlices | None,
+) -> Parts:
+    """Make what computes with weights out of their homes, gradients and activations in, updates between."""
+    params, state, shared = built.params, StepState(), ranks.shares_params
+    store.ledger.if_alone = state.occupancy.if_alone
+    # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
+    lock, observers = threading.RLock(), Observers()
+    writes = WriteObservers([] if store.durable is None else [ChangedChunks(store.chunks)])
+    exposure = Exposure(params, store, state)
+    calls = Calls(store.manager, exposure)
+    # When room is short, weights that only the rest of a backward may need go before somebody is refused.
+    store.ledger.register(Turn.PINS, calls.relieve, store.device.tier)
+    updates = Updates(store, state, exposure, writes, rule, alone=not shared, threads=config.update_threads)
+    # Room that gathered weights need at once, which gradients on the same tier must leave free.
+    working_set = store.working_set if shared or store.moves else 0
+    gradients = GradientStore(params.handles, store, _norms_of(params, ranks, others), working_set=working_set)
+    activations = make_activation_store(store, calls, built.decision.offload_activations)
+    scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
+    in_backward = InBackward(params, state, updates, gradients, scaling, transient=config.gradients == "transient")
+    company, sink = _company_of(ranks, config, built, store, state, rule, in_backward)
+    return Parts(
+        params=params,
+        store=store,
+        state=state,
+        lock=lock,
+        observers=observers,
+        writes=writes,
+        exposure=exposure,
+        saved_weights=SavedWeights(store.manager, lock, observers),
+        calls=calls,
+        updates=updates,
+        gradients=gradients,
+        activations=activations,
+        scaling=scaling,
+        in_backward=in_backward,
+        company=company,
+        sink=sink,
+        by_names=ByName(params.handles, store, state, observers=writes, company=company, slices=others),
+        slices=others,
+    )
+
+
+def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None) -> GradientNorms:
     """Make the norms of gradients, of which other slices and stages may have a part."""
-    stages = ranks.stages if in_stages else None
+    stages = ranks.stages if params.of_stages else None
     copies = [] if stages is None else params.copies(stages.rank)
     knows_all = not ranks.slice_ or ranks.is_one_model
     return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
