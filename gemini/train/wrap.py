@@ -27,7 +27,7 @@ from gemini.train.checkpoint.saver import pending_in
 from gemini.train.context.parallel import divide_sequences
 from gemini.train.engine import Engine
 from gemini.train.modules.coded_layers import prepare_layers
-from gemini.train.modules.reading import Structure, is_a
+from gemini.train.modules.reading import Structure, is_a, own_buffers
 from gemini.train.modules.token_tiles import tile_tokens
 from gemini.train.optimizers.in_place import give_back as give_optimizer_back
 from gemini.train.params.by_name import ByName
@@ -272,7 +272,7 @@ class _Buffers:
     def __init__(self, structure: Structure, engine: Engine):
         self._device, self._compute = engine.store.device.torch_device, COMPUTE_DTYPES[engine.config.precision]
         # The tensors themselves: undoing a failed wrap gives back the same objects, wherever they were.
-        self._before = [(module, dict(module._buffers)) for _, module in structure.modules if module._buffers]
+        self._before = [(module, own) for _, module in structure.modules if (own := own_buffers(module))]
 
     def move(self) -> None:
         """Bring them there."""
@@ -280,9 +280,8 @@ class _Buffers:
             # Random projections (VeRA) multiply what adapters give, in its dtype; UniLora has indices too.
             in_compute = is_a(type(module), "BufferDict")
             for name, buffer in named.items():
-                if buffer is not None:
-                    dtype = self._compute if in_compute and buffer.is_floating_point() else buffer.dtype
-                    module._buffers[name] = buffer.to(self._device, dtype)
+                dtype = self._compute if in_compute and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(self._device, dtype)
 
     def keep(self) -> None:
         """Let go of what they were: there is no way back to it."""
@@ -295,9 +294,8 @@ class _Buffers:
                 module._buffers[name] = buffer
         if not self._before:
             for module in model.modules():
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        module._buffers[name] = buffer.to("cpu")
+                for name, buffer in own_buffers(module).items():
+                    module._buffers[name] = buffer.to("cpu")
 
 
 def _hook(structure: Structure, engine: Engine) -> Undo:

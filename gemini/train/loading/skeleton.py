@@ -15,6 +15,7 @@ from gemini.ranks.group import Ranks
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import manage
 from gemini.train.loading.paging import stand_in
+from gemini.train.modules.reading import own_params
 from gemini.train.params.by_name import ByName
 
 
@@ -44,9 +45,7 @@ def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
     """Give ``model`` params on the CPU that take no memory instead of its meta params: new ones by the id of old."""
     new: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
+        for name, param in own_params(module).items():
             # A tied param is one object, and stays one.
             if id(param) not in new:
                 made = new[id(param)] = nn.Parameter(torch.empty(0, dtype=param.dtype), param.requires_grad)

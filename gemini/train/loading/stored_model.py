@@ -28,7 +28,7 @@ from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
 from gemini.train.loading.paging import Away, PagedParameter, Pager
 from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
-from gemini.train.modules.reading import Structure
+from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.by_name import ByName, same_bits
 from gemini.train.params.handle import ParamHandle
 from gemini.train.params.tensor_slice import TensorSlice
@@ -406,9 +406,8 @@ def without_progress() -> Iterator[None]:
 def _make_buffers(model: nn.Module) -> None:
     """Give the buffers memory, to be filled."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        for name, buffer in own_buffers(module).items():
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
 
 
 def _fill_buffer(buffer: Any, value: torch.Tensor) -> None:

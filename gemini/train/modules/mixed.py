@@ -26,7 +26,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gemini.errors import warn
-from gemini.train.modules.reading import Structure, structure_of
+from gemini.train.modules.reading import Structure, own_buffers, structure_of
 
 HALVES = (torch.bfloat16, torch.float16)
 TARGETS = ("label", "labels")
@@ -110,9 +110,7 @@ def move_buffers(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], k
             own = module.modules() if isinstance(module, parametrize.ParametrizationList) else (module,)
             beside |= {id(part) for part in own}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or id(module) in beside:
-                continue
+        for name, buffer in {} if id(module) in beside else own_buffers(module).items():
             # Asked with an empty tensor: a buffer that stays as it is is not copied.
             probe = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
             moved = fn(probe)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from gemini.train.params.codes import is_coded
@@ -24,6 +25,16 @@ READ_AS_A_WHOLE = "_gemini_computed_in_tiles"
 _COPY_OF_COMPILED = "_gemini_read_as_a_whole"
 
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def own_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The params of a module itself, under all their names there; modules register None for one that they lack."""
+    return {name: param for name, param in module._parameters.items() if param is not None}
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Its buffers, as :func:`own_params`."""
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
 
 
 class NamedParam(NamedTuple):
@@ -105,8 +116,8 @@ class Structure:
             self.modules.append((path, module))
             if compiled_part(module) is not None:
                 self.compiled.add(id(module))
-        own = [(name, param) for name, param in module._parameters.items() if param is not None]
-        for name, param in own:
+        own = own_params(module)
+        for name, param in own.items():
             self._names.setdefault(id(param), (param, []))[1].append(prefix + name)
             (self.adapters if in_adapter else self._base).add(id(param))
         is_tuner = is_tuner_layer(module)
@@ -182,7 +193,7 @@ def params_read_by(module: nn.Module) -> Iterator[nn.Parameter]:
         return
     if isinstance(module, nn.TransformerEncoder) and len(module.layers):
         yield from module.layers[0].parameters()  # they decide on nested tensors
-    yield from (param for param in module._parameters.values() if param is not None)
+    yield from own_params(module).values()
     for child in module.children():
         if isinstance(child, (nn.ParameterDict, nn.ParameterList)):
             yield from params_read_by(child)
@@ -198,4 +209,4 @@ def rewritten_by(module: nn.Module) -> list[nn.Parameter]:
     # None in most embeddings; a program's own attribute of that name may be anything.
     if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
         return []
-    return [param for param in module._parameters.values() if param is not None and param.dim() == 2]
+    return [param for param in own_params(module).values() if param.dim() == 2]

@@ -16,7 +16,7 @@ from gemini.planning.layout import Layout
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source, TracedParam
 from gemini.planning.working import gathered_at_once
 from gemini.train.modules.mixed import KeepFp32, kept_in_fp32
-from gemini.train.modules.reading import NamedParam, Structure, structure_of
+from gemini.train.modules.reading import NamedParam, Structure, own_buffers, own_params, structure_of
 from gemini.train.params.codes import scales_in
 from gemini.train.params.handle import is_in_stages
 
@@ -51,7 +51,7 @@ def traced_params(model: nn.Module | Structure, kept: Collection[int]) -> tuple[
 def buffer_bytes(model: nn.Module | Structure) -> int:
     """Bytes of all buffers and of the scales of codes, those that share memory once."""
     structure = structure_of(model)
-    buffers = [buffer for _, module in structure.modules for buffer in module._buffers.values() if buffer is not None]
+    buffers = [buffer for _, module in structure.modules for buffer in own_buffers(module).values()]
     coded = [(names[0], param) for param, names in structure.params if id(param) in structure.coded]
     dense = [b for b in (*buffers, *scales_in(coded).values()) if b.layout is torch.strided]
     # By storage: views of one count once, with all of it.
@@ -92,7 +92,7 @@ def trace_of(structure: Structure, precision: str, kept: Collection[int], *, tar
         if own:
             # A child without children of its own: its owner may read its weight without calling it.
             leaves = [child for child in visit.module.children() if not any(child.children())]
-            reachable = [index_of[id(p)] for leaf in leaves for p in leaf._parameters.values() if p is not None]
+            reachable = [index_of[id(p)] for leaf in leaves for p in own_params(leaf).values()]
             moments.append(Moment(Phase.FORWARD, visit.path, tuple(sorted(gathered[-1].union(reachable)))))
             owns.append(own)
     done: set[int] = set()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from gemini.train.modules.reading import Structure
+from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.codes import WHAT_WORKS, is_coded, is_of_library
 from gemini.train.params.handle import handles_of
 
@@ -42,9 +42,8 @@ def refuse_unwrappable(structure: Structure, managed_class: Callable[[type[nn.Mo
             _check_param(names[0], param)
             _check_grad(names[0], param)
     for path, module in structure.modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                _check_buffer(f"{path}.{name}" if path else name, buffer)
+        for name, buffer in own_buffers(module).items():
+            _check_buffer(f"{path}.{name}" if path else name, buffer)
     # After the kinds of tensors: it asks for addresses, which not every kind has.
     _check_memory(structure)
     _check_class(structure.model, managed_class)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini.errors import RankMismatch
 from gemini.ranks.group import Ranks, place_in, size_of
 from gemini.ranks.wire import Tag, Wire
-from gemini.train.modules.reading import is_a, is_tuner_layer
+from gemini.train.modules.reading import is_a, is_tuner_layer, own_params
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.slices.slicing import WholeParams, refuse_differing, sizes_that_divide, style_of
 
@@ -228,8 +228,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh | None, *, is_filled: bool
     cuts: dict[str, TensorSlice] = {}
     for name in found:
         module = model.get_submodule(name)
-        for own, param in module._parameters.items():
-            if param is None or style_of(plan, f"{name}.{own}") != _PARAMS:
+        for own, param in own_params(module).items():
+            if style_of(plan, f"{name}.{own}") != _PARAMS:
                 continue
             if param.shape[0] % size:
                 raise ValueError(

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from gemini.errors import RankMismatch, warn
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import names_of, size_of
-from gemini.train.modules.reading import is_tuner_layer
+from gemini.train.modules.reading import is_tuner_layer, own_params
 from gemini.train.params.codes import first_coded
 from gemini.train.params.handle import SET_DATA
 from gemini.train.params.tensor_slice import TensorSlice
@@ -426,9 +426,9 @@ def expanded(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for module_name, module in model.named_modules():
         style = style_of(plan, module_name)
-        for name, param in module._parameters.items():
+        for name in own_params(module):
             full = f"{module_name}.{name}" if module_name else name
-            if param is not None and (own := style_of(plan, full) or style) is not None:
+            if (own := style_of(plan, full) or style) is not None:
                 found[full] = own
         if style is not None:
             found[module_name] = style
@@ -439,9 +439,8 @@ def _with_tied(model: nn.Module, chosen: dict[str, str]) -> dict[str, str]:
     """Cut an embedding by words whose weight is that of a head that is cut by words."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
-        for param in module._parameters.values():
-            if param is not None:
-                owners.setdefault(id(param), []).append((name, module))
+        for param in own_params(module).values():
+            owners.setdefault(id(param), []).append((name, module))
     for shared in owners.values():
         if len(shared) > 1 and any(chosen.get(name) == "colwise_gather_output" for name, _ in shared):
             for name, module in shared:
@@ -459,10 +458,8 @@ def cuts_of(model: nn.Module, styles: Mapping[str, str], rank: int, size: int) -
     found: dict[str, TensorSlice] = {}
     by_param: dict[int, tuple[str, TensorSlice | None]] = {}
     for module_name, module in model.named_modules():
-        for name, param in module._parameters.items():
+        for name, param in own_params(module).items():
             full = f"{module_name}.{name}" if module_name else name
-            if param is None:
-                continue
             how = cutting_of(styles[full], module, name, param) if full in styles else None
             cut = None if how is None else TensorSlice(tuple(param.shape), how.dim, how.groups, rank, size)
             # A tied param is cut once, whatever its names are called in the plan.

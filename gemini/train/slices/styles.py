@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd import Function
 
 from gemini.ranks.wire import guarded
+from gemini.train.modules.reading import own_params
 
 _DOING = "a sum over the slices of a layer (tp)"
 
@@ -226,7 +227,7 @@ def _embedding_by_columns(module: nn.Module, own: Forward, slices: Slices, *args
 
 
 def _whole_with_summed_grads(module: nn.Module, own: Forward, slices: Slices, *args: Any, **kwargs: Any) -> Any:
-    kept = {name: param for name, param in module._parameters.items() if param is not None}
+    kept = own_params(module)
     for name in kept:
         # So that the module reads the summed view under the param's name, also where it asks its attributes.
         del module._parameters[name]
