@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 from gemini.planning.planes import ALIGN, PAGE, compute_itemsize, precision_of
@@ -64,7 +65,7 @@ class Part:
     stop: int
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return self.stop - self.start
 

@@ -381,7 +381,7 @@ def test_a_disk_that_fails_while_the_model_moves_in(tmp_path: Path, monkeypatch:
     def failing(self: SpillFile, extents: Any) -> FileTransfer:
         nonlocal num_writes
         num_writes += 1
-        if num_writes > 9:
+        if num_writes > 3:
             raise gemini.StorageError("the disk is gone")
         return write(self, extents)
 

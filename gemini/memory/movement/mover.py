@@ -77,7 +77,7 @@ class Mover:
     ):
         self.device = device
         self.tile = tile
-        on_host, on_device = (ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU))
+        on_host, on_device = [ledger.held(tier, "staging") for tier in (Tier.CPU, Tier.GPU)]
         self.staging = Staging(device, tile, ledger, on_host, device_tile=device_tile, on_device=on_device, rule=rule)
         self.watch = Watch() if watch is None else watch
         self.about = self.watch.about
@@ -152,22 +152,14 @@ class Mover:
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
-        self.count(plane.tier, Tier.CPU, into.nbytes)
-        if self.watch.recorder is None:
+        with self.crossing(plane.tier, Tier.CPU, into.nbytes):
             plane.load(start, stop, into)
-        else:
-            with self.watch.crossing(plane.tier, Tier.CPU, into.nbytes):
-                plane.load(start, stop, into)
         return into
 
     def store(self, plane: Plane, start: int, stop: int, source: torch.Tensor) -> None:
         """Overwrite a plane's range from the host tensor ``source``."""
-        self.count(Tier.CPU, plane.tier, source.nbytes)
-        if self.watch.recorder is None:
+        with self.crossing(Tier.CPU, plane.tier, source.nbytes):
             plane.store(start, stop, source)
-        else:
-            with self.watch.crossing(Tier.CPU, plane.tier, source.nbytes):
-                plane.store(start, stop, source)
 
     def store_all(self, parts: Parts, start: int, stop: int) -> None:
         """Overwrite the same range of these planes from host tensors; a file is asked once."""
@@ -182,7 +174,8 @@ class Mover:
         view = plane.host_view(start, stop)
         if view is not None:
             return view, False
-        return self.load(plane, start, stop, self.scratch(number, plane.dtype, stop - start)), True
+        staged = self.scratch(number, plane.dtype, plane.items(stop - start))
+        return self.load(plane, start, stop, staged), True
 
     def gather(self, chunk: Chunk) -> Event:
         """Start to fill a populated window with the weights from home, cast to the compute dtype if home is a wider

@@ -240,11 +240,12 @@ class Room:
 
     def depopulate(self, window: Window, holder: str) -> None:
         """Take the memory of a window away again."""
+        num_bytes = window.num_bytes
         # True: the frame waits for the next window. Memory of their own waits in any case.
         if window.depopulate() or self.is_apart:
-            self.ledger.pass_on(self.tier, window.num_bytes, holder, "pool")
+            self.ledger.pass_on(self.tier, num_bytes, holder, "pool")
         else:
-            self.lending.let_have(window.num_bytes, holder)
+            self.lending.let_have(num_bytes, holder)
 
     def evict(self, chunk: Chunk) -> None:
         """Take the memory of gathered weights that nobody reads. They are clean copies, so nothing is written."""

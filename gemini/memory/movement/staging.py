@@ -10,9 +10,12 @@ bytes are in the ledger ("staging"), reserved when the model is placed, or on th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from gemini.ledger import Ledger
+from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
 from gemini.planning.planes import ADAM, GRAD, WEIGHTS, PlaneKind, RuleSpec, is_wide
 from gemini.planning.working import staged_bytes, staging_bytes
@@ -83,6 +86,11 @@ class StagingSet:
         num_bytes, (at, size) = num_items * dtype.itemsize, self._areas[kind]
         assert num_bytes <= size, (kind, num_items, dtype, self.tile)
         return self._memory.get()[at : at + num_bytes].view(dtype)
+
+    def areas(self, planes: Mapping[PlaneKind, Plane], numel: int) -> dict[PlaneKind, torch.Tensor]:
+        """Areas for so many elements of these planes, each as :meth:`staged`."""
+        num_items = {kind: plane.items(numel) for kind, plane in planes.items()}
+        return {kind: self.staged(kind, plane.dtype, num_items[kind]) for kind, plane in planes.items()}
 
     def scratch(self, number: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """The first elements of area ``number``, as :meth:`staged`. It has room for a tile of fp32, whatever goes

@@ -444,7 +444,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if refusal is not None:
             raise refusal
         # Behind the agreement: a residual that waits for its weights is given up by all ranks alike.
-        states_of.end_waiting(handle for handle, _ in managed)
+        states_of.end_waiting([handle for handle, _ in managed])
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
         if taking and stepping.looks_for_optimizers:

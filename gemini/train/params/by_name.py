@@ -18,7 +18,7 @@ from gemini import kernels
 from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.kernels import crc32
-from gemini.memory.chunks.chunk import Parts, Plane
+from gemini.memory.chunks.chunk import Chunk, Parts, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
@@ -194,21 +194,42 @@ class ByName:
             return  # a checkpoint has brought just these weights, and the rest of their masters with them
         lower = self._waiting_for(handle, value)
         with WHOLE, self._observers.writing(handle.chunk):  # the two halves of a bf16 master, above all
-            self._write(handle, _own_part(handle, value), lower if lower is None else _own_part(handle, lower))
+            rest = lower if lower is None else _own_part(handle, lower)
+            self._write(handle.chunk, handle.part.start, _own_part(handle, value), rest)
             self._forget_copies(handle)
 
-    def write_first(self, handle: ParamHandle, value: torch.Tensor) -> None:
-        """Do :meth:`write` of the first value of a param, while a model is wrapped: nobody has read it or looks on, and
-        where it breaks off the param has its own memory still.
+    def write_first(self, handles: list[ParamHandle], values: list[torch.Tensor]) -> None:
+        """Do :meth:`write` of the first values of neighbours (:meth:`neighbours`), while a model is wrapped: nobody has
+        read them or looks on, and where it breaks off the params have their own memory still.
         """
-        self._write(handle, _own_part(handle, value), None)
+        chunk, base = handles[0].chunk, handles[0].part.start
+        flat = _own_part(handles[0], values[0])
+        if len(handles) > 1:
+            dtype = torch.float32 if RESIDUAL in chunk.planes else chunk.weights.dtype
+            flat = torch.zeros(handles[-1].part.stop - base, dtype=dtype, device="cpu")
+            for handle, value in zip(handles, values, strict=True):
+                flat[handle.part.start - base : handle.part.stop - base].copy_(_own_part(handle, value))
+        self._write(chunk, base, flat, None)
 
-    def _write(self, handle: ParamHandle, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
-        """Split flat masters into planes. ``lower``: the residual, or the fp32 master of an fp16 param, if it is known.
+    def neighbours(self, handles: list[ParamHandle]) -> Iterator[list[ParamHandle]]:
+        """Put together the params of a chunk that one tile has room for, as they stand; larger ones are alone. Those of
+        which nothing is here come first.
+        """
+        group: list[ParamHandle] = []
+        for handle in sorted(handles, key=lambda handle: (handle.part.start, handle.part.stop)):
+            if group and handle.part.stop - group[0].part.start > self._mover.tile:
+                yield group
+                group = []
+            group.append(handle)
+        yield group
+
+    def _write(self, chunk: Chunk, base: int, flat: torch.Tensor, lower: torch.Tensor | None) -> None:
+        """Split flat masters, of elements from ``base`` on, into planes. ``lower``: the residual, or the fp32 master of
+        an fp16 param, if it is known.
 
         Called inside `WHOLE` where there are masters: an interrupt between the two planes would leave halves of two.
         """
-        planes = handle.chunk.planes
+        planes = chunk.planes
         flat = lower if lower is not None and RESIDUAL not in planes else flat
         for start, stop in tiles(0, flat.numel(), self._mover.tile):
             part = flat[start:stop].to("cpu").contiguous()
@@ -219,7 +240,7 @@ class ByName:
                 kernels.split_master(part.float(), hi, lo)
                 halves = {WEIGHTS: hi, RESIDUAL: lo if lower is None else lower[start:stop]}
             parts = [(planes[kind], half) for kind, half in halves.items()]
-            store_tile(self._mover, parts, handle.part.start + start, handle.part.start + stop)
+            store_tile(self._mover, parts, base + start, base + stop)
 
     def _forget_copies(self, handle: ParamHandle) -> None:
         # First the count: a graph from before must be refused, also if dropping the window fails.
@@ -360,7 +381,7 @@ class ByName:
             master = read_range(self._mover, planes[WEIGHTS], handle)
             if RESIDUAL in planes:
                 master = _joined(master, read_range(self._mover, planes[RESIDUAL], handle))
-            self._write(handle, read_range(self._mover, planes[kind], handle), None)
+            self._write(handle.chunk, handle.part.start, read_range(self._mover, planes[kind], handle), None)
             self._forget_copies(handle)
             self._write_range(planes[kind], handle, master)
 
@@ -454,13 +475,9 @@ def read_range(mover: Mover, plane: Plane, handle: ParamHandle, out: torch.Tenso
 
 def host_part(mover: Mover, plane: Plane, start: int, stop: int) -> torch.Tensor:
     """Give at most a tile of a plane as a host tensor, in place or staged: a staged one lives until the next call."""
-    view = plane.host_view(start, stop)
-    if view is not None:
-        return view
-    end = start + plane.page_up(stop - start)
-    staged = mover.scratch(1, plane.dtype, plane.items(end - start))
     # Files are read in whole pages; what of the last one lies behind the range is cut off.
-    return mover.load(plane, start, end, staged)[: plane.items(stop - start)]
+    tile, _ = mover.host_tile(1, plane, start, start + plane.page_up(stop - start))
+    return tile[: plane.items(stop - start)]
 
 
 def store_range(mover: Mover, plane: Plane, base: int, source: torch.Tensor) -> None:

@@ -66,9 +66,8 @@ class Adoption:
         """
         try:
             for index, handles in self._params.by_chunk.items():
-                for handle in handles:
-                    # Noted param by param: what is given back is what was taken, wherever that breaks off.
-                    self._taken.append(_Taken(handle, *self._take(handle, filled)))
+                for group in self._by_names.neighbours(handles):
+                    self._take(group, filled=filled)
                 # A chunk at a time: its params are freed before those of the next one are written.
                 if self._chunks[index].gathered:
                     self._exposure.hide(self._chunks[index])
@@ -121,16 +120,23 @@ class Adoption:
         self._taken.clear()
         self._is_whole = True
 
-    def _take(self, handle: ParamHandle, filled: bool) -> tuple[torch.dtype, torch.Tensor | None]:
-        """Move one param's values home and make it a view of its chunk; returns what undoing that needs.
+    def _take(self, group: list[ParamHandle], *, filled: bool) -> None:
+        """Move the values of neighbours home, and make the params views of their chunk."""
+        originals = [handle.param.data for handle in group]
+        if not filled:
+            self._by_names.write_first(group, originals)
+        for handle, original in zip(group, originals, strict=True):
+            # Noted param by param: what is given back is what was taken, wherever that breaks off.
+            self._taken.append(self._become_view(handle, original, filled=filled))
+
+    def _become_view(self, handle: ParamHandle, original: torch.Tensor, *, filled: bool) -> _Taken:
+        """Make a param a view of its chunk; returns what undoing that needs.
 
         Its dtype is enough, unless it is frozen and gets narrower, or float64: then the original is kept until the
         model is whole.
         """
         param = handle.param
-        original = param.data
         if not filled:
-            self._by_names.write_first(handle, original)
             like = torch.empty_like(original, device="meta")  # of a view with gaps: dense, with its order of dims
             handle.layout = None if like.is_contiguous() else like.stride()
         # Its memory goes with that of the value.
@@ -144,7 +150,8 @@ class Adoption:
             handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
-        return original.dtype, original if narrowed or original.dtype.itemsize > 4 else None
+        is_kept = narrowed or original.dtype.itemsize > 4
+        return _Taken(handle, original.dtype, original if is_kept else None)
 
 
 def _make_ordinary(handle: ParamHandle, value: torch.Tensor) -> None:

@@ -94,7 +94,8 @@ def build(
     largest = max(chunk.numel for chunk in layout.chunks)
     whole = whole_numel(layout, problem.rule)
     tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
-    ledger = _make_ledger(config, problem, placement)
+    moving = problem.moving(placement)
+    ledger = _make_ledger(config, problem, gathers=bool(moving))
     # Before anything is allocated: what does not fit is refused while the model is whole.
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -107,7 +108,12 @@ def build(
     device.reserve_host(needed.get(Tier.CPU, 0) - kept, crossing)
     if device.keeps_windows:  # which others may have for their own
         ledger.make_room(device.tier, ledger.needs[device.tier])
-    of_windows = _window_bytes(ledger, problem, placement, many=not ranks.are_alone)
+    # No more than all windows, and no more than the plan leaves them; beside those of ranks, whose gradients stand in
+    # windows too until they are divided.
+    windows = [problem.window_bytes(i) for i in moving]
+    wanted = min(sum(windows), window_room(problem, placement)) + (0 if ranks.are_alone else problem.in_flight)
+    # Rounded down to whole pages, in which windows get their memory.
+    of_windows = min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
     device.reserve_windows(of_windows)
     # Windows that are never given back count in full; others as they come and go.
     if device.keeps_windows:
@@ -121,7 +127,10 @@ def build(
         for tier in FILED
         if (paths := config.memory.paths_of(tier))
     }
-    chunks = [_make_chunk(spec, problem, placement, device, files, durable) for spec in layout.chunks]
+    chunks = [
+        _make_chunk(spec, problem, placement, device, files, durable, moves=spec.index in moving)
+        for spec in layout.chunks
+    ]
     handles = [
         ParamHandle(
             n.names[0],
@@ -165,11 +174,11 @@ def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed:
     device.begin_budget(problem.budgets[device.tier] if is_declared else None, needed, there, limited=has_all)
 
 
-def _make_ledger(config: GeminiConfig, problem: Problem, placement: Placement) -> Ledger:
+def _make_ledger(config: GeminiConfig, problem: Problem, *, gathers: bool) -> Ledger:
     pool = pool_of(config.memory)
     budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
     ledger = Ledger(budgets, pool)
-    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if problem.moving(placement) else 0)
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if gathers else 0)
     return ledger
 
 
@@ -229,7 +238,7 @@ def _make_views(chunk: Chunk, handles: list[ParamHandle]) -> None:
     if borrowed is not None:
         borrowed.populate()
     for handle in handles:
-        handle.view = chunk.face[handle.slot.start : handle.slot.stop].view(handle.param.shape)
+        handle.view = chunk.face.narrow(0, handle.slot.start, handle.slot.numel).view(handle.param.shape)
     if borrowed is not None:
         borrowed.depopulate()
 
@@ -261,18 +270,6 @@ def _reserve(ledger: Ledger, problem: Problem, placement: Placement) -> None:
         ledger.reserve(Tier.GPU, problem.device_staging, "staging")
 
 
-def _window_bytes(ledger: Ledger, problem: Problem, placement: Placement, *, many: bool) -> int:
-    """The most that windows can have at once: all of them, or what the plan leaves them. ``many``: for several ranks,
-    whose gradients stand in windows too until they are divided.
-    """
-    # No more than all windows, and no more than the plan leaves them.
-    windows = [problem.window_bytes(i) for i in problem.moving(placement)]
-    gathered = min(sum(windows), window_room(problem, placement))
-    wanted = gathered + (problem.in_flight if many else 0)
-    # Rounded down to whole pages, in which windows get their memory.
-    return min(wanted, ledger.free(problem.compute)) // PAGE * PAGE
-
-
 def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tuple[str, int]]]:
     """Of the planes in host memory the bytes of those that stay there, and the others by name, in the order in which
     they are made.
@@ -302,6 +299,8 @@ def _make_chunk(
     device: Device,
     files: Mapping[Tier, SpillFile],
     durable: StoreFolder | None,
+    *,
+    moves: bool,
 ) -> Chunk:
     homes, numel = placement.homes[spec.index], spec.numel // problem.layout.ranks
     streamed = spec.index in placement.streamed
@@ -313,7 +312,7 @@ def _make_chunk(
     weights = planes[WEIGHTS]
     dtype = torch.uint8 if spec.coded else COMPUTE_DTYPES[precision_of(spec, problem.precision)]
     # Its home is where modules read: the plane itself is what they see.
-    if not problem.needs_window(spec.index, homes[WEIGHTS]):
+    if not moves:
         assert isinstance(weights, MemoryPlane)
         chunk = Chunk(spec, planes, weights.tensor, None, weights.tensor, use=Use.HOLD)
     else:

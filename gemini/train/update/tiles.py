@@ -294,9 +294,7 @@ class Tile:
     def _areas(self, planes: Mapping[PlaneKind, Plane]) -> dict[PlaneKind, torch.Tensor]:
         """Staging for planes, which are brought and taken back."""
         self._staged += planes
-        num_items = {kind: plane.items(self._last - self._first) for kind, plane in planes.items()}
-        staging = self._set()
-        return {kind: staging.staged(kind, plane.dtype, num_items[kind]) for kind, plane in planes.items()}
+        return self._set().areas(planes, self._last - self._first)
 
     def _grad_of(self, span: UpdateSpan) -> torch.Tensor:
         """The part of a gradient that autograd left which a span covers. Both count from the param's own part of the

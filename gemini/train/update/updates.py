@@ -69,6 +69,8 @@ class Updates:
         self._mover, self._manager, self._state = store.mover, store.manager, state
         self._moves = store.moves
         self._observers, self._rule = observers, rule
+        self._rules = {exact: rule.of(exact) for exact in (False, True)}
+        """Those of chunks, by whether these keep their states exact."""
         self._exposure = exposure
         self._transfers = store.transfers
         self.pending = cast(dict[int, UpdateJob], store.transfers.open[Lane.UPDATE])
@@ -221,7 +223,7 @@ class Updates:
         known: TilesInPlace | None = chunk.prepared.get(key)
         if known is not None and known.fits(params):
             return ChunkUpdate(chunk, params, known.rule, Path.IN_PLACE, known)
-        update = ChunkUpdate(chunk, params, self._rule.of(chunk.spec.exact), path_of(self._mover, chunk))
+        update = ChunkUpdate(chunk, params, self._rules[chunk.spec.exact], path_of(self._mover, chunk))
         in_place = TilesInPlace.of(self._mover, update)
         if in_place is not None:
             chunk.prepared[key] = in_place
