@@ -53,6 +53,11 @@ class ParamUpdate(NamedTuple):
     sums: kernels.Sums | None = None
     """Of a gradient in the plane that nobody has looked at yet; there when it has landed."""
 
+    @property
+    def is_unseen(self) -> bool:
+        """Whether nobody has looked for inf and NaN yet."""
+        return self.grad is not None or self.sums is not None
+
 
 class Path(Enum):
     """How a chunk is updated."""
@@ -376,7 +381,7 @@ def check_finite(update: ChunkUpdate) -> None:
     Raises:
         NonFiniteGradient: naming the param; nothing of this chunk was touched.
     """
-    unseen = [param for param in update.params if param.grad is not None or param.sums is not None]
+    unseen = [param for param in update.params if param.is_unseen]
     for part in (part for param in unseen for part in param.sums or []):
         if isinstance(part, kernels.DeviceSums):
             part.note_over()  # before the copy that has landed

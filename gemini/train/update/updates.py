@@ -275,7 +275,7 @@ class Updates:
         for param in params:
             # Here, on the training thread: the next step may be counted before this update is made.
             param.handle.num_steps += 1
-        num_bytes = sum(s.grad.numel() * s.grad.element_size() for s in params if s.grad is not None)
+        num_bytes = sum(grad.nbytes for _, grad in update.grads())
         worker = self._worker
         self.wait(chunk)  # another optimizer's part of it
         # Behind the wait, which may have taken the window away.

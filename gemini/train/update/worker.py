@@ -253,7 +253,7 @@ class UpdateWorker(JobThread):
     def _check(self, job: UpdateJob) -> None:
         """Wait for gradients on their way home, and look at those that nobody has looked at, once they are there."""
         job.landed.wait()
-        if all(param.grad is None and param.sums is None for param in job.update.params):
+        if not any(param.is_unseen for param in job.update.params):
             return
         # The host reads gradients; a device that streams looks at them behind `ready` on a stream of its own.
         if job.update.path is not Path.STREAMED:
