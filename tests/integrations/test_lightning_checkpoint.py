@@ -67,6 +67,22 @@ def test_resumed_is_uninterrupted(precision: str, then: str, tmp_path: Path, mon
         assert (state["scale"], state["_growth_tracker"]) == (2.0**7, 3)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_averages_are_in_the_file(precision: str, tmp_path: Path) -> None:
+    """Beside the states of the optimizer's rule, which knows nothing of them."""
+    average = gemini.optim.AveragedRule(decay=0.9)
+    settings = {"disk": on_disk(tmp_path, precision, optimizer=average), "ram": config(precision, optimizer=average)}
+    whole, resumed = Tiny(), Tiny()
+    fit(whole, GeminiStrategy(settings["disk"]), max_epochs=2)
+    fit(Tiny(), GeminiStrategy(settings["disk"])).save_checkpoint(tmp_path / "half.ckpt")
+    fit(resumed, GeminiStrategy(settings["ram"]), ckpt_path=tmp_path / "half.ckpt", max_epochs=2)
+    assert_same(state_of(resumed), state_of(whole))
+    for name, master in whole.state_dict(dtype=torch.float32).items():  # type: ignore[call-arg]
+        if name != "seen":
+            found = gemini.EMA(whole).full_param(name)
+            assert torch.equal(gemini.EMA(resumed).full_param(name), found) and not torch.equal(found, master), name
+
+
 class Tracked(Tiny):
     """With state that is no param and no buffer, and a buffer that grows."""
 

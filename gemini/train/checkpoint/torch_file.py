@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from gemini.errors import GeminiError, StorageError
 from gemini.planning.planes import PlaneKind
 from gemini.replacing import atomic_write
+from gemini.rules import UpdateRule, rule_of
 from gemini.train.optimizers.checks import shown_layout_of
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.optimizers.states import read_state
@@ -54,8 +55,12 @@ def promised_model_state(original: Any) -> dict[str, Any]:
 def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
     """``state_dict`` of torch's AdamW, with promises of the states of managed params."""
 
+    def kept_by(handle: ParamHandle) -> UpdateRule:
+        # The model's rule may keep an average, which the optimizer's does not know of.
+        return rule_of(owner_of(handle).config.optimizer)
+
     def promise(handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
-        shape, dtype = shown_layout_of(optimizer.rule, handle.param)[kind]
+        shape, dtype = shown_layout_of(kept_by(handle), handle.param)[kind]
         return _promise(shape, dtype, lambda: read_state(handle, kind)[kind])
 
     state = torch.optim.Optimizer.state_dict(optimizer)
@@ -63,7 +68,7 @@ def promised_optimizer_state(optimizer: HybridOptimizer) -> dict[str, Any]:
         handle = handle_of(param)
         # As in torch, a param has no state before its first step.
         if handle is not None and handle.num_steps:
-            states = {spec.kind: promise(handle, spec.kind) for spec in optimizer.rule.spec.planes}
+            states = {spec.kind: promise(handle, spec.kind) for spec in kept_by(handle).spec.planes}
             step = torch.tensor(float(handle.num_steps), device="cpu")
             factors = {name: value.clone() for name, value in handle.factors.items()}
             state["state"][index] = {"step": step, **states, **factors}
