@@ -179,6 +179,8 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
     x = noise(2, 30, 16)
     with pytest.raises(gemini.GeminiError, match=r"tile_tokens=8: 'mlp' \(Mixes\) gives a token another result"):
         managed(WithMlp("mixes"))(x)
+    with pytest.raises(gemini.GeminiError, match=r"'mlp' \(Mixes\) gives a token another result"):
+        managed(WithMlp("mixes"))(noise(1, 9, 16))
     assert torch.equal(managed(WithMlp("tuple"))(x), WithMlp("tuple").bfloat16()(x))
     with pytest.raises(gemini.GeminiError, match="neither an MLP .* nor an output head.*Leave tile_tokens out"):
         managed(Blocks())
@@ -198,6 +200,15 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
     for wrong in (0, 1, True, "some", 2.0, "head=1", "head=", "tail=8", "head=8,head=9", ""):
         with pytest.raises(ValueError, match='tile_tokens= is "auto" or a number of tokens, 2 or more'):
             gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_a_short_batch_before_a_long_one_under_checkpointing(tmp_path: Path) -> None:
+    """Both forwards come before their backwards, in which the first is computed again as it was."""
+    model: Any = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model = gemini.GeminiDDP(model.train(), replace(make_config(llama(), "ram", tmp_path), tile_tokens=f"mlp={TOKENS}"))
+    short, longer = (model(**batch(0, rows=1, length=length)).loss for length in (11, 40))
+    (short + longer).backward()
 
 
 def test_a_model_is_as_it_was_when_wrapping_fails_or_ends(tmp_path: Path) -> None:

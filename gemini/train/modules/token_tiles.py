@@ -136,11 +136,12 @@ class TokenTiles:
         Raises:
             GeminiError: naming the module, where a token's result depends on others.
         """
-        # Too few tokens tell nothing: these are computed as a whole, and the class is asked again.
-        kind, rows = type(mlp), [each.detach() for each in given]
-        if kind in self._can_be_cut or rows[0].shape[0] < 3 * _CHECKED_TOKENS:
-            return self._can_be_cut.get(kind, False)
-        first, last = _CHECKED_TOKENS, 2 * _CHECKED_TOKENS
+        kind = type(mlp)
+        if kind in self._can_be_cut:
+            return self._can_be_cut[kind]
+        # Of the first batch, however short: a checkpointed block is computed again in backward as it was in forward.
+        rows, first = [each.detach() for each in given], min(_CHECKED_TOKENS, given[0].shape[0] // 3)
+        last = 2 * first
         training = [module for module in mlp.modules() if module.training]
         try:
             for module in training:  # without dropout
