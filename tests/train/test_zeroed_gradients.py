@@ -163,6 +163,26 @@ def test_a_gradient_that_a_step_has_used_is_not_added_to(where: str, tmp_path: P
     assert_same_state(model, plain)
 
 
+def test_a_gradient_that_a_step_has_used_is_not_used_again(where: str, tmp_path: Path) -> None:
+    """Neither by a second step nor by one of other params; a backward and zero_grad() go on as if neither was asked."""
+    plain, model = Plain(Blocks()), wrap(Blocks(), where, tmp_path)
+    optimizer = adam(model)
+    plain.backward(loss_of(plain.model, 0, "bf16"))
+    plain.step()
+    loss_of(model, 0, "bf16").backward()
+    optimizer.step()
+    refusal = r"more params\) has no new gradient, and optimizer.step\(\) has used the one before it without zero"
+    with pytest.raises(gemini.GeminiError, match=refusal):
+        optimizer.step()
+    model.layers[1](noise(2, 32)).float().square().mean().backward()
+    model.layers[1].zero_grad()
+    with pytest.raises(gemini.GeminiError, match=refusal):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same_state(model, plain)
+
+
 # ---- ``p.grad`` of a managed model, which is None: whoever would do nothing with it is refused, or warned once -------
 
 

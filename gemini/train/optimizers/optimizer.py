@@ -26,6 +26,7 @@ from gemini.train.optimizers import checks
 from gemini.train.optimizers import states as states_of
 from gemini.train.optimizers.checks import RESIDUAL_OF, loaded_group
 from gemini.train.params.handle import (
+    Leftover,
     ParamHandle,
     give_to,
     handle_of,
@@ -446,6 +447,16 @@ class HybridOptimizer(torch.optim.Optimizer):
         # Behind the agreement: a residual that waits for its weights is given up by all ranks alike.
         states_of.end_waiting([handle for handle, _ in managed])
         taking = [(handle, group) for handle, group in managed if handle.takes_step]
+        if len(taking) < len(managed) and not (
+            stepping.state.updated_in_backward or (self.step_in_backward and not self.speculate)
+        ):
+            used = [handle.name for handle, _ in managed if handle.leftover is Leftover.USED and not handle.has_grad]
+            if used:
+                raise GeminiError(
+                    f"{used[0]!r} (and {len(used) - 1} more params) has no new gradient, and optimizer.step() has used "
+                    "the one before it without zero_grad() since, so torch would use it again, and Gemini keeps no "
+                    "gradient that a step has used. Call optimizer.zero_grad() after every optimizer.step()"
+                )
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
         if taking and stepping.looks_for_optimizers:
             stepping.warn_of_no_optimizer()
