@@ -1,11 +1,13 @@
 """Parts of a model computed in tiles of tokens: the same losses, gradients within rounding, and far smaller peaks."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -197,9 +199,28 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
             long(managed(model), 0)
     with pytest.raises(gemini.GeminiError, match="tile_tokens='head=8': this model has no output head .* Leave head="):
         tile_tokens(WithMlp(), "head=8")
+    adapted = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["lm_head"]))
+    with pytest.raises(gemini.GeminiError, match=r"no output head with a loss \(an nn.Linear, no adapter on it\)"):
+        tile_tokens(adapted, "head=8")
     for wrong in (0, 1, True, "some", 2.0, "head=1", "head=", "tail=8", "head=8,head=9", ""):
         with pytest.raises(ValueError, match='tile_tokens= is "auto" or a number of tokens, 2 or more'):
             gemini.GeminiConfig(tile_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_a_loss_from_outside_of_the_model_is_said_to_need_whole_logits() -> None:
+    """As the Trainer's label smoothing; once, and neither in evaluation nor of MLPs."""
+    given = batch(0, rows=2, length=21)
+    labels = given.pop("labels")
+    model = tiled(llama(), "head=8").train()
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is called without labels.*label smoothing") as said:
+        for _ in range(2):
+            model(**given).logits.sum().backward()
+    assert len([each for each in said if "without labels" in str(each.message)]) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiled(llama(), "head=8").eval()(**given)
+        tiled(llama(), "head=8").train()(**given, labels=labels)
+        tiled(llama(), "mlp=8").train()(**given)
 
 
 def test_a_short_batch_before_a_long_one_under_checkpointing(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, warn
 from gemini.train.modules.tiled_loss import TILE, LogitStep, TiledLoss
 
 _ELEMENTWISE = frozenset(
@@ -207,7 +207,7 @@ class Head:
         self.model, self.layer, self.tokens = model, layer, tokens
         self.label = f"tile_tokens={tokens}: {type(model).__name__}"
         self._promises = False
-        self._has_promised = False
+        self._has_promised = self._has_warned = False
         self._asked: TiledLoss | None = None
         """The loss that the next call of the layer is to give in place of logits."""
         self._divisor: Any = 1
@@ -271,7 +271,15 @@ class Head:
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(*args, **kwargs).arguments
             # Only a training forward with labels computes a loss; any other is for its logits.
-            if not self.model.training or not torch.is_grad_enabled() or given.get("labels") is None:
+            trains = self.model.training and torch.is_grad_enabled()
+            if not trains or given.get("labels") is None:
+                if trains and not self._has_warned:
+                    self._has_warned = True
+                    warn(
+                        f"{self.label} is called without labels, for whole logits, so no tile of its head is computed: "
+                        "label smoothing of the Trainer, compute_loss_func and other losses from outside of the model "
+                        "need them. Leave them out, or the head's tiles. This is said once per model"
+                    )
                 return whole(*args, **kwargs)
             self._promises, self._has_promised = True, False
             self._divisor = _divisor_of(given)
