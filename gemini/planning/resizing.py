@@ -17,6 +17,8 @@ from gemini.planning.products import Product
 from gemini.planning.token_tiles import as_tiles, tile_sizes
 from gemini.planning.trace import MemoryTrace, Moment, TracedParam
 
+_NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
+
 
 def resized(one: Any, two: Any, number: int) -> Any:
     """The trace of a step of ``number`` times the sequences of ``one``, where ``two`` is of two times as many.
@@ -38,6 +40,11 @@ def resized(one: Any, two: Any, number: int) -> Any:
         )
     if is_dataclass(one):
         own = {f.name: resized(getattr(one, f.name), getattr(two, f.name), number) for f in fields(one)}
+        if isinstance(one, Moment):
+            # A sum over vocabulary and tokens, in parts of so many elements, takes fewer operations in larger tiles.
+            own["num_ops"] = max(own["num_ops"], two.num_ops)
+            if any(own[name] < 0 for name in _NUMBERS):
+                raise ValueError(f"{one.module} has other work with more sequences")
         return replace(one, **own)  # type: ignore[type-var]
     if isinstance(one, dict) and one.keys() == two.keys():
         return {key: resized(value, two[key], number) for key, value in one.items()}
@@ -50,20 +57,25 @@ def resized(one: Any, two: Any, number: int) -> Any:
 
 
 def _products(one: tuple[Product, ...], two: tuple[Product, ...], number: int) -> tuple[Product, ...]:
-    """Two that have one shape by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace."""
+    """Each with the one of twice the sequences that differs from it in one dimension at most. Two that have one shape
+    by chance, with as many tokens as a layer is wide, are one with ``times`` in a trace.
+    """
     if len(one) != len(two):
-        one, two = (
-            tuple(sorted(p._replace(times=1) for p in products for _ in range(int(p.times)))) for products in (one, two)
-        )
-    if len(one) == len(two):
-        made = tuple(
-            Product._make((a + (b - a) * (number - 1) for a, b in zip(*both, strict=True)))
-            for both in zip(one, two, strict=True)
-        )
-        first, second, last = (sum(p.flops for p in products) for products in (one, two, made))
-        if last == first + (second - first) * (number - 1):
-            return made
-    raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+        one, two = (tuple(p._replace(times=1) for p in own for _ in range(int(p.times))) for own in (one, two))
+    made, rest = list[Product](), [*two]
+    for product in one:
+        alike = [
+            p for p in rest if sum(a != b for a, b in zip(product, p, strict=True)) <= 1 and p.flops >= product.flops
+        ]
+        # Most of them double: one that is the same is another one's, if there is one that does.
+        twin = next((p for p in alike if p.flops == 2 * product.flops), alike[0] if alike else None)
+        if twin is None:
+            raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+        rest.remove(twin)
+        made.append(Product._make(a + (b - a) * (number - 1) for a, b in zip(product, twin, strict=True)))
+    if rest:
+        raise ValueError(f"products of other kinds in one step and in the other: {one}, {two}")
+    return tuple(sorted(made))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -73,8 +85,6 @@ SHALLOW, DEEP = 3, 5
 
 _LAYER = re.compile(r"((?:[^\W\d]\w*\.)*)(\d+)(?=\.|$)")
 """The path of a module or param up to its layer: the names before, and the first number."""
-
-_NUMBERS = [f.name for f in fields(Moment) if f.type == "int"]
 
 
 def _layer_of(name: str) -> int | None:
