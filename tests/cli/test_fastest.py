@@ -177,6 +177,27 @@ def test_a_trace_of_any_size_is_made_of_two(tiny_config: Path) -> None:
         resized((1, 2), (1, 2, 3), 4)
 
 
+def test_a_trace_in_tiles_is_made_of_two_with_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles have 256 tokens at least, so a small batch has fewer of them; and products of few tokens stand before
+    those of the layer's width, others behind them.
+    """
+    shape = {"max_position_embeddings": 512, "hidden_size": 384, "intermediate_size": 640}
+    config = llama_config(tmp_path / "config.json", **{**FOUR_BLOCKS, **shape})
+    taken: list[int] = []
+    take = planner.take_trace
+    monkeypatch.setattr(planner, "take_trace", lambda own: (taken.append(own.batch_size), take(own))[1])
+    settings = TraceSettings(config=str(config), batch_size=32, seq_len=512, layers=2, tile_tokens="auto")
+    made = Traces(of_two=True).take(settings)
+    assert sorted(taken) == [1, 2, 4, 8, 16]
+    for one, other in zip(made.forms, take(settings).forms, strict=True):
+        assert one.tile_tokens == other.tile_tokens and len(one.moments) == len(other.moments)
+        for mine, real in zip(one.moments, other.moments, strict=True):
+            assert sum(p.flops for p in mine.products) == sum(p.flops for p in real.products)
+            assert (mine.live_bytes, mine.flops) == (real.live_bytes, real.flops)
+            assert mine.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+            assert mine.num_ops >= real.num_ops
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
 def test_a_trace_of_many_layers_is_made_of_two(
