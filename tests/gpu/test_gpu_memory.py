@@ -24,6 +24,8 @@ from tests.train.test_memory import Stack
 from tests.world import world_of
 
 MIB = 2**20
+SEGMENT = 2 * MIB
+"""Torch's allocator takes whole ones from the driver, for 10 MiB and more."""
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
@@ -167,6 +169,8 @@ def test_gradients_that_land_as_late_as_they_can_are_within_the_budget(
     ledger, of_windows = world.ledger, world.device._memory._stream.cuda_stream
     train(model, card, in_backward=False, shape=FEW)
     left = config.memory.bytes_of(gemini.Tier.GPU) - ledger.held(gemini.Tier.GPU, "context")
+    # What the allocator rounds the segment of windows up by has its room beside (CUDA_WORKSPACES), in "context".
+    left += SEGMENT - 1
     assert max(taken) <= left, f"{max(taken) / MIB:.1f} MiB were taken, {left / MIB:.1f} are left to the model"
     assert max(waiting) > 1, "some waited together"
 
