@@ -15,9 +15,7 @@ import trl
 from gemini.errors import counted
 from gemini.jobs.errors import JobError, refusing
 
-_KINDS = {
-    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"
-}  # fmt: skip
+_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}
 
 
 def is_text(name: str | None) -> bool:

@@ -185,9 +185,7 @@ def _alternatives(way: Way, fits: bool, rate: float | None) -> Iterator[Report]:
     """
 
     def found(options: str, beside: str, fits: bool | None, rate: float | None, result: str) -> Report:
-        return {
-            "options": options, "beside": beside, "fits": fits, "tokens_per_second": rate, "result": result
-        }  # fmt: skip
+        return {"options": options, "beside": beside, "fits": fits, "tokens_per_second": rate, "result": result}
 
     yield found("as asked", "", fits, rate, "")
     base, beside = way, ""

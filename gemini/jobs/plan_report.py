@@ -318,11 +318,16 @@ def _mesh(report: Report) -> Iterator[str]:
         widths = (-15, 10, 9, *(11 for _ in tiers), 9)
         yield row(widths, f"{rank} of stage", "blocks", "params", *tiers, "works")
         rows = [
-            row(widths, f"  {number}", f"{stage['first_block']}-{stage['stop_block'] - 1}",
-                human_count(stage["num_params"]), *map(human_bytes, stage["held"].values()),
-                human_seconds(stage["seconds"]))
+            row(
+                widths,
+                f"  {number}",
+                f"{stage['first_block']}-{stage['stop_block'] - 1}",
+                human_count(stage["num_params"]),
+                *map(human_bytes, stage["held"].values()),
+                human_seconds(stage["seconds"]),
+            )
             for number, stage in enumerate(mesh["stages"], 1)
-        ]  # fmt: skip
+        ]
         if len(rows) > _STAGES_SHOWN:  # the first and the last ones
             half = _STAGES_SHOWN // 2
             rows[half:-half] = [f"  ... {len(rows) - _STAGES_SHOWN} more ..."]

@@ -83,9 +83,13 @@ class GeminiArguments:
 
 
 _OURS = {
-    "disable_tqdm": True, "logging_first_step": True, "logging_nan_inf_filter": False, "report_to": "none",
-    "log_level": "error", "log_level_replica": "error",
-}  # fmt: skip
+    "disable_tqdm": True,
+    "logging_first_step": True,
+    "logging_nan_inf_filter": False,
+    "report_to": "none",
+    "log_level": "error",
+    "log_level_replica": "error",
+}
 """Defaults that are not TRL's: that it has begun to learn is said at once, and a line is a line."""
 
 _TrlParser: Any = trl.TrlParser

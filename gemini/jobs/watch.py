@@ -87,10 +87,14 @@ class Shown(TrainerCallback):
 
 
 _SHOWN = {
-    "loss": "loss {:.4f}", "perplexity": "perplexity {:.4g}", "reward": "reward {:.4g}",
-    "rewards/accuracies": "accuracy {:.4g}", "accuracy": "accuracy {:.4g}", "grad_norm": "grad norm {:.3g}",
+    "loss": "loss {:.4f}",
+    "perplexity": "perplexity {:.4g}",
+    "reward": "reward {:.4g}",
+    "rewards/accuracies": "accuracy {:.4g}",
+    "accuracy": "accuracy {:.4g}",
+    "grad_norm": "grad norm {:.3g}",
     "tokens_per_second": "{:,.0f} tok/s",
-}  # fmt: skip
+}
 """What is shown of a row, in this order."""
 
 
