@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 import gemini
-from gemini.errors import BudgetExceeded, PlanMismatch, human_bytes
+from gemini.errors import BudgetExceeded, GeminiError, PlanMismatch, human_bytes
 from gemini.jobs.errors import JobError
 from gemini.jobs.screen import stdout_closed_to_others
 from gemini.jobs.settings import PlanSettings, TraceSettings
@@ -245,7 +245,8 @@ class Traces:
             few *= 2
         num_layers = self._num_alike(settings.config or "", settings.layers)
         if num_layers > SHALLOW + DEEP:
-            with suppress(ValueError):  # what moments keep does not grow evenly from layer to layer
+            # What moments keep does not grow evenly from layer to layer, or there is no such model of few.
+            with suppress(ValueError, JobError, GeminiError):
                 three, five = (self._take(replace(settings, layers=number)) for number in (SHALLOW, DEEP))
                 return deepened(three, five, num_layers)
         return self._take(settings)

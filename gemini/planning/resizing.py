@@ -1,4 +1,4 @@
-"""A step as it would be with other sequences in it, or with more layers, from traces of two smaller ones.
+"""A step as it would be with more sequences in it, or with more layers, from traces of two smaller ones.
 
 All bytes and all work of a moment are a part that is there once and a part that comes again with every sequence, and
 with every layer, so two traces tell those of any size. ``gemini plan --fastest`` looks at so many steps that tracing
@@ -212,7 +212,7 @@ def _walk(trace: MemoryTrace, num_layers: int) -> dict[tuple[str, int | None], l
     found: dict[tuple[str, int | None], list[Moment]] = {}
     place: tuple[str, int | None] = ("before", None)
     for number, (layer, moment) in enumerate(zip(layers, trace.moments, strict=True)):
-        way, at = place
+        at = place[1]
         if number == turn:
             place = ("between", None)
         elif number == end:
