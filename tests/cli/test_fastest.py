@@ -31,6 +31,14 @@ from gemini.planning.trace import MemoryTrace
 from tests.cli.commands import FOUR_BLOCKS, Command, llama_config, refused
 
 CLOSE = 1.03
+MORE: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "bert": {"intermediate_size": 48},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "mixtral": {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 2},
+    "qwen3_moe": {"num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+KINDS = ("llama", "mixtral", "gpt2", "bert", "qwen3_moe", "olmo2", "opt")
 SPEEDS = ("gpu_flops_bf16", "h2d", "d2h", "dram_bandwidth", "nvme_read", "nvme_write", "nvme_write_sustained")
 
 
@@ -198,16 +206,23 @@ def test_a_trace_in_tiles_is_made_of_two_with_as_many(tmp_path: Path, monkeypatc
             assert mine.num_ops >= real.num_ops
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        ("llama", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in product(KINDS, (False, True))
+            if case != ("llama", True)
+        ),
+    ],
+)
 def test_a_trace_of_many_layers_is_made_of_two(
     kind: str, checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the step as it is and in tiles, to the last byte; two traces are taken, whatever the number of layers."""
     shape = {"hidden_size": 32, "num_hidden_layers": 9, "num_attention_heads": 2, "vocab_size": 64}
-    more = {"num_key_value_heads": 2, "intermediate_size": 48} if kind != "gpt2" else {}
-    more |= {"num_local_experts": 2} if kind == "mixtral" else {}
-    config = AutoConfig.for_model(kind, **shape, **more)
+    config = AutoConfig.for_model(kind, **shape, **MORE.get(kind, {"num_key_value_heads": 2, "intermediate_size": 48}))
     config.save_pretrained(tmp_path)
     taken: list[int | None] = []
     take = planner.take_trace
