@@ -63,9 +63,8 @@ def cheapest_homes(
     Deterministic, as :func:`gemini.planning.moves.cheapest_moves` is.
     """
     choices: list[HomeChoice] = []
-    alike: dict[
-        tuple[object, ...], list[HomeChoice]
-    ] = {}  # chunks of repeated blocks differ in nothing but their index
+    # Chunks of repeated blocks differ in nothing but their index.
+    alike: dict[tuple[object, ...], list[HomeChoice]] = {}
     for i, chunk in enumerate(problem.layout.chunks):
         form = (chunk.shape, chunk.trainable, chunk.exact, chunk.coded, fetches[i])
         if form not in alike:

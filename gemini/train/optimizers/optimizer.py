@@ -453,8 +453,8 @@ class HybridOptimizer(torch.optim.Optimizer):
             used = [handle.name for handle, _ in managed if handle.leftover is Leftover.USED and not handle.has_grad]
             if used:
                 raise GeminiError(
-                    f"{used[0]!r} (and {len(used) - 1} more params) has no new gradient, and optimizer.step() has used "
-                    "the one before it without zero_grad() since, so torch would use it again, and Gemini keeps no "
+                    f"{used[0]!r}, one of {len(used)}, has no new gradient, and optimizer.step() has used the one "
+                    "before it without zero_grad() since, so torch would use it again, and Gemini keeps no "
                     "gradient that a step has used. Call optimizer.zero_grad() after every optimizer.step()"
                 )
         stepping.step([handle for handle, _ in taking], [group for _, group in taking], stepping.rule.scalars)
