@@ -36,7 +36,7 @@ test: $(VENV)/.built  ## set up, then run the quick tests (ARGS="-k name" to cho
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.built  ## set up, then run the wider sweeps, and what takes minutes
-	@echo "Every two values of parameters meet; all combinations: make test-slow ARGS='-m slow'."
+	@echo "Every two values of parameters meet in a file; all combinations: make test-slow ARGS='-m slow'."
 	$(BIN)/python -m pytest -m "slow and not exhaustive" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(VENV)/.built  ## set up, then run the tests of a GPU (GEMINI_GPU_TESTS=standin: without one)

@@ -6,7 +6,7 @@ reported after the run, because a property test that never met its hard cases pr
 
 What is quick and what is slow is decided here too: of a test that runs for every combination of its parameters, the
 quick suite keeps a choice in which every value occurs (``tests/sweeps.py``), and ``make test-slow`` runs what lets
-every two values meet.
+every two values meet in some test of a file.
 
 Whole files are given to several processes (pytest-xdist, ``--dist loadfile``), and all of ``tests/ranks`` to one of
 them, of the slow ones to two: its pools of processes take longer to start than most tests on them. What takes longest

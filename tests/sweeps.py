@@ -11,40 +11,86 @@ are quick on every machine and in every process.
 ``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters (both of two), for a
 long list of one kind (lengths, states, draws), and ``every=1`` makes a test of another folder a sweep.
 
-Slow are as many of the other cases as it takes for every two values of two parameters to meet: all of them for one or
-two parameters. What is left of three and more is ``exhaustive`` besides: ``pytest -m slow`` runs it, ``make test-slow``
-does not. A case that is asked for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of its own, and
-runs.
+Slow are as many of the other cases as it takes
+
+- for every value of every parameter to be in a case of its test, all placements too;
+- for every two values of two parameters to meet in some test of the file. Where placements and precisions have met in
+  one test of a file, its next test need not repeat all of it;
+- but for lists of more than ``LONG`` values (families, rules, states): of those each meets ``TURNS`` values of every
+  other parameter, not all, and the next one others. On ranks, where a case is one of several processes, it meets one.
+
+Parameters of one name are one parameter in all tests of a file. What is left is ``exhaustive`` besides: ``pytest -m
+slow`` runs it, ``make test-slow`` does not. So does what says itself that it is ``exhaustive``; what says that it is
+``slow`` is never quick. A case that is asked for by its id (``pytest "test_x.py::test_y[ram-bf16]"``) is a family of
+its own, and runs; a test that is asked for alone need not share with its file.
 """
 
 import itertools
+import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 SWEPT = ("train", "ranks", "integrations")
+LONG = 4
+TURNS = {"ranks": 1}
+"""By folder; two in others."""
+
+Value = tuple[str, str]
+"""The name of a parameter (or of several that come together), and the id of its value."""
+Met = dict[Hashable, set[Value]]
 
 
 def mark_slow(items: Sequence[pytest.Item]) -> None:
     """Mark as slow the cases of sweeps that the quick suite leaves out, and as exhaustive what the slow one does."""
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.slow)
+        elif hasattr(item, "callspec"):
             if item.path.parent.name in SWEPT or item.get_closest_marker("sweep"):
                 families[item.nodeid.partition("[")[0]].append(item)
+    met: dict[Any, Met] = defaultdict(lambda: defaultdict(set))
     for name, family in families.items():
         marker = family[0].get_closest_marker("sweep")
         every = marker.kwargs["every"] if marker else 1
-        cases = [item.callspec._idlist for item in family]
-        quick = covering(cases, start=zlib.crc32(name.encode()), every=every, one_of=axis_of("where", family))
-        wide = quick | meeting(cases, quick)
+        able = [number for number, item in enumerate(family) if not item.get_closest_marker("slow")]
+        quick = set[int]()
+        if able:
+            cases = [family[number].callspec._idlist for number in able]
+            start, one_of = zlib.crc32(name.encode()), axis_of("where", [family[number] for number in able])
+            quick = {able[number] for number in covering(cases, start=start, every=every, one_of=one_of)}
+        path, names = family[0].path, names_of(family)
+        wide = quick | meeting(
+            [list(zip(names, item.callspec._idlist, strict=True)) for item in family],
+            quick, met[path], start=zlib.crc32(name.encode()), turns=TURNS.get(path.parent.name, 2),
+        )  # fmt: skip
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)
             if number not in wide:
                 item.add_marker(pytest.mark.exhaustive)
+
+
+def names_of(family: Sequence[pytest.Item]) -> list[str]:
+    """The names of the parameters of a test, in the order of ids; of those that come together all in one."""
+    together: dict[str, str] = {}  # by the name of a parameter, all those that come with it
+    for mark in family[0].iter_markers("parametrize"):
+        names = re.findall(r"\w+", mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0]))
+        together |= dict.fromkeys(names, ",".join(names))
+    names = list(dict.fromkeys(together.get(name, name) for name in family[0].callspec.params))
+    axes = [set(axis) for axis in zip(*(item.callspec._idlist for item in family), strict=True)]
+    if len(names) != len(axes):
+        names = [str(number) for number in range(len(axes))]
+    own = family[0].nodeid.partition("[")[0]
+    for number, (name, axis) in enumerate(zip(names, axes, strict=True)):
+        counted = re.compile("|".join(rf"\b{part}\d+\b" for part in name.split(",")))
+        if any(map(counted.search, axis)):  # "make0" is another thing in each test
+            names[number] = f"{own}:{name}"
+    return names
 
 
 def axis_of(name: str, family: Sequence[pytest.Item]) -> int | None:
@@ -79,15 +125,47 @@ def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1, 
     return chosen
 
 
-def meeting(cases: Sequence[Sequence[str]], beside: set[int]) -> set[int]:
-    """The numbers of a few more cases, so that with those ``beside`` every two values meet that do so in any case."""
-    if len(cases[0]) < 3:  # two equal values of one parameter meet nobody
-        return {*range(len(cases))} - beside
-    pairs = [set(itertools.combinations(enumerate(case), 2)) for case in cases]
-    missing = set().union(*pairs).difference(*(pairs[number] for number in beside))
+def meeting(
+    cases: Sequence[Sequence[Value]], beside: set[int], met: Met | None = None, *, start: int = 0, turns: int = 2
+) -> set[int]:
+    """The numbers of a few more cases, so that with those ``beside`` all is met that is to be met.
+
+    ``met`` is what has met in other tests, and is added to. Always the case with most that is missing; of equals the
+    first, counted from ``start`` on.
+    """
+    met = defaultdict(set) if met is None else met
+    sizes = Counter(name for name, _ in {value for case in cases for value in case})
+    long = {name for name, size in sizes.items() if size > LONG}
+    meetings = [list(meetings_of(case, long)) for case in cases]
+    possible: Met = defaultdict(set)
+    for key, value in itertools.chain(*meetings):
+        possible[key].add(value)
+    limit = {key: min(turns, len(values)) for key, values in possible.items()}
+    own = {value for case in cases for value in case}.difference(*(cases[number] for number in beside))
+
+    def gain(number: int) -> int:
+        news = sum(value not in met[key] and len(met[key]) < limit[key] for key, value in meetings[number])
+        return news + len(own.intersection(cases[number]))
+
+    def choose(number: int) -> None:
+        own.difference_update(cases[number])
+        for key, value in meetings[number]:
+            met[key].add(value)
+
+    for number in beside:
+        choose(number)
+    order = [(start + number) % len(cases) for number in range(len(cases))]
     chosen = set[int]()
-    while missing:
-        best = max(range(len(cases)), key=lambda number: len(missing & pairs[number]))
+    while (best := max(order, key=gain)) is not None and gain(best):
         chosen.add(best)
-        missing -= pairs[best]
+        choose(best)
     return chosen
+
+
+def meetings_of(case: Sequence[Value], long: set[str]) -> Iterator[tuple[Hashable, Value]]:
+    """What meets in a case: two values, or a value of a long list and one of those that it meets in turn."""
+    for one, other in itertools.permutations(case, 2):
+        if one[0] in long:
+            yield (one, other[0]), other
+        elif other[0] not in long:
+            yield frozenset((one, other)), min(one, other)

@@ -1,13 +1,15 @@
-"""Sweeps: what is quick covers every value, with what is slow every two; with what is exhaustive it is all cases."""
+"""Sweeps: what is quick covers every value, what is slow every two in a file; with what is exhaustive it is all cases."""
 
 import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.sweeps import covering, mark_slow, meeting
+from tests.sweeps import covering, mark_slow, meeting, names_of
 
 PRODUCT = [list(case) for case in itertools.product("abcde", "123", "xy")]
 
@@ -35,21 +37,49 @@ def test_each_third_of_a_list_and_values_that_do_not_meet() -> None:
     assert covering([["a", "1"], ["b", "2"], ["b", "3"]]) == {0, 1, 2}
 
 
-def test_with_two_parameters_all_cases_meet() -> None:
-    cases = [list(case) for case in itertools.product("abc", "12")]
-    assert meeting(cases, {0, 3}) == {1, 2, 4, 5} and not meeting(PRODUCT, set(range(len(PRODUCT))))
+def named(*axes: str, **others: str) -> list[list[tuple[str, str]]]:
+    """All cases of the parameters a, b (by their places) and others, whose values are letters."""
+    lists = dict(zip("ab", axes, strict=False)) | others
+    return [list(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def test_every_two_values_meet_in_some_test_of_a_file() -> None:
+    cases, met = named("xyz", "12"), defaultdict[Hashable, set[tuple[str, str]]](set)
+    assert meeting(cases, {0, 3}, met) == {1, 2, 4, 5}
+    assert not meeting(cases, {0, 3, 4}, met), "each value is in one, and what meets has met in the test before"
+    assert len(meeting(cases, {0, 3}, met)) == 1, "of z there was none yet"
+    assert len(meeting(named("xyz", c="12"), {0, 3}, met)) == 4, "another parameter"
+    assert len(meeting(named("xyz", "12"), set())) == 6
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_of_a_long_list_each_meets_some_of_the_others(turns: int) -> None:
+    cases = named("pqrstuvw", "xyz", c="12")
+    run = [cases[number] for number in meeting(cases, set(), turns=turns)]
+    pairs = {pair for case in run for pair in itertools.permutations(case, 2)}
+    assert {frozenset(pair) for pair in pairs if pair[0][0] != "a" != pair[1][0]} == {
+        frozenset(pair) for pair in itertools.product([("b", v) for v in "xyz"], [("c", v) for v in "12"])
+    }
+    for letter in "pqrstuvw":
+        for name in "bc":
+            assert len({other for one, other in pairs if one == ("a", letter) and other[0] == name}) >= turns
+    assert len(run) <= 8 * turns + 2 and meeting(cases, set(), start=3) == meeting(cases, set(), start=3)
 
 
 class Case:
     """What a pytest item says of itself, and the marks it gets."""
 
-    def __init__(self, folder: str, every: int | None, *values: str):
-        self.path, self.nodeid = Path("tests", folder, "test_it.py"), f"test_it.py::test[{'-'.join(values)}]"
-        self.callspec = SimpleNamespace(_idlist=values, params={"where": values[-1]})
+    def __init__(self, folder: str, every: int | None, *values: str, test: str = "test"):
+        self.path, self.nodeid = Path("tests", folder, "test_it.py"), f"test_it.py::{test}[{'-'.join(values)}]"
+        first = {f"p{number}": value for number, value in enumerate(values[:-1])}
+        self.callspec = SimpleNamespace(_idlist=values, params=first | {"where": values[-1]})
         self.marks = {} if every is None else {"sweep": pytest.mark.sweep(every=every)}
 
     def get_closest_marker(self, name: str) -> Any:
         return self.marks.get(name)
+
+    def iter_markers(self, name: str) -> Iterator[Any]:
+        return iter([pytest.mark.parametrize(("p0",), ["it"])])
 
     def add_marker(self, mark: Any) -> None:
         self.marks[mark.name] = mark
@@ -63,15 +93,37 @@ def test_tests_that_train_are_sweeps_and_others_if_they_say_so(folder: str, ever
     mark_slow(cases)
     quick, slow = ([case for case in cases if ("slow" in case.marks) is which] for which in (False, True))
     assert len(quick) == num_quick
-    run = [case.callspec._idlist for case in cases if "exhaustive" not in case.marks]
+    run = [case for case in cases if "exhaustive" not in case.marks]
+    assert len(run) == 30 if folder == "planning" and every is None else 10 <= len(run) < 15
     if folder == "train":
-        pairs = [set(itertools.combinations(enumerate(values), 2)) for values in run]
-        assert set().union(*pairs) == {p for values in PRODUCT for p in itertools.combinations(enumerate(values), 2)}
-    assert len(run) == 30 if folder == "planning" and every is None else 15 <= len(run) < 25
+        again: list[Any] = [Case(folder, every, *values, test="test_other") for values in PRODUCT]
+        mark_slow([*cases, *again])
+        assert sum("exhaustive" not in case.marks for case in again) < len(run)
     for case in slow[:1]:
         alone: Any = Case(folder, every, *case.callspec._idlist)
         mark_slow([alone])
         assert "slow" not in alone.marks, "asked for by its id it runs"
+
+
+def test_what_says_itself_that_it_is_slow_or_exhaustive() -> None:
+    cases: list[Any] = [Case("train", None, *values) for values in PRODUCT]
+    for case in cases:
+        case.add_marker(pytest.mark.slow)
+    cases[0].add_marker(pytest.mark.exhaustive)
+    del cases[0].marks["slow"]
+    mark_slow(cases)
+    assert all("slow" in case.marks for case in cases), "none of them is quick"
+    assert 10 <= sum("exhaustive" not in case.marks for case in cases) < 15
+
+
+def test_a_name_of_one_test_is_not_that_of_another() -> None:
+    """Ids that pytest makes of a name and a number say nothing, and two that come together are one parameter."""
+    case: Any = Case("train", None, "a", "b1", "ram")
+    case.callspec.params = {"p0": "a", "b": None, "where": "ram"}
+    assert names_of([case]) == ["p0", "test_it.py::test:b", "where"]
+    case.iter_markers = lambda name: iter([pytest.mark.parametrize("p0, b", [])])
+    case.callspec._idlist = ("a-b", "ram")
+    assert names_of([case]) == ["p0,b", "where"]
 
 
 @pytest.mark.parametrize("start", range(4))

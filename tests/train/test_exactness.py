@@ -79,12 +79,17 @@ def steps_of(index: int, recipe: Recipe) -> int:
 
 
 def parts() -> Iterator[Any]:
-    """The cases as ranges of draws: six families for the quick suite; all of them, none cut short, for the slow one."""
+    """The cases as ranges of draws: six families for the quick suite, all draws for the slow one; none cut short, which
+    shows the same of longer runs, for the exhaustive one.
+    """
+    slow, exhaustive = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.exhaustive]
     for family, recipe, num_draws in CASES:
-        name, is_quick = f"{family}-{recipe.precision}", (family, recipe.precision) in QUICK
-        marks = () if is_quick else pytest.mark.slow
-        yield pytest.param(family, recipe, range(NUM_QUICK if is_quick else num_draws), True, id=name, marks=marks)
-        yield pytest.param(family, recipe, range(num_draws), False, id=f"{name}-whole", marks=pytest.mark.slow)
+        name, quick = f"{family}-{recipe.precision}", (family, recipe.precision) in QUICK
+        if quick:
+            yield pytest.param(family, recipe, range(NUM_QUICK), True, id=name)
+        rest = range(NUM_QUICK * quick, num_draws)
+        yield pytest.param(family, recipe, rest, True, id=f"{name}-all", marks=slow)
+        yield pytest.param(family, recipe, range(num_draws), False, id=f"{name}-whole", marks=exhaustive)
 
 
 @dataclass(frozen=True)
