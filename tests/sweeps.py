@@ -18,6 +18,7 @@ Slow are as many of the other cases as it takes
   one test of a file, its next test need not repeat all of it;
 - but for lists of more than ``LONG`` values (families, rules, states): of those each meets ``TURNS`` values of every
   other parameter, not all, and the next one others. On ranks, where a case is one of several processes, it meets one.
+  ``@pytest.mark.sweep(every=3, turns=2)`` says another number.
 
 Parameters of one name are one parameter in all tests of a file. What is left is ``exhaustive`` besides: ``pytest -m
 slow`` runs it, ``make test-slow`` does not. So does what says itself that it is ``exhaustive``; what says that it is
@@ -56,18 +57,17 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     met: dict[Any, Met] = defaultdict(lambda: defaultdict(set))
     for name, family in families.items():
         marker = family[0].get_closest_marker("sweep")
-        every = marker.kwargs["every"] if marker else 1
+        how = marker.kwargs if marker else {"every": 1}
         able = [number for number, item in enumerate(family) if not item.get_closest_marker("slow")]
-        quick = set[int]()
+        start, quick = zlib.crc32(name.encode()), set[int]()
         if able:
             cases = [family[number].callspec._idlist for number in able]
-            start, one_of = zlib.crc32(name.encode()), axis_of("where", [family[number] for number in able])
-            quick = {able[number] for number in covering(cases, start=start, every=every, one_of=one_of)}
+            one_of = axis_of("where", [family[number] for number in able])
+            quick = {able[number] for number in covering(cases, start=start, every=how["every"], one_of=one_of)}
         path, names = family[0].path, names_of(family)
-        wide = quick | meeting(
-            [list(zip(names, item.callspec._idlist, strict=True)) for item in family],
-            quick, met[path], start=zlib.crc32(name.encode()), turns=TURNS.get(path.parent.name, 2),
-        )  # fmt: skip
+        named = [list(zip(names, item.callspec._idlist, strict=True)) for item in family]
+        turns = how.get("turns", TURNS.get(path.parent.name, 2))
+        wide = quick | meeting(named, quick, met[path], start=start, turns=turns)
         for number, item in enumerate(family):
             if number not in quick:
                 item.add_marker(pytest.mark.slow)

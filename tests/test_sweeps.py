@@ -1,4 +1,4 @@
-"""Sweeps: what is quick covers every value, what is slow every two in a file; with what is exhaustive it is all cases."""
+"""Sweeps: quick cases cover every value, slow ones every two in a file; with the exhaustive ones it is all cases."""
 
 import itertools
 from collections import defaultdict

@@ -41,8 +41,15 @@ def assert_close(found: list[Found], plain: Found) -> None:
             assert helpers.same_bits(value, found[0].state[name]), f"{name} is not the same on all ranks"
 
 
-def slow(*cases: list[Any]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.slow) for some in cases for case in some]
+SIZES: tuple[dict[str, int], ...] = ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2})
+SLOW: list[tuple[dict[str, int], str, Case, str]] = [
+    *((sizes, "disk", Case(idle=True), "retain") for sizes in ({"dp": 2, "ep": 4}, {"dp": 4, "ep": 2})),
+    *(
+        ({"dp": 2, "ep": 2}, "disk", Case(backwards=2, in_no_sync=in_no_sync), gradients)
+        for gradients in ("retain", "accumulate")
+        for in_no_sync in (False, True)
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -51,26 +58,7 @@ def slow(*cases: list[Any]) -> list[Any]:
         ({"ep": 2}, "disk", Case(idle=True, checkpointing=True, kernel="eager"), "retain"),
         ({"dp": 2, "ep": 2}, "ram", Case(backwards=2), "retain"),
         ({"dp": 2, "ep": 2}, "disk", Case("mixtral", kernel="grouped_mm", balances=True), "retain"),
-        *slow(
-            [  # wherever chunks live
-                (sizes, where, Case(idle=idle), "retain")
-                for sizes in ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2}, {"ep": 2, "dp": 2})
-                for where in ("ram", "disk", "serial", "standin")
-                for idle in (False, True)
-            ],
-            [(sizes, "disk", Case(idle=True), "retain") for sizes in ({"dp": 2, "ep": 4}, {"dp": 4, "ep": 2})],
-            [
-                ({"ep": 2}, "disk", Case(kind, kernel=kernel, checkpointing=checkpointing), "retain")
-                for kind in FAMILIES
-                for kernel in ("eager", "batched_mm", "grouped_mm")
-                for checkpointing in (False, True)
-            ],
-            [
-                ({"dp": 2, "ep": 2}, "disk", Case(backwards=2, in_no_sync=in_no_sync), gradients)
-                for gradients in ("retain", "accumulate")
-                for in_no_sync in (False, True)
-            ],
-        ),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW),
     ],
 )
 def test_experts_over_ranks_train_as_one_process_does(
@@ -79,6 +67,25 @@ def test_experts_over_ranks_train_as_one_process_does(
     num_ranks, run = math.prod(sizes.values()), partial(spread, gradients=gradients)
     found = pool_of(num_ranks).run(run, sizes, where, str(tmp_path), case)
     assert_close(found, plainly(num_ranks * case.backwards, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("where", ["ram", "disk", "serial", "standin"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_wherever_chunks_live(sizes: dict[str, int], where: str, idle: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case, num_ranks = Case(idle=idle), math.prod(sizes.values())
+    assert_close(pool_of(num_ranks).run(spread, sizes, where, str(tmp_path), case), plainly(num_ranks, case))
+
+
+@pytest.mark.slow
+@pytest.mark.sweep(every=1, turns=2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kernel", ["eager", "batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_kernel_of_experts(kind: str, kernel: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case = Case(kind, kernel=kernel, checkpointing=checkpointing)
+    assert_close(pool_of(2).run(spread, {"ep": 2}, "disk", str(tmp_path), case), plainly(2, case))
 
 
 def first_grads(kind: str) -> tuple[float, dict[str, torch.Tensor]]:
@@ -103,17 +110,9 @@ def test_experts_of_other_families(kind: str, pool_of: Pools) -> None:
             assert float((grads[name] - grad).abs().max()) < 1e-5 * largest, name
 
 
-@pytest.mark.parametrize(
-    ("sizes", "where"),
-    [
-        ({"dp": 2, "ep": 2}, "disk"),
-        *(
-            pytest.param(sizes, where, marks=pytest.mark.slow)
-            for sizes in ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
-            for where in ("ram", "disk", "serial", "standin")
-        ),
-    ],
-)
+@pytest.mark.sweep(every=4)
+@pytest.mark.parametrize("where", ["ram", "disk", "serial", "standin"])
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
 def test_updates_inside_backward(sizes: dict[str, int], where: str, pool_of: Pools, tmp_path: Path) -> None:
     case, num_ranks = Case(idle=True, kernel="eager"), math.prod(sizes.values())
     plain = plainly(num_ranks, case, max_norm=math.inf)
