@@ -4,12 +4,13 @@ values meet, and the others run on demand.
 In the folders ``SWEPT``, where a case trains a model, a test that runs for all combinations of its parameters keeps a
 covering choice of them in the quick suite, and the others are marked ``slow``. Every value of every parameter is in the
 choice, as few times as possible: each program once, each precision in turn. Of placements (``where``) one is enough for
-a test, and not the one where nothing moves: tests are many, and meet all of them between them. The choice begins
-elsewhere in each test, by the test's name, so that tests of one shape meet in different combinations; the same cases
-are quick on every machine and in every process.
+a test, and not the one where nothing moves: tests are many, and meet all of them between them. Of more than ``LONG``
+values beside those of another parameter each second one will do. The choice begins elsewhere in each test, by the
+test's name, so that tests of one shape meet in different combinations; the same cases are quick on every machine and in
+every process.
 
 ``@pytest.mark.sweep(every=3)`` on a test, in any folder, keeps each third value of its parameters (both of two), for a
-long list of one kind (lengths, states, draws), and ``every=1`` makes a test of another folder a sweep.
+long list of one kind (lengths, states, draws); ``every=1`` keeps each, and makes a test of another folder a sweep.
 
 Slow are as many of the other cases as it takes
 
@@ -57,13 +58,13 @@ def mark_slow(items: Sequence[pytest.Item]) -> None:
     met: dict[Any, Met] = defaultdict(lambda: defaultdict(set))
     for name, family in families.items():
         marker = family[0].get_closest_marker("sweep")
-        how = marker.kwargs if marker else {"every": 1}
+        how = marker.kwargs if marker else {}
         able = [number for number, item in enumerate(family) if not item.get_closest_marker("slow")]
         start, quick = zlib.crc32(name.encode()), set[int]()
         if able:
             cases = [family[number].callspec._idlist for number in able]
             one_of = axis_of("where", [family[number] for number in able])
-            quick = {able[number] for number in covering(cases, start=start, every=how["every"], one_of=one_of)}
+            quick = {able[number] for number in covering(cases, start=start, every=how.get("every"), one_of=one_of)}
         path, names = family[0].path, names_of(family)
         named = [list(zip(names, item.callspec._idlist, strict=True)) for item in family]
         turns = how.get("turns", TURNS.get(path.parent.name, 2))
@@ -100,11 +101,14 @@ def axis_of(name: str, family: Sequence[pytest.Item]) -> int | None:
     return next((number for number, axis in enumerate(axes) if list(axis) == values), None)
 
 
-def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1, one_of: int | None = None) -> set[int]:
+def covering(
+    cases: Sequence[Sequence[str]], *, start: int = 0, every: int | None = None, one_of: int | None = None
+) -> set[int]:
     """The numbers of a few cases in which each value (or each ``every``-th one) of each parameter occurs.
 
-    Always the case with most values that no chosen one has; of equals the one whose values were chosen least often, and
-    of those the first, counted from ``start`` on. Of the values of parameter ``one_of`` one will do, other than "ram".
+    Where nothing is said of ``every``, it is each, or each second one of a long list beside another parameter. Always
+    the case with most values that no chosen one has; of equals the one whose values were chosen least often, and of
+    those the first, counted from ``start`` on. Of the values of parameter ``one_of`` one will do, other than "ram".
     """
     axes = [list(dict.fromkeys(values)) for values in zip(*cases, strict=True)]
     missing = set[tuple[int, str]]()
@@ -113,7 +117,8 @@ def covering(cases: Sequence[Sequence[str]], *, start: int = 0, every: int = 1, 
             moving = [value for value in values if value != "ram"] or values
             missing.add((axis, moving[start % len(moving)]))
         else:
-            missing |= {(axis, value) for value in values[start % min(every, len(values)) :: every]}
+            step = every or 1 + (len(values) > LONG and len(axes) > 1)
+            missing |= {(axis, value) for value in values[start % min(step, len(values)) :: step]}
     pairs = [set(enumerate(case)) for case in cases]
     order = [(start + number) % len(cases) for number in range(len(cases))]
     chosen, uses = set[int](), Counter[tuple[int, str]]()

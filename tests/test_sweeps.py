@@ -16,7 +16,7 @@ PRODUCT = [list(case) for case in itertools.product("abcde", "123", "xy")]
 
 @pytest.mark.parametrize("start", range(10))
 def test_every_value_is_there_in_as_few_cases_as_can_be(start: int) -> None:
-    chosen = covering(PRODUCT, start=start)
+    chosen = covering(PRODUCT, start=start, every=1)
     assert len(chosen) == 5 and {value for number in chosen for value in PRODUCT[number]} == set("abcde123xy")
     for axis in (1, 2):  # in turn, not one value for all that is left
         values = [PRODUCT[number][axis] for number in chosen]
@@ -25,6 +25,16 @@ def test_every_value_is_there_in_as_few_cases_as_can_be(start: int) -> None:
 
 def test_tests_of_one_shape_meet_in_different_combinations() -> None:
     assert len({frozenset(covering(PRODUCT, start=start)) for start in range(30)}) > 3
+
+
+@pytest.mark.parametrize("start", range(3))
+def test_of_a_long_list_beside_others_each_second_one(start: int) -> None:
+    chosen = covering(PRODUCT, start=start)
+    assert len(chosen) == 3 and {PRODUCT[number][0] for number in chosen} >= {*"abcde"[start % 2 :: 2]}
+    assert {PRODUCT[number][1] for number in chosen} == {*"123"} and {PRODUCT[number][2] for number in chosen} == {
+        *"xy"
+    }
+    assert len(covering([[value] for value in "abcdefgh"], start=start)) == 8, "beside no other"
 
 
 def test_a_case_alone_is_chosen() -> None:
@@ -86,7 +96,7 @@ class Case:
 
 
 @pytest.mark.parametrize(
-    ("folder", "every", "num_quick"), [("train", None, 5), ("train", 2, 3), ("planning", None, 30), ("planning", 1, 5)]
+    ("folder", "every", "num_quick"), [("train", None, 3), ("train", 2, 3), ("planning", None, 30), ("planning", 1, 5)]
 )
 def test_tests_that_train_are_sweeps_and_others_if_they_say_so(folder: str, every: int | None, num_quick: int) -> None:
     cases: list[Any] = [Case(folder, every, *values) for values in PRODUCT]

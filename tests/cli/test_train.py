@@ -111,6 +111,7 @@ def of_kind(kind: str, model: Path, folder: Path, *more: object) -> Command:
     return Command(kind, *words, *more)
 
 
+@pytest.mark.sweep(every=1)
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", DATA)
 def test_every_trainer_goes_on_from_a_checkpoint(kind: str, lora: bool, llama: Path, tmp_path: Path) -> None:
@@ -168,6 +169,7 @@ def test_a_reward_that_is_none_is_refused(llama: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.unattended])
 def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: Command, tmp_path: Path) -> None:
     """And goes on from a checkpoint with the same bits."""

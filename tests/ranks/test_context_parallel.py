@@ -46,12 +46,12 @@ def test_parts_of_sequences_give_the_gradients_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", ["auto", "gathered"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_eight_ranks(family: str, kind: str, pool_of: Pools, tmp_path: Path) -> None:
-    for changes in ({}, {"checkpointing": True, "nvme": str(tmp_path)}):
-        case = Case(family, 8, kind, **changes)
-        assert_as_one_process(pool_of(8).run(step, case), case, 8)
+def test_eight_ranks(family: str, kind: str, checkpointing: bool, pool_of: Pools, tmp_path: Path) -> None:
+    case = Case(family, 8, kind, checkpointing=checkpointing, nvme=str(tmp_path) if checkpointing else "")
+    assert_as_one_process(pool_of(8).run(step, case), case, 8)
 
 
 @pytest.mark.parametrize("kind", ["auto", "gathered"])

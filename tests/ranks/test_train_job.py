@@ -131,8 +131,9 @@ def chats(folder: Path) -> Path:
 
 
 MESHES = [
-    ("moe", {"tp": 2}, "text.jsonl"), ("plain", {"cp": 2}, "chats.jsonl"), ("moe", {"ep": 2}, "text.jsonl"),
-    pytest.param("moe", {"tp": 2}, "chats.jsonl", marks=pytest.mark.slow),
+    ("moe", {"ep": 2}, "text.jsonl"),
+    pytest.param("moe", {"tp": 2}, "text.jsonl", marks=pytest.mark.slow),
+    pytest.param("plain", {"cp": 2}, "chats.jsonl", marks=pytest.mark.slow),
     pytest.param("moe", {"tp": 2, "cp": 2}, "chats.jsonl", marks=pytest.mark.slow),
     pytest.param("moe", {"ep": 2, "replicas": 2}, "text.jsonl", marks=pytest.mark.slow),
 ]  # fmt: skip
