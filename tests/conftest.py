@@ -44,8 +44,13 @@ test_door
 """.split()
 """Files by the seconds they take, quick or slow, the longest first (ranks before all, being one); the others follow."""
 
-CUT_MODELS = ("test_pipeline", "test_tensor_parallel", "test_expert_parallel", "test_slices", "test_meshes")
+CUT_MODELS = (
+    "test_pipeline", "test_tensor_parallel", "test_expert", "test_slice", "test_meshes", "test_context_parallel",
+)  # fmt: skip
 """Of the ranks' files those that take half of the time of the slow ones."""
+
+NO_POOL = ("test_launchers", "test_train_step")
+"""Those that start processes of their own, or none: files like others."""
 
 _LINES = pytest.StashKey[list[str]]()
 
@@ -65,9 +70,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class FewForAllRanks(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            if not nodeid.startswith("tests/ranks/"):
+            folder, _, name = nodeid.partition("::")[0].rpartition("/")
+            if folder != "tests/ranks" or name.startswith(NO_POOL):
                 return str(super()._split_scope(nodeid))
-            is_second = in_two and nodeid.startswith(tuple(f"tests/ranks/{name}" for name in CUT_MODELS))
+            is_second = in_two and name.startswith(CUT_MODELS)
             return "tests/ranks, cut models" if is_second else "tests/ranks"
 
     return FewForAllRanks(config, log)
