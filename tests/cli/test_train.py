@@ -184,6 +184,7 @@ def test_it_trains_by_every_rule_that_a_plan_can_be_made_for(name: str, train: C
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_store(train: Command, tiny_config: Path, text: Path, tmp_path: Path) -> None:
     """No checkpoint was ever written. Another run does not replace its states, and goes on from them if told to. The
     store is on two drives.
