@@ -155,6 +155,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return uninterrupted(tmp_path_factory.mktemp("whole"), save_total_limit=1)
 
 
+@pytest.mark.sweep(every=3)
 @pytest.mark.parametrize("stage", STAGES)
 def test_death_while_saving_leaves_a_whole_checkpoint_to_go_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Any, stage: str

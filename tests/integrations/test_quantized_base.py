@@ -63,6 +63,7 @@ def assert_trains_as_plain(make: Callable[[], Any], where: str, path: Path, **ho
     return model
 
 
+@pytest.mark.sweep(every=4)
 @pytest.mark.parametrize(
     ("where", "how"),
     [

@@ -102,6 +102,7 @@ def id_of(value: Any) -> str | None:
     return "_".join(f"{name}{size}" for name, size in value.items()) if isinstance(value, dict) else None
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     ("sizes", "where", "case", "schedule"),
     [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],

@@ -52,6 +52,7 @@ SLOW: list[tuple[dict[str, int], str, Case, str]] = [
 ]
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(
     ("sizes", "where", "case", "gradients"),
     [

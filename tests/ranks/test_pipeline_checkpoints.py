@@ -81,6 +81,7 @@ def went_on(sizes: dict[str, int], folder: str, tied: bool, schedule: str) -> di
     return found
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize(("tied", "schedule"), [(False, "1f1b"), (True, "interleaved")])
 @pytest.mark.parametrize(
     ("before", "after"),
