@@ -46,6 +46,7 @@ REFUSED_BY_TORCH = {
 """Parts of programs that plain torch refuses (and HybridAdam has no sparse gradients for plain params either)."""
 
 
+@pytest.mark.slow
 def test_every_part_makes_a_program_that_plain_torch_runs() -> None:
     """In fp32: what plain torch refuses by mistake would hide what Gemini does with it."""
     wrong = []
