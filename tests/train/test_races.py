@@ -17,6 +17,7 @@ from tests.world import world_of
 SEEDS = range(10_000, 10_025)  # not those of the hunt
 
 
+@pytest.mark.sweep(every=2)
 @pytest.mark.parametrize("guesses", [False, True], ids=["", "guesses"])
 @pytest.mark.parametrize("seeds", [SEEDS[:6], pytest.param(SEEDS[6:], marks=pytest.mark.slow)], ids=str)
 def test_schedules_do_not_change_the_bits(
@@ -121,6 +122,7 @@ def test_an_interrupt_before_a_gradient_is_taken_is_not_added_to_the_next(number
     fault_hunt.same_world(schedule.recipe, model, optimizer, worlds[1], "after the step was made again")
 
 
+@pytest.mark.slow  # of test_interrupts.py much is quick
 def test_ctrl_c_ends_a_program_in_order(tmp_path: Path) -> None:
     """In the middle of training, a checkpoint perhaps being written behind it."""
     child = Child.start("cpu, all on nvme", tmp_path)
