@@ -43,6 +43,8 @@ class Fluid:
         self.after: list[tuple[int, ...]] = []
         self.urgency: list[float] = []
         self._profile: list[int] = []
+        # By identity of the loads: many tasks have few.
+        self._profile_of: dict[int, tuple[Mapping[str, float] | None, int]] = {}
         self._profiles: dict[tuple[tuple[int, float], ...], int] = {}
         self.takes: list[int] = []
         self.gives: list[int] = []
@@ -76,15 +78,18 @@ class Fluid:
         """
         number = len(self.length)
         after = tuple(after)
-        assert length >= 0 and all(0 <= other < number for other in after), (queue, length, after)
-        shares = ((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
-        profile = tuple(sorted(shares))
-        assert all(share <= 1 + _EPSILON for _, share in profile), (queue, loads)
+        assert length >= 0 and max(after, default=NOTHING) < number, (queue, length, after)
+        profile = self._profile_of.get(id(loads))
+        if profile is None or profile[0] is not loads:
+            shares = ((self._resources[name], load) for name, load in (loads or {}).items() if load > 0)
+            sizes = tuple(sorted(shares))
+            assert all(share <= 1 + _EPSILON for _, share in sizes), (queue, loads)
+            profile = self._profile_of[id(loads)] = (loads, self._profiles.setdefault(sizes, len(self._profiles)))
         self.queue.append(self.queues.setdefault(queue, len(self.queues)))
         self.length.append(length)
         self.after.append(after)
         self.urgency.append(urgency)
-        self._profile.append(self._profiles.setdefault(profile, len(self._profiles)))
+        self._profile.append(profile[1])
         self.takes.append(takes)
         self.gives.append(gives)
         return number

@@ -274,7 +274,7 @@ class Work:
         waiting = waiting_gradients(problem.layout, compute_itemsize(problem.precision))
         return max(problem.in_flight, waiting) + max(problem.budgets[tier] - self.plan.bytes_per_tier.get(tier, 0), 0)
 
-    @property
+    @cached_property
     def activations_at(self) -> Tier | None:
         """Where checkpointed activations wait, if it is not where they are."""
         wanted = self.plan.offload_activations
