@@ -23,9 +23,13 @@ from gemini.memory.durable.folder import has_commit
 _BYTES_PER_PARAM, _BYTES_PER_TRAINED = 2, 12
 """In a checkpoint: weights as a model, and what training goes on from."""
 
+_NEWEST = ("auto", "True", "true")
+"""Values of --resume_from_checkpoint that are no folder."""
+
 
 def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path | None:
-    """The checkpoint to start from, or None to start anew. ``store``: the folder of the run's durable store.
+    """The checkpoint to start from, or None to start anew. ``resume``: its folder; "auto" or "True" for the newest one,
+    of which the latter must be there. ``store``: the folder of the run's durable store.
 
     Raises:
         JobError: if the one named is not there, or starting anew would mix with what is in ``out`` or ``store``.
@@ -33,14 +37,19 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
     """
     kept = None if store is None or not has_commit(store) else committed(store)
     is_own = kept is not None and kept.run == os.path.realpath(out)
-    if kept is not None and not is_own and resume in (None, "auto"):
+    if kept is not None and not is_own and resume in (None, *_NEWEST):
         raise JobError(
             f"--nvme_path {store} holds the durable store of {f'the run in {kept.run}' if kept.run else 'a program'}, "
             "which this run would replace. Give another folder, or go on from it with --resume_from_checkpoint and "
             "this folder."
         )
-    if resume == "auto":
+    if resume in _NEWEST:
         found = newest(str(out), store)
+        if found is None and resume != "auto":
+            raise JobError(
+                f"--resume_from_checkpoint {resume}: {out} has no checkpoint. Give another --output_dir or the checkpoint "
+                "itself; with auto a run starts anew where there is none."
+            )
         return None if found is None else Path(found)
     if resume is None:
         last = last_whole(str(out))

@@ -195,6 +195,7 @@ class PlanSettings(_Printed, _Played, _Step):
         """
         if self.micro_batch not in (None, "auto"):
             raise JobError(f"--micro-batch must be auto, got {self.micro_batch!r}; --batch-size says how large it is.")
+        check(self)  # a number that is none is no option left out
         for pair in contradictions(self, _PLAN_APART):
             raise JobError(_PLAN_APART[pair].format(self=self))
         super().check()

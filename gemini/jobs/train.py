@@ -122,7 +122,7 @@ class Run:
         ours, asked = self.options.ours, self.options.args.resume_from_checkpoint
         # Of several folders the first one has the records.
         store = Path(ours.nvme_path[0]) if ours.durable_every and ours.nvme_path else None
-        return checkpoints.choose("auto" if asked in ("True", "true") else asked, self.out, store=store)
+        return checkpoints.choose(asked or None, self.out, store=store)
 
     def _tokenizer(self, source: ModelSource, data: dict[str, Any]) -> Any:
         """The tokenizer, once it is known that the model has a number for each of its tokens."""
@@ -141,10 +141,11 @@ class Run:
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         self._console.print(f"data: {words_of(data, script.dataset_train_split)}; {words}")
-        if args.eval_strategy != "no":
+        if _evaluates(args):
             if script.dataset_test_split not in data:
+                how = "--eval_on_start" if args.eval_on_start else f"--eval_strategy {args.eval_strategy.value}"
                 raise JobError(
-                    f"--eval_strategy {args.eval_strategy.value}: the data has no split {script.dataset_test_split!r} "
+                    f"{how}: the data has no split {script.dataset_test_split!r} "
                     f"(it has {', '.join(data)}). --test_split_size 0.05 takes one, --dataset_test_split names another."
                 )
             self._console.print(f"to evaluate on: {words_of(data, script.dataset_test_split)}")
@@ -205,7 +206,7 @@ class Run:
                 model=self.model,
                 args=args,
                 train_dataset=data[script.dataset_train_split],
-                eval_dataset=data[script.dataset_test_split] if args.eval_strategy != "no" else None,
+                eval_dataset=data[script.dataset_test_split] if _evaluates(args) else None,
                 processing_class=tokenizer,
                 callbacks=[MetricsCallback(), Shown(self._console, self._resume), self._stop, self.position],
                 **more,
@@ -244,6 +245,11 @@ class Run:
                 f"saved as checkpoint-{at}; --resume_from_checkpoint auto goes on from there. A lower --learning_rate "
                 "may help."
             ) from e
+        except (TypeError, ValueError):
+            if self.position.begun_at is not None:
+                raise  # no option's
+            with refusing(f"gemini {self.kind}"):
+                raise
         return trainer.state.global_step >= trainer.state.max_steps or not self._stop.heeded
 
     def go(self, again: str) -> int:
@@ -270,6 +276,10 @@ class Run:
         if self.options.args.push_to_hub:
             self.trainer.push_to_hub(dataset_name=self.options.script.dataset_name)
         return 0 if all_within else 1
+
+
+def _evaluates(args: Any) -> bool:
+    return bool(args.eval_on_start or args.eval_strategy != "no")
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import transformers
 import trl
 import yaml
 from accelerate import ParallelismConfig
@@ -163,9 +164,9 @@ class Parser(Refusing, _TrlParser):
             values, of_file, rest = self.parse_args_and_config(
                 words, return_remaining_strings=True, separate_remaining_strings=True
             )
-        if unknown := (*of_file[::2], *rest):
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        _check_alone(values)
+            if unknown := (*of_file[::2], *rest):
+                self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            _check_alone(values)
         self.values, self.said = values, copy.deepcopy(self.said)  # records are made of the values, in place
         return self
 
@@ -290,11 +291,19 @@ _APART = {
 }
 """Two conditions, as :func:`gemini.config.contradictions` reads them, and what is said of them together."""
 
+_COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length")
+_LEAST = dict.fromkeys((*_COUNTS, "replicas", "tp", "cp", "ep"), 1) | {"durable_every": 0}
+
 
 def _check_alone(values: Namespace) -> None:
     """Refuse what can be before processes meet."""
     if isinstance(values.nvme_path, str):  # in YAML
         values.nvme_path = [values.nvme_path]
+    for name, least in _LEAST.items():
+        if (number := getattr(values, name, None)) is not None and number < least:
+            raise JobError(f"--{name} must be at least {least}, got {number}.")
+    with refusing(f"--seed {values.seed}", only=ValueError):
+        transformers.set_seed(values.seed)  # as the job will
     for name in (*(f"{tier.value}_memory" for tier in Tier), "activations"):
         if (size := getattr(values, name)) is not None:
             check_size(f"--{name}", str(size))
@@ -315,9 +324,6 @@ def parallelism_of(ours: GeminiArguments, num_processes: int) -> ParallelismConf
         JobError: for numbers of processes that do not go together.
     """
     sizes = {name: getattr(ours, name) for name in ("replicas", "tp", "cp", "ep")}
-    for name, size in sizes.items():
-        if size < 1:
-            raise JobError(f"--{name} must be at least 1, got {size}.")
     groups = math.prod(sizes.values())
     if num_processes % groups:
         asked = " ".join(f"--{name} {size}" for name, size in sizes.items() if size > 1)

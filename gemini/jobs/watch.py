@@ -29,14 +29,15 @@ class Position(TrainerCallback, ExportableState):
     """Writes into each checkpoint (``trainer_state.json``) of which rows it is: another run's are not gone on with.
 
     Attributes:
-        begun_at: the steps that were done when the run began.
+        begun_at: the steps that were done when the run began; None before.
 
     Raises:
         JobError: before the first step, saying what is there and here. A checkpoint that says nothing is taken.
     """
 
     def __init__(self, identity: dict[str, Any]) -> None:
-        self.identity, self.begun_at = identity, 0
+        self.identity = identity
+        self.begun_at: int | None = None
 
     def state(self) -> dict[str, Any]:
         return {"args": {"identity": self.identity}, "attributes": {}}

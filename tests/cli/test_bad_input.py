@@ -83,6 +83,19 @@ def test_model_paths_without_a_model(
     refused(train(folder, *bytewise), damaged, begun=True)
 
 
+def test_what_the_trainer_refuses_before_its_first_step(
+    gemini_command: Command, tmp_path: Path, tiny_config: Path, text: Path
+) -> None:
+    def train(*more: object):
+        given = ("--model_name_or_path", tiny_config, "--dataset_name", text, "--output_dir", tmp_path / "out", *more)
+        return gemini_command("sft", "--max_length", 8, "--max_steps", 1, *given)
+
+    refused(train("--learning_rate", "inf"), "lr of the optimizer AdamW must be a finite number", begun=True)
+    wrong = ("--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"x": 1}')
+    refused(train(*wrong), "got an unexpected keyword argument 'x'", begun=True)
+    refused(train("--eval_on_start", "true"), "--eval_on_start: the data has no split 'test'", begun=True)
+
+
 def test_a_vocabulary_or_window_that_does_not_fit(
     gemini_command: Command, tmp_path: Path, text: Path, tiny_values: dict[str, Any]
 ) -> None:
@@ -116,3 +129,4 @@ def test_an_out_folder_that_cannot_be_or_is_taken(
     )
     refused(train(taken, "--resume_from_checkpoint", tmp_path / "absent"), "there is no checkpoint at")
     refused(train(taken, "--resume_from_checkpoint", taken), "has no gemini/ (masters and optimizer states)")
+    refused(train(tmp_path / "new", "--resume_from_checkpoint", "True"), "True: ", "has no checkpoint")

@@ -44,6 +44,10 @@ REQUESTS = {
     f"{JOB} --load_in_4bit": "give --use_peft as well",
     f"{JOB} --tp 0": "--tp must be at least 1",
     f"{JOB} --tp 2": "--tp 2 takes 2 processes or a multiple of that, and there is 1",
+    f"{JOB} --durable_every=-1": "--durable_every must be at least 0, got -1",
+    f"{JOB} --gradient_accumulation_steps 0": "--gradient_accumulation_steps must be at least 1, got 0",
+    f"{JOB} --max_length 0": "--max_length must be at least 1, got 0",
+    f"{JOB} --seed=-1": "--seed -1: Seed must be between 0",
     f"{JOB} --use_peft": "--use_peft adapts trained weights, and preset gpt2-small has none",
     "dpo --model_name_or_path gpt2-small": "Say what to train on with --dataset_name",
     "grpo --dataset_name x": "Say what to train with --model_name_or_path",
@@ -57,6 +61,7 @@ REQUESTS = {
     f"grpo{JOB[3:]} --reward_funcs none --output_dir left": "--reward_funcs none:",
     "plan c.json --gpu '24 parsecs' --cpu 1GiB": "--gpu 24 parsecs: size: unknown unit",
     "plan c.json --cpu=-1GiB": "--cpu -1GiB: size must not be negative",
+    f"{PLAN} --fastest --machine rtx4090 --tokens-per-step 0": "--tokens-per-step must be at least 2, got 0",
     f"{PLAN} --batch-size 0": "--batch-size must be at least 1, got 0",
     f"{PLAN} --seq-len 1": "--seq-len must be at least 2",
     f"{PLAN} --gpus 0": "--gpus must be at least 1",
@@ -121,6 +126,7 @@ REQUESTS = {
     "doctor --json mine.json": "add --measure",
     "doctor --measure --json absent/mine.json": "there is no folder absent",
     "doctor --measure --json .": "is a folder",
+    "demo --seed=-1 --out out": "--seed -1: Seed must be between 0",
     "demo --cpu-memory 'a lot' --out out": "--cpu-memory a lot: size: cannot read 'a lot'",
 }
 
