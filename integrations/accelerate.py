@@ -295,20 +295,20 @@ class GeminiAccelerator(SavingAccelerator):
             self.scaler.unscale_(one)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip all gradients of the managed model to ``max_norm``; returns their norm before.
+        """Clip gradients of a managed model, or of those of its params, to ``max_norm``; returns their norm before.
 
         Raises:
-            ValueError: for some of its params only, and before the last micro-batch of an accumulation.
+            ValueError: for params of several models, and before the last micro-batch of an accumulation.
         """
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         handles = handles_of(params)
         if not handles:
             return super().clip_grad_norm_(params, max_norm, norm_type)
         engine = owner_of(handles[0])
-        given = {id(handle) for handle in handles}
-        if any(h.param.requires_grad and id(h) not in given for h in engine.params.handles) or len(given) < len(params):
+        if len(handles) < len(params) or any(owner_of(handle) is not engine for handle in handles):
             raise ValueError(
-                "clip_grad_norm_ clips a managed model as a whole: pass model.parameters() of one model, all of them"
+                "clip_grad_norm_ was given params of several models, and the norm of a managed one is its own: clip each "
+                "model by itself, or prepare them as one (nn.ModuleDict), whose norm is that of all"
             )
         if not self.sync_gradients:
             raise ValueError(
@@ -319,7 +319,8 @@ class GeminiAccelerator(SavingAccelerator):
         if model is None:
             raise ValueError("clip_grad_norm_ was given the params of a model that this accelerator has not prepared")
         self.unscale_gradients([optimizer for optimizer in self._optimizers if engine_in(optimizer) is engine])
-        return model.clip_grad_norm_(max_norm, norm_type)
+        is_all = {*params} >= {handle.param for handle in engine.params.handles if handle.param.requires_grad}
+        return model.clip_grad_norm_(max_norm, norm_type, params=None if is_all else params)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Refused for managed params: their gradients are clipped by norm only."""

@@ -288,8 +288,13 @@ def test_clipping_that_would_mean_something_else_is_refused() -> None:
             run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
     with run.accelerator.accumulate(run.model):
         run.accelerator.backward(run.model(**rows(0, 1)).loss)
-        with pytest.raises(ValueError, match="as a whole"):
-            run.accelerator.clip_grad_norm_(run.model.model.layers[0].parameters(), 1.0)
+        other = run.accelerator.prepare_model(torch.nn.Linear(2, 2))
+        for more in (other, torch.nn.Linear(2, 2)):
+            with pytest.raises(ValueError, match="of several models"):
+                run.accelerator.clip_grad_norm_([*run.model.parameters(), *more.parameters()], 1.0)
+        layer = [*run.model.model.layers[0].parameters()]
+        norm = torch.stack([run.model.full_grad(name).norm() for name, p in run.model.named_parameters() if p in {*layer}])
+        assert run.accelerator.clip_grad_norm_(layer, torch.inf) == pytest.approx(norm.norm().item())
         with pytest.raises(ValueError, match="use clip_grad_norm_"):
             run.accelerator.clip_grad_value_(run.model.parameters(), 1.0)
         assert run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0) > 0
