@@ -274,3 +274,28 @@ def test_add_param_group_and_flipped_requires_grad(where: str, tmp_path: Path) -
         for param in changed.model.layers[0].parameters():
             param.requires_grad_(False)
     assert_trains_alike(model, optimizer, plain, [3])
+
+
+def test_what_is_trained_later_leaves_room_for_the_staging_of_a_drive(tmp_path: Path) -> None:
+    def run(cpu: int) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+        net[:4].requires_grad_(False)
+        memory = gemini.MemoryBudget(cpu=cpu, nvme="8MiB", nvme_path=str(tmp_path))
+        model = gemini.GeminiDDP(net, gemini.GeminiConfig(precision="fp32", memory=memory, device="cpu"))
+        optimizer = gemini.HybridAdam([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        for step in range(3):
+            if step == 1:
+                model[:4].requires_grad_(True)
+                optimizer.add_param_group({"params": [*model[:4].parameters()]})
+            model(torch.ones(2, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.state_dict()
+
+    expected = run(2**23)
+    for cpu in range(170 * 2**10, 540 * 2**10, 20 * 2**10):
+        try:
+            assert all(map(same_bits, run(cpu).values(), expected.values())), cpu
+        except gemini.BudgetExceeded as e:
+            assert "became trained" in str(e) or "raise the cpu budget" in str(e), (cpu, e)
