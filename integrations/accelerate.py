@@ -307,8 +307,8 @@ class GeminiAccelerator(SavingAccelerator):
         engine = owner_of(handles[0])
         if len(handles) < len(params) or any(owner_of(handle) is not engine for handle in handles):
             raise ValueError(
-                "clip_grad_norm_ was given params of several models, and the norm of a managed one is its own: clip each "
-                "model by itself, or prepare them as one (nn.ModuleDict), whose norm is that of all"
+                "clip_grad_norm_ was given params of several models, and the norm of a managed one is its own: clip "
+                "each model by itself, or prepare them as one (nn.ModuleDict), whose norm is that of all"
             )
         if not self.sync_gradients:
             raise ValueError(

@@ -47,8 +47,8 @@ def choose(resume: str | None, out: Path, *, store: Path | None = None) -> Path 
         found = newest(str(out), store)
         if found is None and resume != "auto":
             raise JobError(
-                f"--resume_from_checkpoint {resume}: {out} has no checkpoint. Give another --output_dir or the checkpoint "
-                "itself; with auto a run starts anew where there is none."
+                f"--resume_from_checkpoint {resume}: {out} has no checkpoint. Give another --output_dir or the "
+                "checkpoint itself; with auto a run starts anew where there is none."
             )
         return None if found is None else Path(found)
     if resume is None:
