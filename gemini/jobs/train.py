@@ -211,6 +211,13 @@ class Run:
                 callbacks=[MetricsCallback(), Shown(self._console, self._resume), self._stop, self.position],
                 **more,
             )
+        judges = getattr(trainer, "reward_processing_classes", ())  # None of a reward that is a function
+        unmarked = any(known is not None and not known.chat_template for known in judges)
+        if unmarked and trl.is_conversational(next(iter(data[script.dataset_train_split]))):
+            raise JobError(
+                f"--reward_model_name_or_path {script.reward_model_name_or_path}: the data has chats, and this model's "
+                "tokenizer has no chat template. Save one with it, or give prompts that are text."
+            )
         if use_cache is not None:
             self.model.config.use_cache = use_cache  # switched off for training; the saved model is to generate with it
         trainer.remove_callback(transformers.PrinterCallback)
