@@ -152,6 +152,30 @@ def test_a_flattened_state_of_torch(tmp_path: Path) -> None:
     assert train(second, others, [2]) == train(first, optimizer, [2])
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_files_of_torch_distributed_checkpoint_into_a_new_run(flat: bool, tmp_path: Path) -> None:
+    """The way of torch's own guide: the states of an optimizer without steps say what is to be loaded."""
+    options = of_torch.StateDictOptions(flatten_optimizer_state_dict=flat)
+
+    def states_of(model: Any, optimizer: Any) -> dict[str, Any]:
+        return dict(
+            zip(("model", "optimizer"), of_torch.get_state_dict(model, optimizer, options=options), strict=True)
+        )
+
+    first = wrap(llama(), "ram", tmp_path)
+    train(first, optimizer := adam(first), range(2))
+    dcp.save(states_of(first, optimizer), checkpoint_id=tmp_path / "files", no_dist=True)
+    second = wrap(llama(), "disk", tmp_path)
+    others = adam(second)
+    assert not others.state and not others.state_dict()["state"]
+    dcp.load(states := states_of(second, others), checkpoint_id=tmp_path / "files", no_dist=True)
+    of_torch.set_state_dict(
+        second, others, model_state_dict=states["model"], optim_state_dict=states["optimizer"], options=options
+    )
+    assert_same_snapshot(snapshot(first), snapshot(second))
+    assert train(second, others, [2]) == train(first, optimizer, [2])
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_files_of_torch_distributed_checkpoint(older: bool, tmp_path: Path) -> None:
     """``older``: of a Gemini that did not save which weights a residual is of."""

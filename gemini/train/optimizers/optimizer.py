@@ -332,7 +332,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             }
         for index, param in enumerate(params_of(self)):
             handle = handle_of(param)
-            if handle is not None and handle.num_steps:
+            if handle is not None and (handle.num_steps or self.state.listed and handle.chunk.trained):
                 result["state"][index] = states_of.saved_state(handle)
             elif "residual" in result["state"].get(index, {}):
                 result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))

@@ -7,6 +7,7 @@ too, is the model's and stays. The optimizer of before has no states of these pa
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -49,19 +50,25 @@ class States(defaultdict):  # type: ignore[type-arg]
     param start anew, as in torch.
 
     ``len`` and iteration count states of plain params alone: what goes over all states would put others in their place.
-    Never false: torch.distributed.checkpoint makes a step of zeros where it finds no state. It also asks each param for
-    the names of its states before it loads values for them.
+    False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there, makes
+    a step of zeros then, with gradients of its own. Managed params have states of zeros already: ``listed`` says that
+    they are asked for, and are in ``state_dict()`` from then on. It also asks each param for the names of its states.
     """
 
     def __init__(self, optimizer: HybridOptimizer, states: Mapping[Any, Any]):
         super().__init__(dict, states)
         self._optimizer = weakref.ref(optimizer)
+        self.listed = False
 
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))  # a copy of an optimizer has plain params only
 
     def __bool__(self) -> bool:
-        return True
+        optimizer, asking = self._optimizer(), sys._getframe(1)
+        managed = [] if optimizer is None else managed_of(optimizer)
+        if managed and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            self.listed = True
+        return self.listed or len(self) > 0 or any(handle.num_steps for handle in managed)
 
     def __missing__(self, param: Any) -> Any:
         handle = self._managed(param)
@@ -119,6 +126,7 @@ class States(defaultdict):  # type: ignore[type-arg]
     def clear(self) -> None:
         # Plain ones go with the dict; managed ones start anew in their planes.
         super().clear()
+        self.listed = False
         optimizer = self._optimizer()
         if optimizer is not None:
             start_anew(managed_of(optimizer))
