@@ -434,6 +434,26 @@ def test_training_and_saving_are_refused_inside(where: str, tmp_path: Path) -> N
     assert_same_averages(model, plain)
 
 
+@pytest.mark.parametrize("asked", ["loss", "input"])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("where", ["ram", "disk", "standin"])
+def test_a_graph_from_the_other_side_of_the_block_is_refused(
+    where: str, inside: bool, asked: str, tmp_path: Path
+) -> None:
+    """In memory too, where torch would count the writes itself and say no more than that."""
+    model, optimizer, plain = trained(where, tmp_path)
+    ema, x = gemini.EMA(model), noise(2, 5, 32, seed=1).requires_grad_()
+    early = model(x).float().sum()
+    with ema.swapped_in():
+        late = model(x).float().sum()
+    loss = late if inside else early
+    with pytest.raises(GeminiError, match=r"`ema.swapped_in\(\)` has put averages .* run the forward again"):
+        loss.backward() if asked == "loss" else torch.autograd.grad(loss, x)
+    optimizer.zero_grad()
+    clipped(model, optimizer, plain, 2)
+    assert_same_averages(model, plain)
+
+
 @pytest.mark.parametrize("where", ["ram", "disk", "standin"])
 def test_a_backward_that_broke_off_is_over(where: str, tmp_path: Path) -> None:
     model, _, plain = trained(where, tmp_path)

@@ -34,9 +34,13 @@ from gemini.memory.chunks.chunk import Chunk
 class CallRecord:
     """One call of a hooked module, or one operation that reads: its chunks, and the call around it."""
 
-    __slots__ = "chunks exposed first_node hooks_in inside kept module num_hooks pack parent stream".split()
+    __slots__ = (
+        "chunks exposed first_node hooks_in inside kept module num_exchanges num_hooks pack parent stream".split()
+    )
 
-    def __init__(self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None):
+    def __init__(
+        self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None, num_exchanges: int
+    ):
         self.module = module
         self.chunks = chunks
         self.exposed = frozenset(chunks)
@@ -47,6 +51,8 @@ class CallRecord:
         self.inside: list[nn.Module] = []
         """The modules that compute inside it now with what is exposed for it, the outermost first."""
         self.parent = parent
+        self.num_exchanges = num_exchanges
+        """Of weights with their averages, when it began: a backward would have the gradients of other weights."""
         self.stream = 0
         """The stream on which it computes, by its number."""
         self.pack: Any = None
@@ -114,6 +120,8 @@ class Calls:
         self._expose, self._cover = guards.expose, guards.cover
         self.running: dict[int, list[CallRecord]] = {}
         """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
+        self.num_exchanges = 0
+        """How often weights and their averages have changed places."""
         # Calls that backward keeps gathered now, the outermost first; of the one graph that runs, whatever its thread.
         self._reading: list[CallRecord] = []
         # The same, let go of while a forward inside backward recomputes.
@@ -161,7 +169,7 @@ class Calls:
         for chunk in chunks + kept:
             self._expose(chunk)
         stack = self.running.setdefault(threading.get_ident(), [])
-        record = CallRecord(module, chunks + kept, stack[-1] if stack else None)
+        record = CallRecord(module, chunks + kept, stack[-1] if stack else None, self.num_exchanges)
         record.kept = kept
         stack.append(record)
         return record

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, ParamAccessError
 from gemini.interrupts import WHOLE
 from gemini.memory.chunks.chunk import Chunk
 from gemini.planning.planes import GRAD
@@ -113,6 +113,12 @@ class BackwardPass:
             self.be_alone(record)
         with self._lock:
             self.begin()
+            if record.num_exchanges != self._calls.num_exchanges:
+                # Where weights stay in place torch counts the writes itself, and would say no more than that.
+                raise ParamAccessError(
+                    "since the forward that this backward is of, `ema.swapped_in()` has put averages in the place of "
+                    "the weights, or weights back: call backward before the block is entered, or run the forward again"
+                )
             if self._moves:
                 self._calls.begin_backward(record)
                 self._manager.look_ahead()

@@ -302,7 +302,7 @@ class StrayReads:
         moving = tuple(chunk for chunk in chunks.values() if not chunk.resident)
         if not moving:
             return func(*args, **kwargs)
-        record = CallRecord(None, moving, forward.calls.innermost)
+        record = CallRecord(None, moving, forward.calls.innermost, forward.calls.num_exchanges)
         with forward.opened(moving):
             result = func(*args, **kwargs)
         # After the block: the block itself looked into the window, and would count as somebody else.
