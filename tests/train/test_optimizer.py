@@ -479,10 +479,52 @@ def test_states_are_there_to_be_looked_at(where: str, tmp_path: Path) -> None:
     assert set(state) == {"step", "residual", "residual_of", "exp_avg", "exp_avg_sq"} and state["step"] == 1
     assert all(same_bits(state[kind], snapshot(model)[Q][kind]) for kind in ("exp_avg", "exp_avg_sq"))
     assert param in optimizer.state and "momentum_buffer" not in state
-    with pytest.raises(RuntimeError, match="Inplace update"):  # to a copy, which nobody would look at
-        state["exp_avg"].zero_()
-    with pytest.raises(gemini.GeminiError, match="load_state_dict"):
-        state["exp_avg"] = torch.zeros_like(state["exp_avg"])  # type: ignore[index]
+
+
+def write_to_states(optimizer: Any, params: list[nn.Parameter]) -> torch.Tensor:
+    """What is kept of a state, as programs write to it: in place, through views, and by name."""
+    state = optimizer.state[params[0]]
+    kept, row, again = state["exp_avg"], state["exp_avg"].data[0], state["exp_avg"]
+    kept.mul_(0.5)
+    row.zero_()
+    kept.view(-1)[5:8] += 1e-3
+    assert torch.equal(again, kept)
+    state["exp_avg_sq"] = state["exp_avg_sq"] + 1e-6
+    torch._foreach_mul_([optimizer.state[param]["exp_avg"] for param in params], 0.9)
+    for param in params:  # of a run that is resumed
+        for name, value in optimizer.state[param].items():
+            optimizer.state[param][name] = value.to("cpu")
+    return kept
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_writes_to_states_are_those_of_torch(precision: str, where: str, tmp_path: Path) -> None:
+    plain = llama().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    model = wrap(copy.deepcopy(plain), where, tmp_path, precision=precision)
+    names, both = [Q, "model.norm.weight"], [(plain, adam(plain)), (model, adam(model))]
+    seen: list[list[torch.Tensor]] = []
+    for each, optimizer in both:
+        params = [each.get_parameter(name) for name in names]
+
+        def go(seed: int, each: Any = each, optimizer: Any = optimizer) -> None:
+            ids = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(seed))
+            each(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        go(0)
+        kept = write_to_states(optimizer, params)
+        go(1)
+        values = [kept.clone()]  # of now
+        kept.mul_(0.25)
+        go(2)
+        states = [optimizer.state[param][kind] for param in params for kind in ("exp_avg", "exp_avg_sq")]
+        (weight := torch.ones(params[0].shape, requires_grad=True)).mul(states[1]).sum().backward()  # a penalty
+        seen.append([*values, *(copy.deepcopy(value) for value in states), weight.grad, *(p.detach() for p in params)])  # type: ignore[list-item]
+    assert all(same_bits(one.cpu(), other.cpu()) for one, other in zip(*seen, strict=True))
+    for name, value in {"step": torch.tensor(7.0), "other": torch.ones(2), "exp_avg": torch.ones(2)}.items():
+        with pytest.raises(gemini.GeminiError, match=r"load_state_dict"):
+            both[1][1].state[model.get_parameter(Q)][name] = value
 
 
 FORGET: dict[str, Callable[[Any, nn.Parameter], Any]] = {

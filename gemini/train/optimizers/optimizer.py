@@ -330,9 +330,10 @@ class HybridOptimizer(torch.optim.Optimizer):
                 for name, value in state.items()
                 if name != states_of.BEFORE
             }
+        listed = isinstance(self.state, states_of.States) and self.state.listed
         for index, param in enumerate(params_of(self)):
             handle = handle_of(param)
-            if handle is not None and (handle.num_steps or self.state.listed and handle.chunk.trained):
+            if handle is not None and (handle.num_steps or listed and handle.chunk.trained):
                 result["state"][index] = states_of.saved_state(handle)
             elif "residual" in result["state"].get(index, {}):
                 result["state"][index].setdefault(RESIDUAL_OF, states_of.sum_of_plain(param))

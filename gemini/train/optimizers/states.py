@@ -25,6 +25,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
+from gemini.train.params.guard import METADATA, replaced, tensors_in
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
@@ -50,9 +51,10 @@ class States(defaultdict):  # type: ignore[type-arg]
     param start anew, as in torch.
 
     ``len`` and iteration count states of plain params alone: what goes over all states would put others in their place.
-    False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there, makes
-    a step of zeros then, with gradients of its own. Managed params have states of zeros already: ``listed`` says that
-    they are asked for, and are in ``state_dict()`` from then on. It also asks each param for the names of its states.
+    False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there,
+    makes a step of zeros then, with gradients of its own. Managed params have states of zeros already: ``listed`` says
+    that they are asked for, and are in ``state_dict()`` from then on. It also asks each param for the names of its
+    states.
     """
 
     def __init__(self, optimizer: HybridOptimizer, states: Mapping[Any, Any]):
@@ -156,16 +158,14 @@ def managed_of(optimizer: HybridOptimizer) -> list[ParamHandle]:
 
 def _cannot_write(handle: ParamHandle) -> GeminiError:
     return GeminiError(
-        f"optimizer.state cannot be written to for managed param {handle.name!r}, whose states live in chunks: load a "
+        f"this cannot be written to optimizer.state of managed param {handle.name!r}, whose states live in chunks: "
+        "write values into a state in the shape of the param, as optimizer.state[param]['exp_avg'].mul_(0.5), load a "
         "whole state with optimizer.load_state_dict, or let the param start anew with optimizer.state.pop(param)"
     )
 
 
 class _Planes(Mapping[str, torch.Tensor]):
-    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for.
-
-    What is read is a copy, and a write to it would be lost: as a tensor of inference mode it refuses every write.
-    """
+    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for."""
 
     def __init__(self, handle: ParamHandle):
         self._handle = handle
@@ -179,12 +179,69 @@ class _Planes(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in list(iter(self)):
             raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
-        value = read_state(self._handle, name)[name]
-        with torch.inference_mode():
-            return value.clone()
+        whole = self.read(name)
+        return _shown_as((self, name, whole), whole)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        raise _cannot_write(self._handle)
+        handle, now = self._handle, self.read(name) if name in list(iter(self)) else None
+        if now is not None and isinstance(value, torch.Tensor) and value.shape == now.shape:
+            value = value.detach().to("cpu", now.dtype)
+            if torch.equal(value, now):  # a loop that puts states on a device
+                return
+            if name in handle.chunk.states and name != RESIDUAL and value.shape == handle.param.shape:
+                if _compact_rule(handle) is None:
+                    stepping_of(handle).updates.drain()
+                    with WHOLE:
+                        owner_of(handle).by_names.write_plane(handle, name, value)
+                    return
+        raise _cannot_write(handle)
+
+    def read(self, name: str) -> torch.Tensor:
+        with torch.inference_mode(False):  # else it could not be written to, nor be saved for a backward
+            return read_state(self._handle, name)[name].clone()
+
+
+class _Shown(torch.Tensor):
+    """A state of a managed param, or a view of it. It is read anew at each use, and what is written to it is written to
+    its plane: in torch it would be the state itself.
+    """
+
+    _of: tuple[_Planes, str, torch.Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in METADATA:
+                return func(*args, **kwargs or {})
+            given = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, _Shown)}
+            of = {t.untyped_storage()._cdata: t._of for t in given.values()}
+            for planes, name, whole in of.values():
+                if not torch.equal(now := planes.read(name), whole):
+                    whole.data.copy_(now)
+            versions = {key: t._version for key, t in given.items()}
+            result = func(*args, **kwargs or {})
+            for key, tensor in given.items():
+                if tensor._version != versions[key]:
+                    planes, name, whole = tensor._of
+                    planes[name] = whole
+            views: dict[int, torch.Tensor] = {
+                id(t): _shown_as(of[t.untyped_storage()._cdata], t)
+                for t in tensors_in(result)
+                if id(t) not in given and t.layout is torch.strided and t.untyped_storage()._cdata in of
+            }
+        return replaced(result, views) if views else result
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+
+def _shown_as(of: tuple[_Planes, str, torch.Tensor], view: torch.Tensor) -> _Shown:
+    shown = view.as_subclass(_Shown)
+    shown._of = of
+    return shown
 
 
 def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
