@@ -221,6 +221,15 @@ REFUSED: dict[str, list[Row]] = {
     ],
     "a wrong name": [(lambda model: model.full_param(Q.replace("ht", "th")), KeyError, re.escape(Q))],
     "resizing embeddings": [(lambda model: model.resize_token_embeddings(128), GeminiError, "before GeminiDDP")],
+    "weights that are computed": [
+        (lambda model, norm=norm: norm(model.model.layers[0].self_attn.q_proj), GeminiError, "before GeminiDDP")
+        for norm in (
+            nn.utils.weight_norm,
+            nn.utils.parametrizations.weight_norm,
+            nn.utils.parametrizations.spectral_norm,
+            lambda module: nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity()),
+        )
+    ],
     "state dicts": [
         (lambda model: model.state_dict(keep_vars=True), GeminiError, "keep_vars"),
         (lambda model: model.load_state_dict(llama().state_dict(), assign=True), GeminiError, "assign"),

@@ -7,6 +7,7 @@ while nothing changes. PEFT is told no before it has changed anything.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable
@@ -14,10 +15,13 @@ from typing import Any
 
 from torch import nn
 from torch.nn.utils import stateless
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.weight_norm import WeightNorm
 
 from gemini.errors import GeminiError
 from gemini.patches import register
 from gemini.train.modules.compiled import BLOCKS_INSTEAD, wraps_compiled
+from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import handle_of, handles_of
 from gemini.train.step import StepState
 
@@ -28,8 +32,44 @@ _watched: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDiction
 """The modules of managed models, and what was put into them since, by ``id``: not every module can be hashed."""
 
 
+_COMPUTES_WEIGHTS = {
+    ParametrizationList.__init__.__code__: "original",
+    inspect.unwrap(WeightNorm.apply).__code__: "weight",
+}
+"""Functions of torch that put other params in the place of one, and what they call it."""
+
+
+def _refuse_parametrization() -> None:
+    """Refuse what computes a managed param from others, as the first of these is registered.
+
+    Raises:
+        GeminiError: before anything has changed.
+    """
+    frame = sys._getframe(2)
+    for _ in range(5):  # torch's functions between
+        if frame.f_code in _COMPUTES_WEIGHTS:
+            found = frame.f_locals
+            param = found.get(_COMPUTES_WEIGHTS[frame.f_code])
+            if isinstance(param, ManagedParameter):
+                if "module" in found:  # the older weight norm has taken it out already
+                    others = dict(found["module"]._parameters)
+                    found["module"]._parameters.clear()
+                    found["module"]._parameters.update({found["name"]: param, **others})
+                handle = handle_of(param)
+                assert handle is not None
+                raise GeminiError(
+                    f"managed param {handle.name!r} cannot be computed from other params (weight_norm, spectral_norm "
+                    "or another parametrization): nothing was changed. Register it before GeminiDDP(model), or wrap "
+                    "again: gemini.release(model), then the parametrization, then GeminiDDP(model, config)"
+                )
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
 def _count(module: nn.Module, name: str, param: Any) -> None:
     global num_registered
+    _refuse_parametrization()
     num_registered += 1
 
 
@@ -51,6 +91,8 @@ def _holds_managed(module: nn.Module) -> bool:
 
 def _look_at_new_parent(module: nn.Module, name: str, child: Any) -> None:
     global num_registered
+    if type(module) is ParametrizationList:
+        _refuse_parametrization()
     if id(module) in _watched and child is not None:  # else it is a list of some layers, made in every forward
         num_registered += 1
         watch(child.modules())
