@@ -25,7 +25,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
-from gemini.train.params.guard import METADATA, replaced, tensors_in
+from gemini.train.params.guard import METADATA, substituted, tensors_in
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
@@ -68,9 +68,10 @@ class States(defaultdict):  # type: ignore[type-arg]
     def __bool__(self) -> bool:
         optimizer, asking = self._optimizer(), sys._getframe(1)
         managed = [] if optimizer is None else managed_of(optimizer)
-        if managed and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            self.listed = True
-        return self.listed or len(self) > 0 or any(handle.num_steps for handle in managed)
+        if self.listed or len(self) > 0 or any(handle.num_steps for handle in managed):
+            return True
+        self.listed = bool(managed) and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        return self.listed
 
     def __missing__(self, param: Any) -> Any:
         handle = self._managed(param)
@@ -229,7 +230,7 @@ class _Shown(torch.Tensor):
                 for t in tensors_in(result)
                 if id(t) not in given and t.layout is torch.strided and t.untyped_storage()._cdata in of
             }
-        return replaced(result, views) if views else result
+        return substituted(result, views) if views else result
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()

@@ -332,7 +332,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
 def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, ReadParam]) -> Any:
     """Run ``func`` while the params of ``sources`` are ordinary ones."""
     values = {key: source.of(source.handle.param.detach()) for key, source in sources.items()}
-    args, kwargs = replaced((args, kwargs), values)
+    args, kwargs = substituted((args, kwargs), values)
     return func(*args, **kwargs)
 
 
@@ -425,7 +425,7 @@ def _read_copies(
         values = {key: source.of(copies[source.handle]) for key, source in of.items()}
     places = {key: _place_of(value) for key, value in values.items()}
     given = {id(values[id(tensor)]): tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in values}
-    args, kwargs = replaced((args, kwargs), values)
+    args, kwargs = substituted((args, kwargs), values)
     result = call(*args, **kwargs)
     written = {handle: copy for handle, copy in copies.items() if copy._version != versions[handle]}
     if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
@@ -450,7 +450,7 @@ def _read_copies(
         views[id(tensor)] = DetachedWeights.of(ReadParam(handle, View.from_tensor(tensor, copies[handle])))
     if name in ("numpy", "__array__"):
         result.setflags(write=False)  # values of now: what is written to them would be lost
-    return replaced(result, views) if views else result
+    return substituted(result, views) if views else result
 
 
 def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
@@ -508,15 +508,15 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(value)
 
 
-def replaced(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
+def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
     if isinstance(tree, torch.Tensor):
         return copies.get(id(tree), tree)
     if isinstance(tree, dict):
-        return {key: replaced(value, copies) for key, value in tree.items()}
+        return {key: substituted(value, copies) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [replaced(value, copies) for value in tree]
+        return [substituted(value, copies) for value in tree]
     if isinstance(tree, tuple):
-        values = [replaced(value, copies) for value in tree]
+        values = [substituted(value, copies) for value in tree]
         return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
     return tree
 
