@@ -91,6 +91,16 @@ HABITS: dict[str, Habit] = {
     "torch_clip": after("torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)"),
     "clip_value": after("torch.nn.utils.clip_grad_value_(model.parameters(), 0.001)"),
     "evaluate_after": after(EVALUATE),
+    "states_written": stepped("""
+        for p in {block}.parameters():
+            state = optimizer.state.get(p) or {}
+            if "exp_avg" in state:
+                kept = state["exp_avg"]
+                kept.mul_(0.5)
+                kept[None].data.add_(1e-4)
+                state["exp_avg_sq"] = state["exp_avg_sq"] + 1e-6
+                side.see("state", kept)
+        """),
     "clip": after('side.see("norm", side.clip(0.05))'),
     # Weights are new.
     "evaluate": stepped(EVALUATE),

@@ -176,6 +176,20 @@ def test_files_of_torch_distributed_checkpoint_into_a_new_run(flat: bool, tmp_pa
     assert train(second, others, [2]) == train(first, optimizer, [2])
 
 
+def test_states_of_plain_params_without_steps(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 3)
+    optimizer = gemini.HybridAdam(layer.parameters(), lr=0.1)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp.save(of_torch.get_state_dict(layer, optimizer)[1], checkpoint_id=tmp_path / "files", no_dist=True)
+    fresh = gemini.HybridAdam(layer.parameters(), lr=0.1)
+    fresh.register_step_pre_hook(lambda *_: pytest.fail("no step is made"))
+    dcp.load(states := of_torch.get_state_dict(layer, fresh)[1], checkpoint_id=tmp_path / "files", no_dist=True)
+    of_torch.set_optimizer_state_dict(layer, fresh, states)
+    for param in layer.parameters():
+        assert all(same_bits(value, fresh.state[param][name]) for name, value in optimizer.state[param].items())
+
+
 @pytest.mark.parametrize("older", [False, True])
 def test_files_of_torch_distributed_checkpoint(older: bool, tmp_path: Path) -> None:
     """``older``: of a Gemini that did not save which weights a residual is of."""

@@ -499,8 +499,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         """``index``: of the param in all groups; a plain one has no other name."""
         state = self.state[param]
         if not state:
-            state["step"] = torch.tensor(0.0, device="cpu")
-            state.update(states_of.empty_states(self.rule.spec, param))
+            state.update(states_of.first_state(self.rule.spec, param))
         states_of.complete_master(param, state)
         state["step"] += 1
         # In fp16 the master is updated, and the weights are its rounding.

@@ -52,9 +52,9 @@ class States(defaultdict):  # type: ignore[type-arg]
 
     ``len`` and iteration count states of plain params alone: what goes over all states would put others in their place.
     False before the first step, as in torch. torch.distributed.checkpoint, which loads into states that are there,
-    makes a step of zeros then, with gradients of its own. Managed params have states of zeros already: ``listed`` says
-    that they are asked for, and are in ``state_dict()`` from then on. It also asks each param for the names of its
-    states.
+    would make a step with gradients of zeros then. It finds states of zeros in its place: managed params have them
+    already, and ``listed`` says that they are in ``state_dict()`` from then on. It also asks each param for the names
+    of its states.
     """
 
     def __init__(self, optimizer: HybridOptimizer, states: Mapping[Any, Any]):
@@ -70,7 +70,11 @@ class States(defaultdict):  # type: ignore[type-arg]
         managed = [] if optimizer is None else managed_of(optimizer)
         if self.listed or len(self) > 0 or any(handle.num_steps for handle in managed):
             return True
-        self.listed = bool(managed) and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        if optimizer is not None and asking.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            self.listed = True
+            for param in params_of(optimizer):
+                if handle_of(param) is None and param.requires_grad:
+                    self[param] = first_state(optimizer.rule.spec, param)
         return self.listed
 
     def __missing__(self, param: Any) -> Any:
@@ -243,6 +247,11 @@ def _shown_as(of: tuple[_Planes, str, torch.Tensor], view: torch.Tensor) -> _Sho
     shown = view.as_subclass(_Shown)
     shown._of = of
     return shown
+
+
+def first_state(spec: RuleSpec, param: nn.Parameter) -> dict[str, Any]:
+    """The state of a plain param before its first step."""
+    return {"step": torch.tensor(0.0, device="cpu"), **empty_states(spec, param)}
 
 
 def own(optimizer: HybridOptimizer, params: Iterable[nn.Parameter]) -> None:
