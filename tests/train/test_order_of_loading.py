@@ -176,10 +176,11 @@ def test_files_of_torch_distributed_checkpoint_into_a_new_run(flat: bool, tmp_pa
     assert train(second, others, [2]) == train(first, optimizer, [2])
 
 
-def test_states_of_plain_params_without_steps(tmp_path: Path) -> None:
-    layer = torch.nn.Linear(3, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_states_of_plain_params_without_steps(dtype: torch.dtype, tmp_path: Path) -> None:
+    layer = torch.nn.Linear(3, 3).to(dtype)
     optimizer = gemini.HybridAdam(layer.parameters(), lr=0.1)
-    layer(torch.ones(1, 3)).sum().backward()
+    layer(torch.ones(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
     dcp.save(of_torch.get_state_dict(layer, optimizer)[1], checkpoint_id=tmp_path / "files", no_dist=True)
     fresh = gemini.HybridAdam(layer.parameters(), lr=0.1)

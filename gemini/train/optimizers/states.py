@@ -75,6 +75,7 @@ class States(defaultdict):  # type: ignore[type-arg]
             for param in params_of(optimizer):
                 if handle_of(param) is None and param.requires_grad:
                     self[param] = first_state(optimizer.rule.spec, param)
+                    complete_master(param, self[param])
         return self.listed
 
     def __missing__(self, param: Any) -> Any:
