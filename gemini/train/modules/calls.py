@@ -39,7 +39,7 @@ class CallRecord:
     )
 
     def __init__(
-        self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None, num_exchanges: int
+        self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None, num_exchanges: int = 0
     ):
         self.module = module
         self.chunks = chunks
