@@ -118,7 +118,7 @@ class VirtualClock:
         self._of_thread = threading.local()
         self._launcher = self.thread_kind("launcher", 0, 0.0)
         self._threads: dict[JobThread | None, TimedThread] = {None: self._launcher}
-        self._number = 0
+        self._number, self._is_over = 0, False
         self._ended: list[TimedThread] = []
         self._streams: dict[str, float] = {}
         self._left: deque[tuple[int, float]] = deque()  # bytes of windows that went, and when they are free
@@ -161,7 +161,9 @@ class VirtualClock:
         with self._change:
             # This thread may have come further since it was here last, in a runtime that keeps its time.
             self._change.notify_all()
-            while any((t.now, t.number) < (me.now, me.number) and t.asleep is None for t in self._threads.values()):
+            while not self._is_over and any(
+                (t.now, t.number) < (me.now, me.number) and t.asleep is None for t in self._threads.values()
+            ):
                 if not self._change.wait(PATIENCE):
                     self.num_lost += 1
                     return
@@ -281,6 +283,7 @@ class VirtualClock:
     def running(self) -> Iterator[VirtualClock]:
         """Let threads, waits between them and the host's kernels have times inside, of models that are made here."""
         clock = self
+        self._is_over = False
 
         class TimedLatch(Latch):
             __slots__ = ("at", "happened")
@@ -387,6 +390,9 @@ class VirtualClock:
         finally:
             for owner, name, value in before:
                 setattr(owner, name, value)
+            with self._change:  # a model that goes later joins its threads, which is no wait that has a time
+                self._is_over = True
+                self._change.notify_all()
 
 
 _OF_HOST = ("update", "copy_grad", "accumulate_grad", "sum_grad24", "sum_squares")
