@@ -113,6 +113,7 @@ class Way:
         self.machine = machine_of(settings)
         self._traces = traces or Traces()
         self._made: Plan | None = None
+        self._played: tuple[Plan, Timeline] | None = None  # the last one
 
     def changed(self, **options: Any) -> Way:
         """Take other options, and perhaps with them another machine."""
@@ -157,7 +158,9 @@ class Way:
     def play(self, plan: Plan) -> Timeline:
         """The step in time, on a machine whose speeds are known."""
         assert self.machine.hardware is not None
-        return gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
+        if self._played is None or self._played[0] is not plan:
+            self._played = plan, gemini.simulate(plan, self.machine.hardware, schedule=self.settings.schedule)
+        return self._played[1]
 
     def outcome(self) -> tuple[bool, float | None]:
         """Whether the step fits, and its tokens per second where the speeds of the machine are known."""

@@ -122,7 +122,9 @@ class Work:
 
     def exchange(self, moment: int) -> tuple[Hop, ...]:
         """What a moment's layers say to their other slices, and to other parts of the sequences: computing waits."""
-        traced, found = self.plan.trace.moments[moment], []
+        traced, found = self.plan.trace.moments[moment], list[Hop]()
+        if not traced.tp_bytes and not traced.cp_bytes:
+            return ()
         for group, sent, cause in (
             (self._grid.slices, traced.tp_bytes, SLICES),
             (self._grid.parts, traced.cp_bytes, PARTS),
