@@ -161,7 +161,7 @@ def meeting(
         choose(number)
     order = [(start + number) % len(cases) for number in range(len(cases))]
     chosen = set[int]()
-    while (best := max(order, key=gain)) is not None and gain(best):
+    while gain(best := max(order, key=gain)):
         chosen.add(best)
         choose(best)
     return chosen

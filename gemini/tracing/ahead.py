@@ -179,19 +179,19 @@ class FakeRunner:
 def _forms_in(func: Any, args: Any, kwargs: Any) -> Any:
     """What the result of a formed operation depends on; None for what has values, or is there in another way."""
     found: list[Any] = [id(func), *kwargs]
-    is_fake = type(args[0]) is FakeTensor or not func._schema.is_mutable
+    is_fake = False
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (list, tuple)) else (value,):
-            if type(each) is FakeTensor:
-                found += each.shape, each.stride(), each.dtype
-            elif isinstance(each, torch.Tensor):
-                if not each.dim() or each.is_meta:  # a number may be meant
+            if isinstance(each, torch.Tensor):
+                if type(each) is FakeTensor:
+                    is_fake = True
+                elif not each.dim() or each.is_meta or func._schema.is_mutable:  # it may be a number, or be written to
                     return None
                 found += each.shape, each.stride(), each.dtype
             else:
                 found += type(each), each
         found.append(isinstance(value, list))
-    return tuple(found) if is_fake and any(type(tensor) is FakeTensor for tensor in tensors_in(args)) else None
+    return tuple(found) if is_fake else None
 
 
 def _form_of(tensor: Any) -> _Form | None:

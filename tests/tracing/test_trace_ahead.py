@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gemini
 from gemini.planning.trace import MemoryTrace, Moment, Phase, Source
-from gemini.tracing.ahead import FakeRunner
+from gemini.tracing.ahead import FakeRunner, _forms_in
 from tests.models import FAMILIES, VOCAB, make_model
 
 KINDS = (False, "non-reentrant", "reentrant")
@@ -304,3 +304,4 @@ def test_a_repeated_operation_gives_what_it_gave_at_first() -> None:
         assert run(aten.add_.Tensor, (turned, wide), {}) is turned
         values = run(aten.mul.Tensor, (torch.tensor([1, 2]), torch.tensor([3, 4])), {})
         assert values.tolist() == [3, 8]
+    assert _forms_in(aten.copy_.default, (torch.zeros(3, 4), wide), {}) is None, "values would be written to"

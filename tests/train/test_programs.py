@@ -544,7 +544,7 @@ def test_what_a_call_was_given_is_not_awaited() -> None:
     """Its gradient arrives when the call before is being computed backward: no time to gather for this one."""
     begun: list[torch.Tensor] = []
     given = nn.Linear(4, 4)(torch.ones(2, 4))
-    record = CallRecord(None, (), None)
+    record = CallRecord(None, (), None, num_exchanges=0)
     view = given.view(8)
     record.on_gradient(view, begun.append)
     view[0] = 0

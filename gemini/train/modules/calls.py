@@ -39,7 +39,7 @@ class CallRecord:
     )
 
     def __init__(
-        self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None, num_exchanges: int = 0
+        self, module: nn.Module | None, chunks: tuple[Chunk, ...], parent: CallRecord | None, num_exchanges: int
     ):
         self.module = module
         self.chunks = chunks
@@ -151,6 +151,10 @@ class Calls:
         """Whether the innermost call of a forward in this thread is one of another module."""
         stack = self.running.get(threading.get_ident())
         return stack is not None and stack[-1].module is not module
+
+    def count_exchange(self) -> None:
+        """Weights and averages have changed places: calls that were made before have no backward any more."""
+        self.num_exchanges += 1
 
     def begin(self, module: nn.Module, chunks: tuple[Chunk, ...], keep: tuple[Chunk, ...] = ()) -> CallRecord:
         """Begin the call of a hooked module: gather what it reads. On an error nothing has begun.
