@@ -14,16 +14,13 @@ error.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 
-from gemini.errors import RankLost, RankMismatch
+from gemini.errors import RankMismatch
 from gemini.ranks.wire import Tag, Wire
 
 
@@ -91,12 +88,7 @@ class Agreement:
         # Of all ranks, at the last exchange.
         self._steps: list[int] = []
         self.num_steps = 0
-        # For who watches over the wait (gemini.ranks.watch), from another thread.
         self.num_exchanges = 0
-        self.waiting_since: float | None = None
-        self.waiting_in = ""
-        self.thread = threading.get_ident()
-        self.whereabouts = ""
 
     def reach(self, request: Request, handler: Handler) -> list[Request]:
         """Wait, serving the others, until ``request`` is done (served, reduced), or all ranks stand at its point.
@@ -122,29 +114,11 @@ class Agreement:
             if request.subject == chosen:
                 return requests
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Note a wait for other ranks, so that the watch may look after it; from any thread."""
-        # The time comes last: with it the watch, on its own thread, begins to look at the rest.
-        self.waiting_in, self.thread, self.whereabouts = what, threading.get_ident(), ""
-        self.waiting_since = time.monotonic()
-        try:
-            yield
-        except RankLost as e:
-            # The watch has written down where the lost rank was last.
-            if self.whereabouts:
-                raise RankLost(f"{e}. While it was waited for, {self.whereabouts}") from e
-            raise
-        finally:
-            self.waiting_since = None
-
     def _exchange(self, request: Request) -> list[Request]:
         said = torch.tensor(
             [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
         )
-        with self.waiting(request.point.words):
-            rows = self._wire.swap(Tag.AGREEMENT, said, self.waiting_in).tolist()
-        # Notes of the watch that were written after fewer exchanges are void from here on.
+        rows = self._wire.swap(Tag.AGREEMENT, said, request.point.words).tolist()
         self.num_exchanges += 1
         self._steps = [row[3] for row in rows]
         return [Request(Point(row[0]), row[1], row[2]) for row in rows]

@@ -130,8 +130,6 @@ class Engine:
         Args:
             fill: writes the values of params that hold none yet to their homes, given those and who shares them.
         """
-        # Before values are written: other ranks may ask for them from here on, and are served.
-        self.state.is_made = True
         if fill is not None:
             fill(self.by_names, self.ranks)
         self.adoption.take_all(filled=fill is not None)
@@ -311,9 +309,7 @@ def _company_of(
         return Company(ranks, store.mover), sink
     problem = built.decision.problem
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
-    shards = Shards(
-        ranks, built.params, store, state, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows
-    )
+    shards = Shards(ranks, built.params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
     reduction = Reduction(
         shards,
         sink,

@@ -374,18 +374,11 @@ class StepState:
         """Whether averages are in the place of the masters, and these in the averages': inside ``swapped_in()``."""
         self.swapped_by = 0
         """The thread that is inside of it, or was last."""
-        self.is_made = False
-        """Whether the model is wrapped; other ranks that ask for something before wait until it is."""
         self.corrupted_by: str | None = None
         """The error that broke an update off: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
     # ---- the phase ----------------------------------------------------------------------------------------------
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether a call of the model is under way, or its wrap. Read by the watch's thread too."""
-        return not self.is_made or self.in_forward or self.in_backward
 
     @property
     def phase(self) -> StepPhase:

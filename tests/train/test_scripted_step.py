@@ -1,7 +1,6 @@
 """A rank that leaves a script of collectives, with what it has offered and where others do not answer."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,6 @@ def step() -> Iterator[ScriptedStep]:
         wire=Echo(),
         device=CpuDevice(),
         mover=SimpleNamespace(in_worker=False),
-        agreement=SimpleNamespace(waiting=nullcontext),
         fetch_ahead=lambda chunk: DONE,
         launch_gather=lambda chunk, ready: DONE,
     )

@@ -20,7 +20,6 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, AllOf, Event
 from gemini.memory.store import ChunkStore
 from gemini.planning.timeline import Track
-from gemini.ranks.agreement import Agreement, Point
 from gemini.ranks.wire import Pending, Tag, Wire
 
 STREAM = "collectives"
@@ -31,10 +30,9 @@ class Arrival(Event):
 
     what = "an all-gather"
 
-    def __init__(self, pending: Pending, agreement: Agreement):
+    def __init__(self, pending: Pending):
         super().__init__()
         self._pending = pending
-        self._agreement = agreement
         self._turn = threading.Lock()
 
     def wait(self) -> None:
@@ -47,8 +45,7 @@ class Arrival(Event):
         with self._turn:
             if not self.is_complete():
                 try:
-                    with self._agreement.waiting(Point.GATHER.words):
-                        self._pending.wait()
+                    self._pending.wait()
                 except GeminiError as e:
                     self.finish(e)
                     raise
@@ -62,17 +59,15 @@ class Channel:
 
     Args:
         scratch: host memory for pieces of gradients.
-        agreement: told of waits for weights.
     """
 
     needs_all = False
     """Whether a rank without any gradient of a chunk takes part in the sum, with zeros."""
 
-    def __init__(self, wire: Wire, store: ChunkStore, scratch: torch.Tensor, agreement: Agreement):
+    def __init__(self, wire: Wire, store: ChunkStore, scratch: torch.Tensor):
         self.wire = wire
         self.device = store.device
         self.mover = store.mover
-        self.agreement = agreement
         self._scratch = scratch
 
     # ---- weights ------------------------------------------------------------------------------------------------
@@ -98,7 +93,7 @@ class Channel:
     def launch_gather(self, chunk: Chunk, ready: Event) -> Event:
         """Begin to fill the window of a chunk when ``ready`` is complete; the end of that. Called by the launcher."""
         with torch.profiler.record_function("gemini::all_gather"), self.gathering(chunk):
-            return Arrival(self._begin(chunk), self.agreement)
+            return Arrival(self._begin(chunk))
 
     def _begin(self, chunk: Chunk) -> Pending:
         return self.wire.begin_all_gather(Tag.WEIGHTS, chunk.flat, f"the all-gather of {chunk.name}")

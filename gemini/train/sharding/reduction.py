@@ -327,7 +327,7 @@ class Reduction(GradientSink):
         if self._shards.step is not None:
             self._shards.step.before_waiting_for(job)
         what = Track.REDUCE.value
-        with self._mover.about(what, f"wait for chunk {index}", index), self._shards.waiting(Point.REDUCE.words):
+        with self._mover.about(what, f"wait for chunk {index}", index):
             job.wait_until_over()
         self.leave_script()
 

@@ -84,7 +84,7 @@ class ReplicaSums:
         is_on_host = all(plane.host_view(0, 0) is not None for plane in grads)
         self._lane: Worker | None = shards.replica_lane if each_backward and is_on_host else None
         self._launcher = shards.replica_launcher
-        self._channel = Channel(wire, store, shards.replica_scratch, shards.agreement)
+        self._channel = Channel(wire, store, shards.replica_scratch)
         self._fetches = store.manager.fetches
         self._lock = threading.Lock()
         self._landed: list[int] = []
@@ -215,7 +215,7 @@ class ReplicaSums:
         jobs, self._jobs = self._jobs, {}
         if not left:
             return
-        with self._mover.about("other ranks", "wait for other ranks"), self._shards.waiting("sums across replicas"):
+        with self._mover.about("other ranks", "wait for other ranks"):
             # All of them, before the first error is raised: none may run on while gradients are dropped.
             for step in left:
                 step.finish()

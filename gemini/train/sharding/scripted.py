@@ -32,7 +32,6 @@ from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.fetches import Fetches
 from gemini.memory.movement.worker import Job, Worker
 from gemini.planning.script import Gather, Script
-from gemini.ranks.agreement import Agreement, Point
 from gemini.ranks.wire import Tag
 from gemini.train.sharding.channel import Channel
 
@@ -51,12 +50,11 @@ class Launch(Event):
 
     what = "a collective"
 
-    def __init__(self, agreement: Agreement):
+    def __init__(self) -> None:
         super().__init__()
         self.job: Job | None = None
         self.end: Event = DONE
         """Once it is launched."""
-        self._agreement = agreement
 
     def await_launch(self) -> None:
         """Block until it is under way; how long that may take is the process group's.
@@ -66,9 +64,6 @@ class Launch(Event):
             RankLost: if a rank does not answer.
         """
         assert self.job is not None
-        if not self.job.is_complete():
-            with self._agreement.waiting(Point.GATHER.words):
-                self.job.wait_until_over()
         self.job.wait()
 
     def is_complete(self) -> bool:
@@ -158,7 +153,7 @@ class ScriptedStep:
                 self.part()
                 return None
             ready = self._channel.device.mark() if again else self._channel.fetch_ahead(chunk)
-            launch = Launch(self._channel.agreement)
+            launch = Launch()
 
             def run() -> None:
                 self._hear(_TAKES_PART, f"the all-gather of {chunk.name}")

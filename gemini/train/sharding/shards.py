@@ -11,7 +11,6 @@ whole gradients as "gradients in flight", pieces on the wire as "exchange". A ra
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -30,7 +29,6 @@ from gemini.planning.planes import PlaneKind
 from gemini.planning.working import replica_scratch_bytes
 from gemini.ranks.agreement import Agreement, Point, Request
 from gemini.ranks.group import Ranks
-from gemini.ranks.watch import RankWatch
 from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
 from gemini.train.params.by_name import host_part
@@ -38,7 +36,6 @@ from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.sharding.channel import Channel, LibraryChannel
 from gemini.train.sharding.company import Company
 from gemini.train.sharding.scripted import ScriptedStep
-from gemini.train.step import StepState
 
 if TYPE_CHECKING:
     from gemini.train.sharding.reduction import Reduction
@@ -73,7 +70,6 @@ class Shards(Company):
         ranks: Ranks,
         params: ParamSet,
         store: ChunkStore,
-        state: StepState,
         *,
         exchange: int,
         kinds: tuple[PlaneKind, ...],
@@ -85,8 +81,7 @@ class Shards(Company):
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
         self.agreement = Agreement(ranks.wire)
-        self.channel = kind(ranks.wire, store, self.scratch, self.agreement)
-        self._watch = RankWatch(self.agreement, ranks.wire, weakref.ref(state)) if ranks.size > 1 else None
+        self.channel = kind(ranks.wire, store, self.scratch)
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
@@ -109,9 +104,7 @@ class Shards(Company):
         self._sent_before: Counter[str] = Counter()
 
     def close(self) -> None:
-        """End the watch and the workers: the model ends."""
-        if self._watch is not None:
-            self._watch.stop()
+        """End the workers: the model ends."""
         for lane in (self.lane, self._launcher, self.replica_lane, self.replica_launcher):
             if lane is not None:
                 lane.close()
@@ -197,7 +190,7 @@ class Shards(Company):
         step = self.step
         if step is None:
             return False
-        with self._mover.about("other ranks", "wait for other ranks"), self.agreement.waiting("the end of a script"):
+        with self._mover.about("other ranks", "wait for other ranks"):
             is_through = step.finish()
             self.step = None  # and not before: what broke off is finished before anything else is asked
             # A step that is left once is an accident, one that is left again a habit of this program.
@@ -212,15 +205,6 @@ class Shards(Company):
             finally:  # also when a reduction has failed here: the others wait for what this rank says
                 is_alike = bool(step.script.reductions) and self.reducing.end_script(has_all=has_all)
         return is_alike
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Note a wait for other ranks, for who watches over it."""
-        return self.agreement.waiting(what)
-
-    @property
-    def num_rounds(self) -> int:
-        """How often the ranks have asked each other since the start."""
-        return self.agreement.num_exchanges
 
     def _own_tile(self, chunk: Chunk, start: int, stop: int) -> torch.Tensor:
         """A tile of this rank's shard as modules read it, on the host."""
