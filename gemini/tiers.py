@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from gemini.errors import parse_bytes
-
-if TYPE_CHECKING:
-    pass
 
 
 class Direction(NamedTuple):

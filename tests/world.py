@@ -64,7 +64,6 @@ WHERE = {
     "fetches": "store.manager.fetches",
     "foresight": "store.manager.foresight",
     "schedule": "store.manager.foresight.schedule",
-    "give_back": "store.manager.room.give_back",  # what windows have borrowed of activations
     "mover": "store.mover",
     "staging": "store.mover.staging",
     "recorder": "store.mover.watch.recorder",

@@ -119,8 +119,6 @@ class Problem:
         exchange: bytes of host memory for pieces on their way between ranks.
         factors: bytes of host memory for states that are no planes.
         activations: bytes of the computing tier that are left to activations and workspaces.
-        quiet: of ``activations``, the bytes that each moment of the trace leaves free, which windows may borrow then;
-            empty where that is not known.
         beside: bytes of the computing tier that the process takes whatever it does: on a GPU a context and kernels.
         others: bytes of the computing tier that another model with the same budget gathers at once, at worst, while
             this one does not compute.
@@ -148,7 +146,6 @@ class Problem:
     rule: RuleSpec = ADAM
     factors: int = 0
     beside: int = 0
-    quiet: tuple[int, ...] = ()
     durable: bool = False
     others: int = 0
 

@@ -156,7 +156,7 @@ class Plan(Document, kind="plan"):
         problem = schema.read(posed, Problem, "it")
         placement = schema.read(body, Placement, "it")
         plan = super()._from_body({**body, "trace": trace, "problem": problem, "placement": placement})
-        per_moment = {len(plan.moves), len(plan.again or plan.moves), len(problem.quiet or plan.moves)}
+        per_moment = {len(plan.moves), len(plan.again or plan.moves)}
         if len(placement.homes) != len(layout.chunks) or per_moment != {len(trace.moments)}:
             raise ValueError("it does not have one home per chunk, or one list of moves per moment")
         return plan
@@ -218,31 +218,6 @@ def window_room(problem: Problem, placement: Placement) -> int:
     free = problem.budgets[problem.compute] - bytes_per_tier(problem, placement).get(problem.compute, 0)
     gathers = bool(problem.moving(placement))
     return max(free - problem.waiting_in(placement), 0) + problem.for_windows(gathers=gathers)
-
-
-def window_rooms(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> list[int]:
-    """The same moment by moment, with what activations leave free."""
-    room, borrowed = window_room(problem, placement), borrowable(problem, placement, accesses)
-    return [room + now for now in borrowed] if borrowed else [room] * len(accesses)
-
-
-def borrowable(problem: Problem, placement: Placement, accesses: Sequence[Access]) -> tuple[int, ...]:
-    """Of the room for activations, the bytes that windows may borrow in each moment.
-
-    Who runs a plan knows where it is only when a chunk that moves begins to be read. From one such moment to the next
-    the least counts that activations leave free in it, in the stretch before and in the one after, so that it may be
-    one of them early or late.
-    """
-    quiet = problem.quiet
-    if len(quiet) != len(accesses) or problem.layout.ranks > 1:
-        return ()
-    moving = problem.moving(placement)
-    begins = [m for m, access in enumerate(accesses) if m == 0 or not moving.isdisjoint(access.begins)]
-    least = [min(quiet[a:b]) for a, b in zip(begins, [*begins[1:], len(quiet)], strict=True)]
-    found: list[int] = []
-    for number, (a, b) in enumerate(zip(begins, [*begins[1:], len(quiet)], strict=True)):
-        found += [min(least[max(number - 1, 0) : number + 2])] * (b - a)
-    return tuple(found)
 
 
 def standing(plan: Plan) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from gemini.planning.homes import FetchCounts, cheapest_homes
 from gemini.planning.layout import DEFAULT_MAX_CHUNK, Layout, part_of
 from gemini.planning.moves import cheapest_moves, first_of, moves_by_policy
 from gemini.planning.placement import Placement, Problem, StaticPlacement, by_fractions, check_fits, fill_fastest
-from gemini.planning.plan import Moves, Plan, window_room, window_rooms
+from gemini.planning.plan import Moves, Plan, window_room
 from gemini.planning.planes import (
     ADAM,
     GRADIENTS,
@@ -45,7 +45,6 @@ from gemini.planning.working import (
     device_staging_bytes,
     gathered_at_once,
     gradients_in_flight,
-    quiet_at,
     scratch_bytes,
     staging_bytes,
     staging_sets,
@@ -199,13 +198,9 @@ def pose_problem(
     max_chunk: int = DEFAULT_MAX_CHUNK,
     overlap: bool = True,
     rule: RuleSpec = ADAM,
-    lends: bool = False,
     durable: bool = False,
 ) -> Problem:
-    """What is placed, and the bytes that no plane may take.
-
-    ``lends``: windows may borrow what activations leave free (:func:`gemini.planning.plan.borrowable`).
-    """
+    """What is placed, and the bytes that no plane may take."""
     compute = compute or (Tier.GPU if Tier.GPU in budgets else Tier.CPU)
     if compute not in budgets:
         raise ValueError(f"compute={compute.value!r} has no budget; there are {', '.join(t.value for t in budgets)}")
@@ -219,14 +214,12 @@ def pose_problem(
     many = ranks > 1 or replicas > 1
     offload_to = None if offload_activations is None else Tier(offload_activations)
     offloads = offload_to is not None and offload_to is not compute and trace.checkpoint_bytes > 0
-    quiet: tuple[int, ...] = ()
     if compute is Tier.CPU:
         activations = 0  # they are computed in host memory, beside its budget
     elif activations is None:
         activations = activation_bytes(trace, offloaded=offloads)
-        quiet = quiet_at(trace, activations, offloaded=offloads) if lends else ()
     itemsize = reduce_itemsize or (4 if precision == "fp32" else 2)
-    beside = overlap and compute is Tier.GPU and not lends  # where windows lend, what waits has their room too
+    beside = overlap and compute is Tier.GPU
     waiting = waiting_activations(trace) if beside and offloads else 0
     if beside and not many and gradients != "transient":
         waiting += waiting_gradients(layout, compute_itemsize(precision))
@@ -240,7 +233,6 @@ def pose_problem(
         working_set=gathered_at_once(trace, layout, precision),
         staging=staging_bytes(tile, rule) * staging_sets(compute, precision, overlap=overlap, many=ranks > 1),
         activations=activations,
-        quiet=quiet,
         in_flight=_in_flight(layout, itemsize, many=many, waiting=overlap and gradients == "transient"),
         waiting=waiting,
         exchange=scratch_bytes(ranks, min(tile, PIECE), replicas) if many else 0,
@@ -345,15 +337,12 @@ class Planner:
             left = problem.activations
         else:
             left = activation_bytes(self.trace, offloaded=offloads)
-        quiet = quiet_at(self.trace, left, offloaded=offloads) if problem.quiet else ()
-        stays = replace(problem, activations=left, quiet=quiet, offloaded=0, offload_to=None)
+        stays = replace(problem, activations=left, offloaded=0, offload_to=None)
         if where is None:
             return stays
-        # Where windows lend in quiet moments, what waits for its copy has their room too.
-        waiting = 0 if problem.quiet else self._waiting_activations()
         return replace(
             stays,
-            waiting=problem.waiting + waiting,
+            waiting=problem.waiting + self._waiting_activations(),
             offloaded=self.trace.checkpoint_bytes,
             offload_to=Tier(where),
         )
@@ -489,14 +478,12 @@ def moves_for(
         BudgetExceeded: if one moment needs more gathered weights than there is room for.
     """
     speeds = speeds or Speeds.typical()
-    room: Any = window_room(problem, placement) if steps else None
+    room = window_room(problem, placement)
     steps = steps or accesses(trace, problem.layout)
     chunks = range(len(problem.layout.chunks))
     moving = [i for i in chunks if problem.needs_window(i, placement.homes[i][WEIGHTS])]
     sizes = {i: problem.window_bytes(i) for i in moving}
     lasting = frozenset(i for i in moving if not problem.layout.chunks[i].trainable)
-    if room is None:
-        room = window_rooms(problem, placement, steps)
     renewed = frozenset(moving) - lasting if accumulate > 1 else frozenset()
     lasting |= renewed  # until the update, which comes after the last micro-batch
     if policy is not None:

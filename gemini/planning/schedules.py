@@ -21,7 +21,7 @@ from gemini.planning.costs import RESOURCES, Cost, Costs
 from gemini.planning.fluid import Fluid
 from gemini.planning.layout import block_of
 from gemini.planning.mesh import Grid, MeshSizes
-from gemini.planning.plan import Plan, standing, window_rooms
+from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import GRAD, GRADS, WEIGHTS, compute_itemsize
 from gemini.planning.timeline import TRACKS, Track
 from gemini.planning.traffic import fetch_traffic, gradient_traffic, path, update_tier, update_traffic
@@ -511,7 +511,7 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     plan, problem = work.plan, work.problem
     needs = needs_windows(work)
     per_batch, per_step = len(plan.moves), len(plan.moves) * plan.accumulate
-    rooms = window_rooms(problem, plan.placement, plan.accesses)
+    room = window_room(problem, plan.placement)
     opened: list[tuple[int, int]] = []  # (moment of the fetch, chunk)
     uses: list[list[int]] = []  # of each, the first and the last use
     current: dict[int, int] = {}
@@ -537,16 +537,13 @@ def _fetches(work: Work, num_steps: int) -> tuple[list[list[_Fetch]], list[tuple
     held, after, ends = 0, -1, list[tuple[int, int]]()
     for (at, index), (first, last) in zip(opened, uses, strict=True):
         size = problem.window_bytes(index)
-        room = rooms[max(at, 0) % per_batch]
         while ends and held + size > room and ends[0][0] < max(at, 0):
             free_at, gone = heapq.heappop(ends)
             held -= problem.window_bytes(gone)
             after = max(after, free_at)
         held += size
-        earlier = max(at, 0)
-        while earlier - 1 > after and rooms[(earlier - 1) % per_batch] >= held:
-            earlier -= 1
-        after = max(after, earlier - 1 if earlier - 1 > after else after)  # before, activations take that room
+        if held > room:
+            after = max(after, at - 1)
         heapq.heappush(ends, (last, index))
         if at >= 0:
             found[at].append(_Fetch(index, first, after))

@@ -170,11 +170,6 @@ def activations_at(trace: MemoryTrace, *, offloaded: bool) -> tuple[int, ...]:
     return tuple(found)
 
 
-def quiet_at(trace: MemoryTrace, activations: int, *, offloaded: bool) -> tuple[int, ...]:
-    """By how much activations are below the most of them, ``activations``, moment by moment."""
-    return tuple(activations - now for now in activations_at(trace, offloaded=offloaded))
-
-
 Chosen = TypeVar("Chosen")
 
 

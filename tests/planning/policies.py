@@ -8,7 +8,7 @@ from gemini.errors import PlanMismatch, human_bytes
 from gemini.planning.hardware import Hardware
 from gemini.planning.moves import moves_by_policy
 from gemini.planning.placement import Placement, Problem
-from gemini.planning.plan import Plan, standing, window_room, window_rooms
+from gemini.planning.plan import Plan, standing, window_room
 from gemini.planning.planes import WEIGHTS
 from gemini.planning.policy import Candidate, EvictionPolicy, take_in_order
 from gemini.planning.simulate import simulate
@@ -81,7 +81,7 @@ def check_plan(plan: Plan) -> None:
     Raises:
         PlanMismatch: if the plan would not run.
     """
-    rooms = window_rooms(plan.problem, plan.placement, plan.accesses)
+    room = window_room(plan.problem, plan.placement)
     needs = [plan.problem.needs_window(i, homes[WEIGHTS]) for i, homes in enumerate(plan.placement.homes)]
     sizes = [plan.problem.window_bytes(i) for i in range(len(plan.layout.chunks))]
     gathered: set[int] = set(standing(plan))
@@ -93,7 +93,6 @@ def check_plan(plan: Plan) -> None:
         if missing:
             raise PlanMismatch(f"the plan does not gather chunks {missing} for moment {access.moment}")
         held = sum(sizes[i] for i in gathered)
-        room = rooms[access.moment]
         if held > room:
             raise PlanMismatch(
                 f"the plan gathers {human_bytes(held)} of weights in moment {access.moment}, where there is room for "

@@ -123,9 +123,6 @@ class Device(ABC):
     torch_device: torch.device
     tier: Tier
     frames: FramePool | None = None
-    windows_give_back: bool = False
-    """Whether what a window lets go of is there for whatever asks next, activations too. Not so where windows have a
-    pool of their own."""
     keeps_windows: bool = False
     """Whether memory that windows were given is theirs for good: nothing else can have it where they leave it free."""
 

@@ -34,12 +34,8 @@ class Schedule:
         moves: Sequence[Moves],
         moving: frozenset[int],
         again: Sequence[Moves] = (),
-        borrowable: Sequence[int] = (),
     ):
-        """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins.
-        ``borrowable``: by moment, the bytes that activations leave to windows; none where it is empty.
-        """
-        self._borrowable = borrowable
+        """``again``: the moves of a further micro-batch, where they are others: they say what stays until it begins."""
         # By moment: the chunks that are read and move. Residents are none of the manager's business.
         self._needs = [frozenset(access.chunks) & moving for access in accesses]
         # By moment, what the plan evicts there: for the script of several ranks.
@@ -126,18 +122,6 @@ class Schedule:
             found.append(known)
         return found
 
-    def borrowable(self, until: int | None = None) -> int:
-        """Bytes of the room for activations that windows may have now, and to moment ``until``. Between two steps: what
-        the end of one and the beginning of the next leave.
-        """
-        # After a deviation nobody knows what activations take: one byte too many is a step that breaks off.
-        if not self._borrowable or self.num_deviations:
-            return 0
-        if self._at is None:
-            return min(self._borrowable[0], self._borrowable[-1])
-        at = max(self._at, 0)
-        return min(self._borrowable[at : max(at, at if until is None else until) + 1])
-
     def upcoming(self) -> Sequence[tuple[int, int]]:
         """The fetches planned from here on: (moment, chunk). Between two steps: those of the next one."""
         # 2**62: above every chunk, so that the search ends behind the moment itself.
@@ -185,7 +169,6 @@ class Foresight:
         self._course = self._usual
         self._held: dict[int, None] = {}  # chunks that are read now, in the order of their acquires
         self._seen: list[Access] | None = None  # accesses so far; None where nothing is recorded
-        self._is_followed = False
         self.in_step = False
         """Whether a step is under way: from its first forward to the end of its backward, or of the scope."""
 
@@ -228,11 +211,9 @@ class Foresight:
         if self.in_step and self._course is self._scoped:
             return
         self.in_step = True
-        self._is_followed = False
         # One strange step (an odd batch at the end of an epoch) is no reason to record anew, two in a row are.
         if self.schedule is not None and self.num_strange < 2:
             self.schedule.begin()
-            self._is_followed = True
         else:
             self._seen = []
 
@@ -250,14 +231,11 @@ class Foresight:
             course.schedule, course.num_strange = Schedule(steps, self.plan(steps), chunks), 0
         elif course.schedule is not None and self.in_step:
             course.num_strange = course.num_strange + 1 if course.schedule.num_deviations else 0
-        # What may be borrowed between two steps is that of the schedule that was followed: the next one begins it anew.
-        followed = self._is_followed
         self.interrupt()
-        self._is_followed = followed
 
     def interrupt(self) -> None:
         """Forget the step under way: what runs now, or failed, is no such step."""
-        self.in_step = self._is_followed = False
+        self.in_step = False
         self._held.clear()
         self._seen = None
         if self.schedule is not None:
@@ -273,15 +251,6 @@ class Foresight:
     def script(self, there: Collection[int], completed: Mapping[int, int]) -> Script | None:
         """The script of the step that begins; None while its schedule is still to be recorded."""
         return None if self.schedule is None or self._seen is not None else self.schedule.script(there, completed)
-
-    def others_compute(self) -> None:
-        """Note a forward that belongs to no step: what activations take is not known."""
-        self._is_followed = False
-
-    def borrowable(self, until: int | None = None) -> int:
-        """Bytes of the room for activations that windows may have, as long as the schedule is followed."""
-        schedule = self._course.schedule
-        return 0 if schedule is None or not self._is_followed else schedule.borrowable(until)
 
     def acquired(self, index: int) -> None:
         """Note that a chunk is read from now on."""

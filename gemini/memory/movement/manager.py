@@ -100,8 +100,6 @@ class Manager:
             # At the first pin alone: nested calls of one chunk are one use of the schedule.
             self.foresight.acquired(chunk.spec.index)
             try:
-                # Behind the change of place: what activations take from here on is that of the new moment.
-                self.room.give_back()
                 self.fetches.source.follow()
             except Exception:
                 self.release(chunk)  # refused: the caller has no pin that it could give back
@@ -241,10 +239,6 @@ class Manager:
         """Begin a forward: nothing computes yet. ``in_step``: a backward may follow."""
         if in_step:
             self.foresight.begin()
-        elif not self.foresight.in_step:
-            self.foresight.others_compute()
-        # Activations of this forward may need what windows had borrowed between two steps.
-        self.room.give_back()
         self.room.grow_again()
 
     # ---- ahead of time ------------------------------------------------------------------------------------------

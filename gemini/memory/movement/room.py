@@ -2,7 +2,6 @@
 
     populate         a window gets memory, whoever has to give way (:class:`gemini.ledger.Turn`)
     populate_before  the same for what is read at a later moment: only what is read later still goes
-    give_back        what windows have borrowed from activations goes back
 
 Populated windows are in the ledger as "windows" (or as what their holder calls itself), memory that waits for the next
 window as "pool". In host memory these are frames, which go back where something else needs them. On a GPU windows have
@@ -27,81 +26,13 @@ from gemini.memory.devices.device import Device, Window
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.foresight import Foresight
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
-from gemini.tiers import Tier
-
-# ---- room that activations lend to windows ---------------------------------------------------------------------------
-
-# Room for activations that windows borrow while activations leave it free, as the schedule of a step says.
-#
-# What is borrowed is held by the windows in the ledger and goes back to "activations" first of all when a window is let
-# go; so whatever else takes memory (gradients that are promoted, staging) never finds it free. It may be borrowed only
-# where a step follows its schedule, and on a device whose windows give memory back to whatever asks next.
-
-ACTIVATIONS = "activations"
-"""Who lends."""
-
-
-class Lending:
-    """The books of what one model's windows have borrowed. Called by the training thread alone."""
-
-    def __init__(self, ledger: Ledger, tier: Tier, foresight: Foresight):
-        self._ledger, self._tier, self._foresight = ledger, tier, foresight
-        self.borrowed = 0  # bytes that windows hold and activations lend
-
-    def room(self, until: int | None = None) -> int:
-        """Bytes that windows may borrow besides, if they are to keep them to moment ``until``."""
-        return max(0, self._foresight.borrowable(until) - self.borrowed)
-
-    @property
-    def excess(self) -> int:
-        """Bytes that have to go back now."""
-        return max(0, self.borrowed - self._foresight.borrowable())
-
-    def take(self, num_bytes: int, holder: str) -> None:
-        """Reserve what is free for a window, and borrow the rest.
-
-        Raises:
-            BudgetExceeded: if that is not enough; nothing was taken.
-        """
-        # What is free goes first: only the rest is owed.
-        lent = min(max(0, num_bytes - self._ledger.free(self._tier)), self.room())
-        with WHOLE:  # the ledger's line and ours belong together, also where Ctrl-C comes
-            # The part that may be refused comes first, so that a refusal has changed nothing.
-            self._ledger.reserve(self._tier, num_bytes - lent, holder)
-            self._ledger.pass_on(self._tier, lent, ACTIVATIONS, holder)
-            self.borrowed += lent
-
-    def let_have(self, num_bytes: int, holder: str) -> None:
-        """Take back the memory of a window that lets go of it: what is owed to activations first."""
-        # Debts before freedom: bytes that came free here would be taken by others, and activations would not find them.
-        lent = min(self.borrowed, num_bytes)
-        with WHOLE:
-            self._ledger.pass_on(self._tier, lent, holder, ACTIVATIONS)
-            self.borrowed -= lent
-            self._ledger.release(self._tier, num_bytes - lent, holder)
-
-    def return_free(self) -> bool:
-        """Give back what is due of what is free; False if nothing is."""
-        # Free bytes of the tier take the place of the borrowed ones, which windows keep as their own.
-        num_bytes = min(self.excess, self._ledger.free(self._tier))
-        with WHOLE:
-            self._ledger.reserve(self._tier, num_bytes, ACTIVATIONS)
-            self.borrowed -= num_bytes
-        return num_bytes > 0
-
-    def start_over(self, holder: str) -> None:
-        """Take back everything that is borrowed: all windows are let go."""
-        with WHOLE:
-            self._ledger.pass_on(self._tier, self.borrowed, holder, ACTIVATIONS)
-            self.borrowed = 0
-
 
 _FROM_WINDOWS = frozenset({Turn.READERS, Turn.PREFETCHES, Turn.PINS})
 """These let go of windows that are not evicted otherwise."""
 
 
 class _ForWindow(Want):
-    """Memory for a window: free bytes, a parked frame of its size, room that is lent; or a place in memory of its own.
+    """Memory for a window: free bytes, or a parked frame of its size; or a place in memory of its own.
 
     Args:
         moment: of a fetch ahead, when it is needed; it leaves what others want soon.
@@ -114,8 +45,7 @@ class _ForWindow(Want):
         # go.
         own = asking - OF_BUDGET if room.is_apart else asking
         super().__init__(room.ledger, room.tier, num_bytes, holder, own - {Turn.LESS}, what)
-        self._room, self._moment = room, moment
-        self.after = moment
+        self._room, self.after = room, moment
         self.leave = 0 if moment is None else room.ledger.claimed(room.tier)
         self.is_parked = False
         """Whether it was taken from what waits for a window."""
@@ -132,7 +62,7 @@ class _ForWindow(Want):
         if self.is_parked:
             return 0
         # May be negative: then so much is free beyond the window.
-        missing = num_bytes - room.lending.room(self._moment) - self.ledger.free(self.tier)
+        missing = num_bytes - self.ledger.free(self.tier)
         # Parked frames can be given to others, so they count for what is left to them.
         if self.leave and self.leave > room.pool - missing:
             return missing + self.leave
@@ -145,24 +75,8 @@ class _ForWindow(Want):
         if self.is_parked:
             self.ledger.pass_on(self.tier, self.num_bytes, "pool", self.holder)
         else:
-            self._room.lending.take(self.num_bytes, self.holder)
+            self.ledger.reserve(self.tier, self.num_bytes, self.holder)
         return 0
-
-
-class _Return(Want):
-    """The bytes that windows have borrowed and activations take from here on."""
-
-    def __init__(self, room: Room, num_bytes: int):
-        what = "the room for activations, which windows had for a while,"
-        super().__init__(room.ledger, room.tier, num_bytes, ACTIVATIONS, NEEDED, what)
-        self._lending = room.lending
-
-    def missing(self) -> int:
-        return self._lending.excess
-
-    def take(self) -> int:
-        self._lending.return_free()
-        return self._lending.excess
 
 
 class Room:
@@ -186,7 +100,6 @@ class Room:
         self.tier, self.is_apart, self.frames = device.tier, device.keeps_windows, device.frames
         self._device, self._foresight, self._policy = device, foresight, policy or NextUse()
         self._growth: Want | None = None
-        self.lending = Lending(ledger, device.tier, foresight)
         ledger.register_windows(self.tier, self._explain, apart=self.is_apart)
         for turn, reclaim in (
             (Turn.UNKEPT, self._evict_unkept),
@@ -235,7 +148,7 @@ class Room:
             if want.is_parked:
                 self.ledger.pass_on(self.tier, window.num_bytes, want.holder, "pool")
             else:
-                self.lending.let_have(window.num_bytes, want.holder)
+                self.ledger.release(self.tier, window.num_bytes, want.holder)
             raise
 
     def depopulate(self, window: Window, holder: str) -> None:
@@ -245,7 +158,7 @@ class Room:
         if window.depopulate() or self.is_apart:
             self.ledger.pass_on(self.tier, num_bytes, holder, "pool")
         else:
-            self.lending.let_have(num_bytes, holder)
+            self.ledger.release(self.tier, num_bytes, holder)
 
     def evict(self, chunk: Chunk) -> None:
         """Take the memory of gathered weights that nobody reads. They are clean copies, so nothing is written."""
@@ -257,17 +170,6 @@ class Room:
             chunk.stale = chunk.ahead = False
             chunk.tell_gone()
             self.depopulate(chunk.window, "windows")
-
-    def give_back(self) -> None:
-        """Activations take more from here on: what windows have borrowed beyond what is left to them goes back.
-
-        Raises:
-            BudgetExceeded: if what must stay is in the way.
-        """
-        if excess := self.lending.excess:
-            want = _Return(self, excess)
-            if not self.ledger.obtain(want):
-                raise self.ledger.refusal(want)
 
     # ---- what they give -----------------------------------------------------------------------------------------
 
@@ -455,7 +357,6 @@ class Room:
         if self.frames is not None:
             # No frame is parked afterwards, so the pool is what windows on a GPU have free, or empty.
             self.frames.trim()
-        self.lending.start_over("windows")
         tier, gathered = self.tier, sum(window.num_bytes for window in self._windows())
         # All of it to the pool, and from there what the chunks say: whatever the books had wrong is right then.
         self.ledger.pass_on(tier, self.ledger.held(tier, "windows"), "windows", "pool")

@@ -33,7 +33,7 @@ from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part
 
-HOLDER = "activations"
+ACTIVATIONS = "activations"
 
 MIN_BYTES = 16 * 2**10
 """Smaller tensors stay: a mask or a position is not worth the move."""
@@ -199,9 +199,9 @@ class ActivationStore:
         """
         self.collect()
         stored = [offloaded for offloaded in self._stored if offloaded.place is not None]
-        lost = self._ledger.held(self._tier, HOLDER) - sum(offloaded.num_bytes for offloaded in stored)
+        lost = self._ledger.held(self._tier, ACTIVATIONS) - sum(offloaded.num_bytes for offloaded in stored)
         if lost > 0 and not self.gone:
-            self._ledger.release(self._tier, lost, HOLDER)
+            self._ledger.release(self._tier, lost, ACTIVATIONS)
             self._shelf.give_back_all_but([offloaded.place for offloaded in stored])
 
     def check(self) -> None:
@@ -249,7 +249,7 @@ class ActivationStore:
                     self.flights.take_back(flight)
             self.gone.popleft()
             self._shelf.give_back(place)
-            self._ledger.release(self._tier, num_bytes, HOLDER)
+            self._ledger.release(self._tier, num_bytes, ACTIVATIONS)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         """Replace what autograd saves by what is kept of it; runs for everything that is saved. What stays is detached:
@@ -303,7 +303,7 @@ class ActivationStore:
         try:
             self._shelf.prepare()
             # The object that gives the bytes back is there when they are taken.
-            with WHOLE, self._ledger.reserving(self._tier, num_bytes, HOLDER, WELCOME):
+            with WHOLE, self._ledger.reserving(self._tier, num_bytes, ACTIVATIONS, WELCOME):
                 offloaded = Offloaded(self.gone, tensor, self._shelf.allocate(num_bytes))
         except BudgetExceeded as e:
             self._say_no_room(e)

@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_leaves
 from gemini.errors import human_bytes, parse_bytes, warn
 from gemini.ledger import OF_BUDGET
 from gemini.memory.devices.pages import PAGE
-from gemini.memory.movement.room import ACTIVATIONS
 from gemini.patches import patch
 from gemini.planning.working import CUDA_WORKSPACES
 from gemini.tiers import Tier
+from gemini.train.activations.store import ACTIVATIONS
 from gemini.train.observers import innermost_transform
 from gemini.train.params.guard import AT_REST
 from gemini.train.passes.backward import BackwardPass, Recovery

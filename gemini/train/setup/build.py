@@ -31,7 +31,7 @@ from gemini.memory.nvme import SpillFile, spill_file
 from gemini.optim.compact import rule_for
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
-from gemini.planning.plan import Moves, borrowable, window_room
+from gemini.planning.plan import Moves, window_room
 from gemini.planning.planes import GRADS, WEIGHTS, precision_of
 from gemini.planning.planner import moves_for
 from gemini.planning.policy import EvictionPolicy
@@ -213,8 +213,7 @@ class PlannedForesight(Foresight):
         self._owner, self._policy, self._ledger = owner, policy, ledger
         schedule = None
         if plan is not None and trace.source is not Source.STRUCTURE:
-            lent = borrowable(problem, placement, plan.accesses)
-            schedule = Schedule(plan.accesses, plan.moves, problem.moving(placement), plan.again, lent)
+            schedule = Schedule(plan.accesses, plan.moves, problem.moving(placement), plan.again)
         super().__init__(schedule)
 
     def plan(self, steps: tuple[Access, ...]) -> Sequence[Moves]:

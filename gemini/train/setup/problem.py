@@ -402,9 +402,6 @@ class _Chooser:
         problem = pose(
             trace, self._config, self._device, self._budgets, self._ranks, self._offload_unless_auto, overlap=overlap
         )
-        given = self._config.placement
-        if isinstance(given, Plan) and self._device.windows_give_back:
-            problem = replace(problem, quiet=given.problem.quiet)
         at_once = problem.working_set if self._at_once and self._others else 0
         return replace(problem, beside=self._beside, others=self._others + at_once)
 
@@ -511,7 +508,6 @@ def pose(
         max_chunk=config.max_chunk,
         overlap=overlap,
         rule=config.rule_spec,
-        lends=device.windows_give_back,
         durable=config.memory.durable,
     )
 
