@@ -38,7 +38,6 @@ from gemini.train.params.state_dict import load_model_state, model_state
 from gemini.train.passes.stepping import MeasuredNorm
 from gemini.train.recording import Recording
 from gemini.train.report import MemoryReport, make_report
-from gemini.train.setup.arguments import refuse_stock_loop, refuse_wrong_device
 from gemini.train.setup.wrappable import refuse_unwrappable
 from gemini.train.step import alone, run_alone
 
@@ -135,10 +134,9 @@ class GeminiDDP(nn.Module):
         try:
             occupancy.enter()
             return super().__call__(*args, **kwargs)
-        except BaseException as e:
+        except BaseException:
             torch._C._set_grad_enabled(before)
             engine.forward.unwind(depth)
-            refuse_wrong_device(e, engine.store.device.torch_device, (args, kwargs))
             raise
         finally:
             if is_first:
@@ -435,7 +433,6 @@ class GeminiDDP(nn.Module):
     # ---- refused ------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        refuse_stock_loop()
         engine = _engine(self)
         # `fn` is asked what it would do with one number: weights are not there to be moved.
         probe = torch.empty((), dtype=COMPUTE_DTYPES[engine.config.precision], device=engine.store.device.torch_device)

@@ -28,11 +28,11 @@ from gemini.train.loading.skeleton import (
     Skeleton,
     generator_of_first,
     generators_kept,
+    need_transformers,
     replace_by_stand_ins,
     replaced,
 )
 from gemini.train.params.by_name import ByName
-from gemini.train.setup.arguments import need_transformers
 
 
 def from_config(

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from gemini.config import GeminiConfig
-from gemini.errors import GeminiError
+from gemini.errors import GeminiError, StorageError
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
-from gemini.train.loading.skeleton import Skeleton, generators_kept, replaced
+from gemini.train.loading.skeleton import Skeleton, generators_kept, need_transformers, replaced
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,
@@ -35,7 +35,6 @@ from gemini.train.loading.stored_model import (
     without_progress,
 )
 from gemini.train.params.codes import WHAT_WORKS
-from gemini.train.setup.arguments import damaged_file, naming_files, need_transformers
 
 
 def from_pretrained(
@@ -97,14 +96,14 @@ def skeleton_from_pretrained(
 ) -> tuple[Skeleton, dict[str, Any]]:
     """Make what :func:`from_pretrained` makes before it places anything, with the report of keys."""
     _refuse(path, kwargs)
-    with naming_files(path):
+    with _naming_files(path):
         hf_config = _read_config(path, model_class, kwargs)
     if model_class is None:
         model_class = class_of(hf_config)
     attention = Attention() if attention is None else attention
     kwargs |= attention.keyword(hf_config, model_class)
     # transformers runs as ever; only the two steps that touch values are ours.
-    with naming_files(path), _on_meta_tensors() as sources, attention.refused_by_transformers(hf_config):
+    with _naming_files(path), _on_meta_tensors() as sources, attention.refused_by_transformers(hf_config):
         model, info = model_class.from_pretrained(path, output_loading_info=True, **kwargs)
     # It took a way that does not pass through the replaced steps.
     if not sources:
@@ -204,7 +203,38 @@ def _shapes(file: str) -> dict[str, torch.Tensor]:
     try:
         return {name: tensor.to("meta") for name, tensor in load_state_dict(file, map_location="meta").items()}
     except Exception as e:  # of many classes, and none of them names the file
-        raise damaged_file(file, e) from e
+        why = " ".join(str(e).split())[:200] or type(e).__name__
+        raise StorageError(
+            f"{file} cannot be read: {why}. The file is damaged or was not copied to its end: get it again (the other "
+            "files of the model may be good)"
+        ) from e
+
+
+@contextlib.contextmanager
+def _naming_files(path: Any) -> Iterator[None]:
+    """Name the folder that is not there and the file that is damaged, which errors of transformers do not.
+
+    Raises:
+        OSError: for a folder that is neither here nor on a hub.
+        StorageError: for a damaged file.
+    """
+    folder = Path(path).expanduser()
+    try:
+        yield
+    except OSError as e:
+        if folder.exists():
+            raise
+        raise OSError(
+            f"{path}: there is no such folder (looked for in {Path.cwd()}), and a model of that name could not be got "
+            f"from a hub: {e}"
+        ) from e
+    except StorageError:
+        raise
+    except Exception:
+        # Looked for only now: opening every file costs time.
+        for file in sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):
+            _shapes(str(file))
+        raise
 
 
 def _tie_equal(model: Any, file_of: dict[str, str], found: Any) -> None:

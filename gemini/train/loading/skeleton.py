@@ -41,6 +41,21 @@ class Skeleton(ABC):
         """Write the value of every param to its home, and make the buffers; returns the model that has them."""
 
 
+def need_transformers(what: str) -> None:
+    """Say which optional part of Gemini ``what`` needs.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ModuleNotFoundError as e:
+        raise ImportError(
+            f"{what} needs transformers 5.0 or newer, the extra 'hf' of Gemini: pip install 'transformers>=5.0' ({e})",
+            name="transformers",
+        ) from e
+
+
 def replace_by_stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
     """Give ``model`` params on the CPU that take no memory instead of its meta params: new ones by the id of old."""
     new: dict[int, nn.Parameter] = {}
