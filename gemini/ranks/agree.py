@@ -186,14 +186,16 @@ class Handshake:
         # torch wants the global rank of the receiver, also in a group of some ranks.
         heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
         first = self._global_rank(0)
-        guarded(self._doing, lambda: dist.gather_object(said, heard, dst=first, group=self._group))
+        with guarded(self._doing):
+            dist.gather_object(said, heard, dst=first, group=self._group)
         return heard or []
 
     def _broadcast(self, said: Any) -> Any:
         """Hear what the first rank says."""
         heard = [said]
         first = self._global_rank(0)
-        guarded(self._doing, lambda: dist.broadcast_object_list(heard, src=first, group=self._group))
+        with guarded(self._doing):
+            dist.broadcast_object_list(heard, src=first, group=self._group)
         return heard[0]
 
     def _error(self, failures: dict[int, Failure]) -> GeminiError:

@@ -16,12 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
-
-import torch
+from typing import NamedTuple
 
 from gemini.errors import RankMismatch
-from gemini.ranks.wire import Tag, Wire
 
 
 class Point(IntEnum):
@@ -53,80 +50,30 @@ class Point(IntEnum):
     SWAP = 16, "swapped_in()"
 
 
-_SERVED = (Point.GATHER, Point.READ)
+SERVED = (Point.GATHER, Point.READ)
+"""Points at which a rank waits for what all of them give it."""
 _REDUCING = (Point.REDUCE, Point.END_BACKWARD, Point.CONTEXT)
 """Points at which a rank takes part in a reduction, whatever it has of the gradients."""
 
 
 class Request(NamedTuple):
-    """One rank's wish: a point, which chunk or param it is about, and what else the others must know."""
+    """One rank's wish: a point, which chunk or param it is about, what else the others must know, and how many steps
+    the rank has made, which an error tells.
+    """
 
     point: Point
     about: int = 0
     detail: int = 0
+    num_steps: int = 0
 
     @property
     def subject(self) -> tuple[Point, int]:
         return self.point, self.about
 
 
-class Handler(Protocol):
-    """What does the work that ranks have agreed on, on all of them in the same order."""
-
-    def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
-        """Give every rank in ``receivers`` (perhaps this one) the weights of a chunk or the values of a param."""
-
-    def reduce(self, index: int, requests: list[Request]) -> None:
-        """Sum up the gradients of chunk ``index`` over the ranks, whatever this rank has of them."""
-
-
-class Agreement:
-    """The agreements of one engine. ``num_steps`` tells how far a rank is, for the error message."""
-
-    def __init__(self, wire: Wire):
-        self._wire = wire
-        # Of all ranks, at the last exchange.
-        self._steps: list[int] = []
-        self.num_steps = 0
-        self.num_exchanges = 0
-
-    def reach(self, request: Request, handler: Handler) -> list[Request]:
-        """Wait, serving the others, until ``request`` is done (served, reduced), or all ranks stand at its point.
-
-        Returns the requests of all ranks at that moment.
-
-        Raises:
-            RankMismatch: on every rank, if the requests can never meet.
-            RankLost: if a rank died or does not answer.
-        """
-        while True:
-            # The same list on every rank, so that all of them choose the same.
-            requests = self._exchange(request)
-            chosen = choose(requests)
-            if chosen is None:
-                raise RankMismatch(_explain(requests, self._steps, self._wire.global_ranks))
-            point, index = chosen
-            if point in _SERVED:
-                handler.serve(chosen, [rank for rank, other in enumerate(requests) if other.subject == chosen])
-            elif point is Point.REDUCE:
-                handler.reduce(index, requests)
-            # Else it was what other ranks wanted: this one says the same again, until its own turn comes.
-            if request.subject == chosen:
-                return requests
-
-    def _exchange(self, request: Request) -> list[Request]:
-        said = torch.tensor(
-            [request.point, request.about, request.detail, self.num_steps], dtype=torch.int64, device="cpu"
-        )
-        rows = self._wire.swap(Tag.AGREEMENT, said, request.point.words).tolist()
-        self.num_exchanges += 1
-        self._steps = [row[3] for row in rows]
-        return [Request(Point(row[0]), row[1], row[2]) for row in rows]
-
-
 def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     """Choose what is done now, from what all ranks want; None if nothing can be. A pure function of the requests."""
-    served = [request.subject for request in requests if request.point in _SERVED]
+    served = [request.subject for request in requests if request.point in SERVED]
     if served:
         # Any order would do that is the same on all ranks.
         return min(served)
@@ -142,12 +89,13 @@ def choose(requests: Sequence[Request]) -> tuple[Point, int] | None:
     return None
 
 
-def _explain(requests: Sequence[Request], steps: Sequence[int], ranks: Sequence[int]) -> str:
+def mismatch(requests: Sequence[Request], ranks: Sequence[int]) -> RankMismatch:
+    """The error for requests of these ranks that can never meet."""
     where = "; ".join(
-        f"rank {rank} is at {request.point.words} after {num_steps} steps"
-        for rank, request, num_steps in zip(ranks, requests, steps, strict=True)
+        f"rank {rank} is at {request.point.words} after {request.num_steps} steps"
+        for rank, request in zip(ranks, requests, strict=True)
     )
-    return (
+    return RankMismatch(
         f"the ranks of this model were asked to do different things: {where}. Every rank must make the same backwards "
         "and steps, and call save_checkpoint, load_checkpoint and save_pretrained together. If the data of one rank "
         "ends early, give all the same number of batches (DistributedSampler(drop_last=True), or stop all at the "

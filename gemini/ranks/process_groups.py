@@ -52,12 +52,8 @@ def make_subgroup(ranks: Sequence[int], backend: str, timeout: timedelta | None 
     """
     # A group of all ranks: torch names it by a count that is the same on all of them.
     if len(ranks) == dist.get_world_size():
-        groups: list[dist.ProcessGroup] = []
-        guarded(
-            "making a process group for the model",
-            lambda: groups.append(dist.new_group(list(ranks), backend=backend, timeout=timeout)),
-        )
-        return groups[0]
+        with guarded("making a process group for the model"):
+            return dist.new_group(list(ranks), backend=backend, timeout=timeout)
     most = max(_group_counts(tuple(ranks), timeout or c10d.default_pg_timeout))
     fill_up = []
     # Groups of this rank alone, which nobody has to join, until its count is that of the others.
@@ -137,7 +133,8 @@ class WaitingGroup:
             RankLost: if one does not come.
         """
         if self.group is not None:
-            guarded(doing, lambda: dist.barrier(self.group))
+            with guarded(doing):
+                dist.barrier(self.group)
 
     def exchange(self, value: T, doing: str) -> list[T]:
         """Collect what every rank gives, in their order: plain values and tensors on the CPU.
@@ -148,7 +145,8 @@ class WaitingGroup:
         if self.group is None:
             return [value]
         heard: list[Any] = [None] * len(self._ranks)
-        guarded(doing, lambda: dist.all_gather_object(heard, value, group=self.group))
+        with guarded(doing):
+            dist.all_gather_object(heard, value, group=self.group)
         return heard
 
     def close(self) -> None:
@@ -175,19 +173,14 @@ def start_group(timeout: timedelta, *, cuda: bool) -> dist.Store:
     Raises:
         RankLost: if the others do not come within ``timeout``.
     """
-    stores: list[dist.Store] = []
-
     # Before the rendezvous, which reads these variables.
     launch.tell_torch()
-
-    def meet() -> None:
+    with guarded("joining the other processes"):
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-        stores.append(fresh_part(store, rank, size, timeout))
+        store = fresh_part(store, rank, size, timeout)
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-        dist.init_process_group(backend, store=stores[0], rank=rank, world_size=size, timeout=timeout)
-
-    guarded("joining the other processes", meet)
-    return stores[0]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return store
 
 
 def fresh_part(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Store:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -66,14 +66,29 @@ class Pending:
             self._works.pop(0)
 
 
-def lost(rank: int, what: str, cause: BaseException) -> GeminiError:
-    """The error for a rank that did not answer."""
+def lost(rank: int | None, what: str, cause: BaseException) -> GeminiError:
+    """The error for a rank that did not answer; None if nobody knows which one."""
     reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    if rank is None:
+        return RankLost(
+            f"{what} failed: {reason}. Another rank died, was stopped, or hangs: its own output says why. Start again "
+            "from the last checkpoint (torchrun --max-restarts does it)"
+        )
     return RankLost(
         f"rank {rank} did not answer during {what} ({reason}). It died, was stopped, or hangs: its own output says "
         "why. Training cannot go on without it: end this process too and start again from the last checkpoint "
         "(torchrun --max-restarts does both)"
     )
+
+
+@contextmanager
+def guarded(what: str) -> Iterator[None]:
+    """Around a collective of the library: a failure is a lost rank, whichever it was."""
+    try:
+        with PROGRESS.elsewhere():
+            yield
+    except RuntimeError as e:
+        raise lost(None, what, e) from e
 
 
 class Wire:
@@ -88,7 +103,9 @@ class Wire:
         self.group, self.library = group, library
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self.global_ranks = [_own_rank()] if group is None else dist.get_process_group_ranks(group)
+        # Of a rank alone its own, in the job of which it may be one of many.
+        own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.global_ranks = [own] if group is None else dist.get_process_group_ranks(group)
         self.sent: Counter[Tag] = Counter()
 
     @property
@@ -143,7 +160,8 @@ class Wire:
         into = rows.new_empty((sum(received), *rows.shape[1:]))
         if self.library is not None and rows.is_cuda:
             splits = list(received), list(sent)
-            guarded(what, lambda: dist.all_to_all_single(into, rows, *splits, group=self.library))
+            with guarded(what):
+                dist.all_to_all_single(into, rows, *splits, group=self.library)
             return into
         # This rank's own rows are copied while those of the others travel.
         outgoing, incoming = rows.split(list(sent)), into.split(list(received))
@@ -199,7 +217,8 @@ class Wire:
         """
         # torch 2.13 warns of the old names of this and the next, which 2.11 alone has.
         call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        guarded(what, lambda: call(into, own, group=self.library))
+        with guarded(what):
+            call(into, own, group=self.library)
         self.sent[tag] += own.nbytes * (self.size - 1)
 
     def reduce_scatter_by_library(self, tag: Tag, into: torch.Tensor, whole: torch.Tensor, what: str) -> None:
@@ -207,7 +226,8 @@ class Wire:
         place there; raises as the above.
         """
         call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        guarded(what, lambda: call(into, whole, group=self.library))
+        with guarded(what):
+            call(into, whole, group=self.library)
         self.sent[tag] += into.nbytes * (self.size - 1)
 
     def reduce_scatter(
@@ -224,22 +244,20 @@ class Wire:
         Args:
             own: this rank's whole contribution, ``size`` sections of ``shard`` elements; None if it has none.
             senders: the ranks that contribute, and the dtype of what they send.
-            scratch: uint8, at least ``scratch_bytes`` of the piece length that is derived from it.
+            scratch: uint8, from which the length of a piece follows.
 
         A sum is overwritten by the one after the next.
         """
         others = [rank for rank in senders if rank != self.rank]
-        piece = min(piece_numel(self.size, scratch.numel()), shard)
-        slots = _Slots(scratch, piece)
+        piece = min(scratch.numel() // (4 * max(2 * self.size, 4)), shard)
         # Two sets by turns: the next piece arrives in one while the other is added up, and a sum stays until the sum
         # after the next one.
-        buffers = [[slots.take() for _ in others] for _ in range(2)]
-        totals = [slots.take() for _ in range(2)]
+        slots = scratch[: 8 * piece * (len(others) + 1)].view(2, len(others) + 1, 4 * piece)
         ranges = [(a, min(a + piece, shard)) for a in range(0, shard, piece)]
 
         def begin(index: int) -> tuple[Pending, dict[int, torch.Tensor]]:
             a, b = ranges[index]
-            received = {rank: buffers[index % 2][i].view(senders[rank])[: b - a] for i, rank in enumerate(others)}
+            received = {rank: slots[index % 2, i].view(senders[rank])[: b - a] for i, rank in enumerate(others)}
             outgoing = {} if own is None else {p: own[p * shard + a : p * shard + b] for p in self.peers}
             return self.start(tag, outgoing, received, what), received
 
@@ -252,28 +270,10 @@ class Wire:
             under_way = begin(index + 1) if index + 1 < len(ranges) else None
             if own is not None:
                 received[self.rank] = own[self.rank * shard + a : self.rank * shard + b]
-            total = totals[index % 2].view(torch.float32)[: b - a]
+            total = slots[index % 2, -1].view(torch.float32)[: b - a]
             # In the order of ranks, in which the bits of the sum are defined.
             add_up([received[rank] for rank in sorted(received)], total)
             yield a, b, total
-
-
-class _Slots:
-    """Pieces of fp32 size cut from a scratch area."""
-
-    def __init__(self, scratch: torch.Tensor, piece: int):
-        self._scratch, self._size, self._next = scratch, 4 * piece, 0
-
-    def take(self) -> torch.Tensor:
-        slot = self._scratch[self._next : self._next + self._size]
-        assert slot.numel() == self._size, "the scratch area is too small"
-        self._next += self._size
-        return slot
-
-
-def piece_numel(ranks: int, scratch: int) -> int:
-    """The piece length that a scratch area of so many bytes allows."""
-    return scratch // (4 * max(2 * (ranks - 1) + 2, 4))
 
 
 def add_up(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
@@ -291,26 +291,10 @@ def add_up(terms: Sequence[torch.Tensor], total: torch.Tensor) -> None:
             total.add_(term)
 
 
-def guarded(what: str, function: Callable[[], object]) -> None:
-    """Run a collective of the library; a failure is a lost rank, whichever it was."""
-    try:
-        with PROGRESS.elsewhere():
-            function()
-    except RuntimeError as e:
-        raise RankLost(
-            f"{what} failed: {e}. Another rank died, was stopped, or hangs: its own output says why. Start again from "
-            "the last checkpoint (torchrun --max-restarts does it)"
-        ) from e
-
-
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor: gloo need not know its dtype."""
     assert tensor.is_contiguous()
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _some(work: dist.Work | None) -> dist.Work:
@@ -335,19 +319,10 @@ def collectives_of(whom: str) -> Iterator[None]:
     except GeminiError:
         raise
     except RuntimeError as e:
-        if not _is_of_a_lost_rank(e):
+        # Raised by torch.distributed itself: code of the program may say such words of something else.
+        where = traceback.extract_tb(e.__traceback__)[-1].filename
+        if not (where.startswith(_OF_TORCH) and _GONE.search(str(e))):
             raise
-        what = f"a collective of {whom}"
         # torch does not say which rank is gone: with one other there is no doubt.
-        if dist.is_initialized() and dist.get_world_size() == 2:
-            raise lost(1 - dist.get_rank(), what, e) from e
-        raise RankLost(
-            f"{what} failed: {e}. Another rank died, was stopped, or hangs: its own output says why. Start again from "
-            "the last checkpoint (torchrun --max-restarts does it)"
-        ) from e
-
-
-def _is_of_a_lost_rank(error: RuntimeError) -> bool:
-    # Raised by torch.distributed itself: code of the program may say such words of something else.
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(_OF_TORCH) and _GONE.search(str(error)) is not None
+        is_pair = dist.is_initialized() and dist.get_world_size() == 2
+        raise lost(1 - dist.get_rank() if is_pair else None, f"a collective of {whom}", e) from e

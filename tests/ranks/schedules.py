@@ -262,12 +262,12 @@ def _run(play: Play) -> Outcome:
         for step in range(play.num_steps):
             events = [event for event in play.events if event.step == step and event.rank == rank]
             event = events[0] if events else Event("nothing")
-            before = shards.num_scripted, shards.agreement.num_exchanges
+            before = shards.num_scripted, shards.num_exchanges
             is_last = step == play.num_steps - 1
             with killed_before(play.kill[1]) if is_last and rank == play.kill[0] else contextlib.nullcontext():
                 _step(managed, optimizer, play, event, step, out)
             out.scripted.append(shards.num_scripted > before[0])
-            out.rounds.append(shards.agreement.num_exchanges - before[1])
+            out.rounds.append(shards.num_exchanges - before[1])
         world_of(managed).check()
         out = out._replace(behind=_num_behind(managed))
     except RankMismatch as e:

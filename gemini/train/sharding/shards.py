@@ -27,7 +27,7 @@ from gemini.memory.store import ChunkStore
 from gemini.planning.layout import part_of
 from gemini.planning.planes import PlaneKind
 from gemini.planning.working import replica_scratch_bytes
-from gemini.ranks.agreement import Agreement, Point, Request
+from gemini.ranks.agreement import SERVED, Point, Request, choose, mismatch
 from gemini.ranks.group import Ranks
 from gemini.ranks.wire import Tag
 from gemini.tiers import Tier
@@ -80,13 +80,15 @@ class Shards(Company):
         across = 0 if ranks.num_replicas == 1 else replica_scratch_bytes(ranks.size, exchange)
         self.scratch, self.replica_scratch = store.device.make_host_buffer(exchange).split([exchange - across, across])
         kind = Channel if ranks.wire.library is None else LibraryChannel
-        self.agreement = Agreement(ranks.wire)
+        self.num_exchanges = 0
+        """How often the ranks have told each other what they want."""
+        self._num_steps = 0
         self.channel = kind(ranks.wire, store, self.scratch)
         self._chunks, self._device = store.chunks, store.device
         self._kinds = kinds
         self._manager = store.manager
         self.reducing: Reduction
-        """The part that adds up gradients when all ranks stand there; it sets itself here as it is made."""
+        """Adds up gradients when all ranks stand there; it sets itself here as it is made."""
         # Without a second rank, or where attention asks in between, nothing follows a script.
         self.lane = Worker("reduce") if follows and ranks.size > 1 else None
         """The worker on which reductions land behind backward."""
@@ -115,7 +117,7 @@ class Shards(Company):
 
     def end_step(self) -> None:
         """Count an optimizer step: what was sent since the last one is what the report shows."""
-        self.agreement.num_steps += 1
+        self._num_steps += 1
         self.reducing.end_step()
         total = self._sent()
         self.sent_last_step = total - self._sent_before
@@ -221,18 +223,41 @@ class Shards(Company):
     # ---- asking -----------------------------------------------------------------------------------------------------
 
     def reach(self, request: Request) -> list[Request]:
-        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point. A script is left first.
-        No worker may come here: the training thread may be asking for something else.
+        """Wait, serving other ranks, until ``request`` is done or all ranks stand at its point; what all want then. A
+        script is left first. No worker may come here: the training thread may be asking for something else.
+
+        Raises:
+            RankMismatch: on every rank, if the requests can never meet.
+            RankLost: if a rank died or does not answer.
         """
         self.finish()
+        chosen = None
         with self._mover.about("other ranks", "wait for other ranks"):
             try:
-                return self.agreement.reach(request, self)
+                while chosen != request.subject:
+                    # The same list on every rank, so that all of them choose the same.
+                    requests = self._exchange(request)
+                    chosen = choose(requests)
+                    if chosen is None:
+                        raise mismatch(requests, self.ranks.wire.global_ranks)
+                    point, index = chosen
+                    if point in SERVED:
+                        self._serve(chosen, [rank for rank, other in enumerate(requests) if other.subject == chosen])
+                    elif point is Point.REDUCE:
+                        self.reducing.reduce(index, requests)
+                    # Else it was what other ranks wanted: this one says the same again, until its own turn comes.
+                return requests
             except RankMismatch:
                 # The other replicas wait for this one at another point, and would wait until the timeout.
                 with contextlib.suppress(RankLost):
                     self._tell_replicas(_PARTED)
                 raise
+
+    def _exchange(self, request: Request) -> list[Request]:
+        said = torch.tensor([*request[:3], self._num_steps], dtype=torch.int64, device="cpu")
+        rows = self.ranks.wire.swap(Tag.AGREEMENT, said, request.point.words).tolist()
+        self.num_exchanges += 1
+        return [Request(Point(point), *others) for point, *others in rows]
 
     def meet(self, point: Point, detail: int = 0) -> list[int]:
         """Wait until every rank of the shard group stands at ``point``; what each of them says."""
@@ -276,10 +301,6 @@ class Shards(Company):
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()
 
-    def reduce(self, index: int, requests: list[Request]) -> None:
-        """Add up the gradients of a chunk on all ranks."""
-        self.reducing.reduce(index, requests)
-
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def gather(self, chunk: Chunk) -> Event:
@@ -295,7 +316,7 @@ class Shards(Company):
         self.reach(Request(Point.GATHER, chunk.spec.index))
         return chunk.fetched
 
-    def serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
+    def _serve(self, subject: tuple[Point, int], receivers: list[int]) -> None:
         """Give what this rank keeps of a chunk's weights, or of a param's plane, to those who asked; all ranks do."""
         point, index = subject
         if point is Point.READ:

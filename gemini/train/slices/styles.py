@@ -71,10 +71,12 @@ class Slices:
         return value.chunk(self.size, -1)[self.rank].contiguous()
 
     def _sum(self, value: torch.Tensor) -> None:
-        guarded(_DOING, lambda: dist.all_reduce(value, group=self.group))
+        with guarded(_DOING):
+            dist.all_reduce(value, group=self.group)
 
     def _gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
-        guarded(_DOING, lambda: dist.all_gather(parts, own, group=self.group))
+        with guarded(_DOING):
+            dist.all_gather(parts, own, group=self.group)
 
 
 class ImaginedSlices(Slices):
