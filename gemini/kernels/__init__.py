@@ -26,12 +26,12 @@ from gemini.kernels.arrays import (
     FLOAT32,
     GRAD,
     INT8,
+    INT32,
     RESIDUAL,
     Arrays,
     Segment,
     Where,
     check,
-    check_small,
     check_update,
     kernel_and_scalars,
     with_scale,
@@ -326,40 +326,18 @@ def leaves_sums_there(tensor: Tensor) -> bool:
 
 def totals(many: Sequence[Sums]) -> list[float]:
     """`total` of each, after one `resolve` of all."""
-    if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
-        return [total(sums) for sums in many]  # type: ignore[arg-type]
     return [total(numbers) for numbers in resolve(many)]
-
-
-def _check_two(op: str, into: tuple[str, Tensor, tuple[torch.dtype, ...]], source: Tensor) -> tuple[int, int]:
-    """`check` of two, as quickly as can be: every gradient of every step comes through here."""
-    _, first, accepted = into
-    n = first.numel()
-    if (
-        first.dtype in accepted
-        and source.dtype in GRAD
-        and first.dim() == source.dim() == 1
-        and source.numel() == n
-        and first.is_contiguous()
-        and source.is_contiguous()
-        and first.device == source.device
-    ):
-        a, b = first.data_ptr(), source.data_ptr()
-        if a + n * first.itemsize <= b or b + n * source.itemsize <= a:
-            return a, b
-    a, b = check(op, (into, ("src", source, GRAD)))  # which says what is wrong, or that they are empty
-    return a, b
 
 
 def copy_grad(dst: Tensor, src: Tensor) -> Sums:
     """dst = src, in one pass with the norm: returns the sums of squares of dst, one per NORM_TILE elements.
 
     `src` is fp32, bf16 or fp16, at any address; `dst` is of its dtype or fp32. Both 1-D, contiguous, n elements, on
-    one device, without overlap; anything else is a ValueError. A non-finite element makes its tile's sum non-finite.
-    Sums of a CUDA kernel stay on the device until `resolve` or `totals` asks for them; others are numbers.
+    one device (else ValueError), and they must not overlap. A non-finite element makes its tile's sum non-finite. Sums
+    of a CUDA kernel stay on the device until `resolve` or `totals` asks for them; others are numbers.
     """
     accepted = (src.dtype, torch.float32) if src.dtype != torch.float32 else FLOAT32
-    d, s = _check_two("copy_grad", ("dst", dst, accepted), src)
+    d, s = check("copy_grad", (("dst", dst, accepted), ("src", src, GRAD)))
     if cuda := _cuda_for(dst):
         return cuda.copy_grad(dst, src)
     if _isa is not None and dst.is_cpu:
@@ -369,7 +347,7 @@ def copy_grad(dst: Tensor, src: Tensor) -> Sums:
 
 def accumulate_grad(acc: Tensor, src: Tensor) -> Sums:
     """acc (fp32) += src, in one pass with the norm: returns the sums of squares of the new acc, as copy_grad does."""
-    a, s = _check_two("accumulate_grad", ("acc", acc, FLOAT32), src)
+    a, s = check("accumulate_grad", (("acc", acc, FLOAT32), ("src", src, GRAD)))
     if cuda := _cuda_for(acc):
         return cuda.accumulate_grad(acc, src)
     if _isa is not None and acc.is_cpu:
@@ -401,7 +379,7 @@ def sum_squares(src: Tensor, nonfinite: Tensor | None = None) -> Sums:
     """
     (s,) = check("sum_squares", (("src", src, GRAD),))
     if nonfinite is not None:
-        check_small("sum_squares", "nonfinite", nonfinite, torch.int32, src)
+        check("sum_squares", [("nonfinite", nonfinite, INT32)], 1, src.device)
     if cuda := _cuda_for(src):
         return cuda.sum_squares(src, nonfinite)
     if _isa is not None and src.is_cpu:

@@ -17,8 +17,10 @@ from gemini.planning.planes import RuleSpec
 
 FLOAT32 = (torch.float32,)
 BFLOAT16 = (torch.bfloat16,)
+INT32 = (torch.int32,)
 INT16 = (torch.int16,)
 INT8 = (torch.int8,)
+UINT8 = (torch.uint8,)
 CODES = (torch.int8, torch.uint8)
 RESIDUAL = (torch.int16, torch.int8)
 GRAD = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,38 +100,43 @@ def check_update(
         ValueError: saying what was given and what is taken.
     """
     weights, residual, states, grad = arrays
-    is_compact = spec.exact is not None
-    accepted = CODES if is_compact else FLOAT32
+    is_compact, n = spec.exact is not None, weights.numel()
+    block = BLOCK if is_compact else 1
     args: list[Arg] = [("weights", weights, FLOAT32 if residual is None and not is_compact else BFLOAT16)]
-    args += [(plane.kind, states[plane.kind], accepted) for plane in spec.planes if plane.block == 1]
+    args += [(p.kind, states[p.kind], CODES if is_compact else FLOAT32) for p in spec.planes if p.block == 1]
     args.append(("grad", grad, GRAD))
     if residual is not None:
         args.append(("residual", residual, INT8 if is_compact else INT16))
     addresses = check("update", args)
     of_residual = 0 if residual is None else addresses.pop()
-    scales = {plane.kind: states[plane.kind] for plane in spec.planes if plane.block > 1} if is_compact else {}
-    for kind, own in scales.items():
-        check_small("update", kind, own, torch.uint8, weights, -(-weights.numel() // BLOCK))
-    _check_segments(segments, weights.numel(), BLOCK if is_compact else 1)
+    of_blocks = [plane.kind for plane in spec.planes if is_compact and plane.block > 1]
+    scales = check("update", [(kind, states[kind], UINT8) for kind in of_blocks], -(-n // BLOCK), weights.device)
+    end = 0
+    for begin, stop_at, *_ in segments:
+        if not end <= begin <= stop_at <= n or begin % block:
+            raise ValueError(
+                f"update: segments ascend inside the {n} elements and begin at multiples of {block}; "
+                f"[{begin}, {stop_at}) was given behind element {end}"
+            )
+        end = stop_at
     if grad_scale is not None:
-        check_small("update", "grad_scale", grad_scale, torch.float32, weights)
+        check("update", [("grad_scale", grad_scale, FLOAT32)], 1, weights.device)
     if stop is not None:
-        check_small("update", "stop", stop, torch.int32, weights)
-    return Addresses(
-        addresses[0], of_residual, addresses[1:-1], [own.data_ptr() for own in scales.values()], addresses[-1]
-    )
+        check("update", [("stop", stop, INT32)], 1, weights.device)
+    return Addresses(addresses[0], of_residual, addresses[1:-1], scales, addresses[-1])
 
 
-def check(op: str, args: Sequence[Arg]) -> list[int]:
-    """Addresses of the tensors, which are flat, of the accepted dtypes, as long as the first, and apart in memory.
+def check(op: str, args: Sequence[Arg], numel: int | None = None, device: torch.device | None = None) -> list[int]:
+    """Addresses of the tensors, which are flat, of the accepted dtypes, and as long as the first and where it is, or of
+    ``numel`` elements on ``device``.
 
     Raises:
         ValueError: saying what was given and what is taken.
     """
-    first = args[0][1]
-    n, device = first.numel(), first.device
+    n = args[0][1].numel() if numel is None else numel
+    device = args[0][1].device if device is None else device
     addresses = []
-    for _, tensor, accepted in args:
+    for name, tensor, accepted in args:  # every gradient of every step comes through here
         if (
             tensor.dtype not in accepted
             or tensor.dim() != 1
@@ -137,60 +144,14 @@ def check(op: str, args: Sequence[Arg]) -> list[int]:
             or tensor.device != device
             or not tensor.is_contiguous()
         ):
-            raise ValueError(_refusal(op, args))
-        addresses.append(tensor.data_ptr())
-    if n and len(args) > 1 and device.type != "meta":
-        spans = sorted(
-            [(begin, begin + n * arg[1].itemsize, arg[0]) for begin, arg in zip(addresses, args, strict=True)]
-        )
-        end, before = 0, ""
-        for begin, stop, name in spans:
-            if begin < end:
-                raise ValueError(f"{op}: {before} and {name} overlap in memory; each needs its own")
-            end, before = stop, name
-    return addresses
-
-
-def _check_segments(segments: Sequence[Segment], n: int, align: int) -> None:
-    """Refuse segments that do not ascend inside ``[0, n)``, overlap, or begin where no block of ``align`` does.
-
-    Raises:
-        ValueError: naming the first of them.
-    """
-    end = 0
-    for begin, stop, *_ in segments:
-        if not end <= begin <= stop <= n:
+            layout = "" if tensor.is_contiguous() else ", not contiguous"
             raise ValueError(
-                f"update: segments ascend inside the {n} elements and do not overlap, and [{begin}, {stop}) was given "
-                f"behind element {end}"
+                f"{op}: {name}: {_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}{layout} "
+                f"(accepted: {', '.join(map(_short, accepted))}; 1-D, contiguous, {n} elements on {device})"
             )
-        if begin % align:
-            raise ValueError(f"update: segments begin at multiples of {align} elements, and one at {begin}")
-        end = stop
-
-
-def check_small(op: str, name: str, tensor: Tensor, dtype: torch.dtype, beside: Tensor, numel: int = 1) -> None:
-    """Refuse a ``tensor`` that is not ``numel`` contiguous elements of ``dtype`` on the device of ``beside``.
-
-    Raises:
-        ValueError: saying what was given.
-    """
-    fits = (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, beside.device)
-    if not fits or not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} is {numel} contiguous {_short(dtype)} on {beside.device}, and was given as "
-            f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}"
-        )
+        addresses.append(tensor.data_ptr())
+    return addresses
 
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refusal(op: str, args: Sequence[Arg]) -> str:
-    lines = [f"{op} takes 1-D contiguous tensors of equal length on one device, and was given"]
-    for name, tensor, accepted in args:
-        layout = "" if tensor.is_contiguous() else ", not contiguous"
-        given = f"{_short(tensor.dtype)} of shape {tuple(tensor.shape)} on {tensor.device}{layout}"
-        lines.append(f"  {name}: {given} (accepted: {', '.join(map(_short, accepted))})")
-    return "\n".join(lines)

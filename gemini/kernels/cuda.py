@@ -41,25 +41,22 @@ class NormWorkspace:
     """Device scratch of one gradient kernel: sums per tile and the flag for inf and NaN; its own until it has run.
 
     Args:
-        nonfinite: a flag that several calls may share; without one the call gets its own.
+        nonfinite: int32, one element: becomes 1 if one of the sums is not finite. Several calls may share it.
         arrived: int32, one element, 0 between kernels: those of one stream may share it.
 
     Attributes:
         tiles: fp64, a sum of squares per NORM_TILE elements.
-        nonfinite: int32, one element: not 0 if one of the sums was not finite.
     """
 
-    def __init__(self, n: int, device: torch.device, nonfinite: Tensor | None = None, arrived: Tensor | None = None):
+    def __init__(self, n: int, nonfinite: Tensor, arrived: Tensor):
         blocks, tiles = -(-n // NORM_BLOCK), -(-n // NORM_TILE)
-        self._blocks = torch.empty(blocks, dtype=torch.float64, device=device)
-        self._arrived = torch.zeros(1, dtype=torch.int32, device=device) if arrived is None else arrived
-        self.tiles = torch.empty(tiles, dtype=torch.float64, device=device)
-        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device) if nonfinite is None else nonfinite
+        self._blocks = torch.empty(blocks, dtype=torch.float64, device=arrived.device)
+        self._arrived, self._nonfinite = arrived, nonfinite
+        self.tiles = torch.empty(tiles, dtype=torch.float64, device=arrived.device)
 
     def argument(self) -> Any:
         """NormPlaces of csrc/cuda/grad_body.cuh."""
-        arrays = (self._blocks, self.tiles, self._arrived, self.nonfinite)
-        return _pointers(*(array.data_ptr() for array in arrays))
+        return _pointers(*map(_address, (self._blocks, self.tiles, self._arrived, self._nonfinite)))
 
 
 class CudaKernels:
@@ -83,7 +80,7 @@ class CudaKernels:
         shared = self._shared.get(where)
         if shared is None:
             shared = self._shared[where] = torch.zeros(2, dtype=torch.int32, device=tensor.device)
-        return NormWorkspace(tensor.numel(), tensor.device, shared[1:] if nonfinite is None else nonfinite, shared[:1])
+        return NormWorkspace(tensor.numel(), shared[1:] if nonfinite is None else nonfinite, shared[:1])
 
     def fetch(self, tensors: Sequence[Tensor]) -> list[float]:
         """The elements of fp64 tensors of one device, one after the other: the host waits for its current stream."""

@@ -11,7 +11,7 @@ import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -34,70 +34,6 @@ def crc32(tensor: Tensor, crc: int = 0) -> int:
     return zlib.crc32((ctypes.c_char * num_bytes).from_address(address), crc) if num_bytes else crc
 
 
-class IoQueue:
-    """Reads and writes between memory and file descriptors, on `num_threads` blocking threads.
-
-    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
-    blocks are cut at multiples of 4 MiB from the start of a request (without native code it is one block). File and
-    memory must live until `wait` has returned or raised for the ticket; only then is the memory free of the threads.
-    Requests start in the order of submission, and end in any order. Urgent ones come first: their blocks go before
-    every block of the others that is not yet being transferred, in the order of submission among themselves. A queue
-    belongs to the process that made it: in a forked child every call raises RuntimeError. Calls may come from several
-    threads.
-    """
-
-    def __init__(self, num_threads: int = IO_THREADS) -> None:
-        self._queue = ThreadedIoQueue(num_threads) if native is None else native.IoQueue(num_threads)
-
-    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        """Starts reading `nbytes` at `offset` of the file into memory at `address`; returns the ticket to wait for."""
-        _check_range(nbytes, offset)
-        return self._queue.submit_read(fd, address, nbytes, offset, urgent)
-
-    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
-        """Starts writing `nbytes` from memory at `address` to `offset` of the file; returns the ticket to wait for."""
-        _check_range(nbytes, offset)
-        return self._queue.submit_write(fd, address, nbytes, offset, urgent)
-
-    def done(self, ticket: int) -> bool:
-        """Whether `wait` would return or raise at once. The ticket stays good for its one wait (else ValueError)."""
-        return self._queue.done(ticket)
-
-    def wait(self, ticket: int) -> None:
-        """Waits for a request to end, with the GIL released. A ticket is good for one wait (else ValueError).
-
-        Raises OSError with the errno of the first block that failed; a read beyond the end of the file is EIO with a
-        text that says so.
-        """
-        self._queue.wait(ticket)
-
-    def read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
-        """submit_read and wait."""
-        self.wait(self.submit_read(fd, address, nbytes, offset, urgent))
-
-    def write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> None:
-        """submit_write and wait."""
-        self.wait(self.submit_write(fd, address, nbytes, offset, urgent))
-
-    def close(self) -> None:
-        """Completes what was submitted and ends the threads. Idempotent; tickets may still be waited for."""
-        self._queue.close()
-
-    def __enter__(self) -> IoQueue:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
-def _check_range(nbytes: int, offset: int) -> None:
-    if nbytes < 0 or offset < 0:
-        raise ValueError(f"nbytes and offset must be 0 or more, not {nbytes} and {offset}")
-
-
-# ---- without native code ---------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False, slots=True)
 class _Request:
     what: tuple[bool, int, int, int, int]
@@ -106,7 +42,7 @@ class _Request:
 
 
 class ThreadedIoQueue:
-    """The native IoQueue in Python, which cuts nothing into blocks: one thread takes all of a request."""
+    """The native queue in Python, which cuts nothing into blocks: one thread takes all of a request."""
 
     def __init__(self, num_threads: int = IO_THREADS) -> None:
         if num_threads < 1:
@@ -120,10 +56,10 @@ class ThreadedIoQueue:
         self._next_ticket = itertools.count(1)
         self._closed = False
 
-    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+    def submit_read(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool) -> int:
         return self._submit((False, fd, address, nbytes, offset), urgent)
 
-    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool = False) -> int:
+    def submit_write(self, fd: int, address: int, nbytes: int, offset: int, urgent: bool) -> int:
         return self._submit((True, fd, address, nbytes, offset), urgent)
 
     def _submit(self, what: tuple[bool, int, int, int, int], urgent: bool) -> int:
@@ -195,3 +131,26 @@ def _transfer(write: bool, fd: int, address: int, nbytes: int, offset: int) -> N
             ended = f"the file ends at byte {min(at, os.fstat(fd).st_size)}, before the end of the request"
             raise OSError(errno.EIO, f"{what}: {'the device accepted no more bytes' if write else ended}")
         done += moved
+
+
+_Queue: Any = ThreadedIoQueue if native is None else native.IoQueue
+
+
+class IoQueue(_Queue):  # type: ignore[misc]
+    """Reads and writes between memory and file descriptors, on blocking threads (``num_threads``, here as in C++).
+
+    ``submit_read`` and ``submit_write`` take ``(fd, address, nbytes, offset, urgent)`` and return a ticket.
+    Addresses, sizes and offsets are in bytes; what O_DIRECT asks of their alignment is the caller's business, and
+    native code cuts blocks at multiples of 4 MiB from the start of a request. File and memory must live until ``wait``
+    has returned or raised for the ticket; only then is the memory free of the threads. Requests start in the order of
+    submission, and end in any order. Urgent ones come first: their blocks go before every block of the others that is
+    not yet being transferred. ``done`` says whether ``wait`` would return or raise at once. A ticket is good for one
+    wait (else ValueError), which raises OSError with the errno of the first block that failed; a read beyond the end of
+    the file is EIO with a text that says so. ``close`` completes what was submitted and ends the threads.
+
+    A queue belongs to the process that made it: in a forked child every call raises RuntimeError. Calls may come from
+    several threads.
+    """
+
+    def __init__(self, num_threads: int = IO_THREADS) -> None:
+        super().__init__(num_threads)

@@ -22,7 +22,7 @@ Fetch = Callable[[Sequence[Tensor]], list[float]]
 
 
 class DeviceSums:
-    """The sums of some tiles, which stand on a device or will when it comes to that; ``resolve`` makes numbers of them.
+    """The sums of some tiles, which stand on a device or will when it comes to that, until :func:`resolve` brings them.
 
     Args:
         tiles: fp64, a sum per tile; freed when the numbers are here.
@@ -61,25 +61,6 @@ class DeviceSums:
         """The kernel that makes them is over: who asks for them waits for nothing that its stream was given since."""
         self._stream = None
 
-    def numbers(self) -> list[float]:
-        """The sums.
-
-        Raises:
-            RuntimeError: if they were not resolved.
-        """
-        if self._tiles is not None:
-            raise RuntimeError("sums of squares are on the device still: kernels.resolve brings them")
-        return self._found
-
-    @staticmethod
-    def bring(several: Sequence[DeviceSums]) -> None:
-        """Those of one device to the host, in one copy."""
-        tiles = [sums.on_device() for sums in several]
-        values = iter(several[0]._fetch(tiles))
-        for sums, own in zip(several, tiles, strict=True):
-            sums._found = list(islice(values, own.numel()))
-            sums._tiles = sums._stream = None
-
 
 Sums = list["float | DeviceSums"]
 """Sums of squares of norm tiles, in order; what is on a device counts for all its tiles."""
@@ -91,15 +72,19 @@ def resolve(many: Sequence[Sums]) -> list[list[float]]:
     For sums that are on a device the host waits, once, until it has done what it was given up to here. Those of CPU
     kernels are returned as they are.
     """
-    if DeviceSums not in {type(part) for sums in many for part in sums}:
+    if DeviceSums not in {type(part) for sums in many for part in sums}:  # as those of every kernel on the CPU
         return cast(list[list[float]], list(many))
     by_device: dict[torch.device, list[DeviceSums]] = {}
     for sums in _unresolved(many):
         by_device.setdefault(sums.device, []).append(sums)
     for several in by_device.values():
-        DeviceSums.bring(several)
+        tiles = [sums.on_device() for sums in several]
+        values = iter(several[0]._fetch(tiles))
+        for sums, own in zip(several, tiles, strict=True):
+            sums._found = list(islice(values, own.numel()))
+            sums._tiles = sums._stream = None
     return [
-        [number for part in sums for number in (part.numbers() if isinstance(part, DeviceSums) else (part,))]
+        [number for part in sums for number in (part._found if isinstance(part, DeviceSums) else (part,))]
         for sums in many
     ]
 

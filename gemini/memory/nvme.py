@@ -289,7 +289,7 @@ class SpillFile:
                     assert tensor.is_contiguous() and address % PAGE == 0 and offset % PAGE == 0, "unaligned transfer"
                     assert num_bytes % PAGE == 0 and offset + num_bytes <= self.num_bytes, (offset, num_bytes)
                     try:
-                        ticket = submit(self._fd, address, num_bytes, offset, urgent=urgent)
+                        ticket = submit(self._fd, address, num_bytes, offset, urgent)
                     except (OSError, RuntimeError) as e:  # RuntimeError: a forked child uses its parent's queue
                         raise self.failed(what, num_bytes, offset, e) from e
                     under_way.append((ticket, extent))

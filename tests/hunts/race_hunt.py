@@ -225,7 +225,7 @@ def disturbed(schedule: Schedule) -> Iterator[Counter[str]]:
         patch(kind, "populate", populate)
 
     with undo:
-        for name in ("read", "write", "submit_read", "submit_write", "wait"):
+        for name in ("submit_read", "submit_write", "wait"):
             pausing(kernels.IoQueue, name)
         for owner, name in ((SpillFile, "read"), (SpillFile, "write"), (kernels, "update")):
             pausing(owner, name)

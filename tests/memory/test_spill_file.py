@@ -350,7 +350,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
         calls.append("write")
         return write(fd, [memoryview(buffers[0]).cast("B")[:piece]], offset)
 
-    monkeypatch.setattr(kernels_io, "native", None)
+    monkeypatch.setattr(nvme, "IoQueue", kernels_io.ThreadedIoQueue)
     monkeypatch.setattr(nvme.os, "O_DIRECT", 0)  # with it the kernel itself refuses odd pieces
     with pytest.warns(UserWarning, match="no O_DIRECT"):
         spill = SpillFile(tmp_path, 8 * PAGE)
@@ -403,10 +403,10 @@ def test_several_extents_are_one_transfer(tmp_path: Path, monkeypatch: pytest.Mo
     asked, submit, wait = list[int](), spill.queue.submit_write, spill.queue.wait
     waited = list[int]()
 
-    def refuses_the_third(*where: int, urgent: bool) -> int:
+    def refuses_the_third(*where: int) -> int:
         if len(asked) == 3:
             raise OSError(errno.EIO, "Input/output error")
-        return submit(*where, urgent=urgent)
+        return submit(*where)
 
     def in_turn() -> Iterator[Extent]:
         for extent in extents:

@@ -76,8 +76,6 @@ def test_sums_cannot_be_read_before_they_are_there(emulated: EmulatedKernels) ->
     assert isinstance(waiting, DeviceSums) and not waiting.is_here
     with pytest.raises(TypeError):
         kernels.total(sums)  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match=r"kernels\.resolve brings them"):
-        waiting.numbers()
     with pytest.raises(AssertionError, match="tolist"):
         waiting.on_device().tolist()
     flag = kernels.new_flag(torch.ones(1))
@@ -127,7 +125,7 @@ def test_the_emulated_face_splits_and_joins(emulated: EmulatedKernels, monkeypat
 
 
 def test_flags_are_refused() -> None:
-    with pytest.raises(ValueError, match="nonfinite is 1 contiguous int32 on cpu, .* on meta"):
+    with pytest.raises(ValueError, match="nonfinite: int32 .* on meta .*1 elements on cpu"):
         kernels.sum_squares(torch.ones(4), torch.zeros(1, dtype=torch.int32, device="meta"))
 
 

@@ -49,17 +49,6 @@ def test_adam_refuses_and_says_what_it_takes(changes: dict[str, torch.Tensor], c
         call_adam(**changes)
 
 
-def test_overlap_is_refused() -> None:
-    memory = torch.zeros(20)
-    with pytest.raises(ValueError, match="update: exp_avg and grad overlap"):
-        call_adam(exp_avg=memory[:8], grad=memory[7:15])
-    with pytest.raises(ValueError, match="overlap"):
-        kernels.copy_grad(memory[:8], memory[:8])
-    with pytest.raises(ValueError, match="overlap"):
-        kernels.accumulate_grad(memory[:8], memory[4:12])
-    kernels.copy_grad(memory[:8], memory[8:16])  # neighbours are fine
-
-
 def test_gradients_are_refused() -> None:
     with pytest.raises(ValueError, match="dst: float16 .*accepted: bfloat16, float32"):
         kernels.copy_grad(torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.bfloat16))

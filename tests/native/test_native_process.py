@@ -32,9 +32,11 @@ kernels.set_num_threads(2)
 assert kernels.get_num_threads() == 2
 kernels.limit_threads(1)
 kernels.limit_threads(None)
-with tempfile.TemporaryFile() as file, kernels.IoQueue() as queue:
-    queue.write(file.fileno(), m.data_ptr(), 400, 0)
-    queue.read(file.fileno(), v.data_ptr(), 400, 0)
+queue = kernels.IoQueue()
+with tempfile.TemporaryFile() as file:
+    queue.wait(queue.submit_write(file.fileno(), m.data_ptr(), 400, 0, False))
+    queue.wait(queue.submit_read(file.fileno(), v.data_ptr(), 400, 0, False))
+queue.close()
 assert torch.equal(m, v)
 print(report)
 """
@@ -125,14 +127,15 @@ src = torch.ones(3_000_000)
 assert kernels.total(kernels.sum_squares(src)) == 3e6    # the workers are awake now
 queue = kernels.IoQueue()
 file = tempfile.TemporaryFile()
-queue.write(file.fileno(), src.data_ptr(), 1000, 0)
+queue.wait(queue.submit_write(file.fileno(), src.data_ptr(), 1000, 0, False))
 child = os.fork()
 if child == 0:
     signal.alarm(20)                                     # a hang ends here, with a signal the parent sees
     assert kernels.total(kernels.sum_squares(src)) == 3e6
     m = torch.empty(3_000_000)
     kernels.copy_grad(m, src)
-    for call in (lambda: queue.submit_read(file.fileno(), m.data_ptr(), 10, 0), lambda: queue.wait(1), queue.close):
+    read = lambda: queue.submit_read(file.fileno(), m.data_ptr(), 10, 0, False)
+    for call in (read, lambda: queue.wait(1), queue.close):
         try:
             call()
         except RuntimeError as error:
@@ -140,8 +143,9 @@ if child == 0:
         else:
             raise AssertionError("a queue worked without its threads")
     del queue
-    with kernels.IoQueue() as own:
-        own.read(file.fileno(), m.data_ptr(), 1000, 0)
+    own = kernels.IoQueue()
+    own.wait(own.submit_read(file.fileno(), m.data_ptr(), 1000, 0, False))
+    own.close()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 assert kernels.total(kernels.sum_squares(src)) == 3e6
@@ -213,7 +217,7 @@ from gemini import kernels
 src = torch.ones(3_000_000)
 kernels.sum_squares(src)
 queue, file = kernels.IoQueue(), tempfile.TemporaryFile()
-queue.submit_write(file.fileno(), src.data_ptr(), src.nbytes, 0)
+queue.submit_write(file.fileno(), src.data_ptr(), src.nbytes, 0, False)
 print("leaving")
 """
     assert "leaving" in in_subprocess(code)
