@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from gemini.planning.compact import scale_of
 from gemini.planning.planes import RESIDUAL, PlaneKind, RuleSpec
 from gemini.rules import UpdateRule
 from gemini.train.optimizers.checks import RESIDUAL_OF, layout_of
-from gemini.train.params.guard import METADATA, substituted, tensors_in
+from gemini.train.params.guard import ReadLater
 from gemini.train.params.handle import ParamHandle, give_to, handle_of, handles_of, optimizer_of, params_of
 from gemini.train.params.owner import owner_of
 from gemini.train.passes.stepping import stepping_of
@@ -170,8 +170,33 @@ def _cannot_write(handle: ParamHandle) -> GeminiError:
     )
 
 
+class _State(NamedTuple):
+    """A state of a managed param as operations on it are given it: :class:`gemini.train.params.guard.Weights` of it."""
+
+    handle: ParamHandle
+    name: str
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def label(self) -> str:
+        return f"the state {self.name!r} of managed param {self.handle.name!r}"
+
+    def read(self) -> torch.Tensor:
+        with torch.inference_mode(False):  # else it could not be written to, nor be saved for a backward
+            return read_state(self.handle, self.name)[self.name].clone()
+
+    def write(self, values: torch.Tensor) -> None:
+        _Planes(self.handle)[self.name] = values
+
+    def refuse(self, what: str, *, write: bool) -> NoReturn:
+        raise _cannot_write(self.handle)
+
+
 class _Planes(Mapping[str, torch.Tensor]):
-    """The states of one managed param by name; each is read, whole and on the CPU, when it is asked for."""
+    """The states of one managed param by name; each is read, whole and on the CPU, when it is used."""
 
     def __init__(self, handle: ParamHandle):
         self._handle = handle
@@ -180,74 +205,28 @@ class _Planes(Mapping[str, torch.Tensor]):
         return iter(_names_in(self._handle))
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(_names_in(self._handle))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in list(iter(self)):
+        if name not in _names_in(self._handle):
             raise KeyError(f"{self._handle.name!r} has no state called {name!r}, only {', '.join(self)}")
-        whole = self.read(name)
-        return _shown_as((self, name, whole), whole)
+        state = _State(self._handle, name)
+        return ReadLater.make(state, state.read())
 
     def __setitem__(self, name: str, value: Any) -> None:
-        handle, now = self._handle, self.read(name) if name in list(iter(self)) else None
-        if now is not None and isinstance(value, torch.Tensor) and value.shape == now.shape:
-            value = value.detach().to("cpu", now.dtype)
-            if torch.equal(value, now):  # a loop that puts states on a device
-                return
-            if name in handle.chunk.states and name != RESIDUAL and value.shape == handle.param.shape:
-                if _compact_rule(handle) is None:
-                    stepping_of(handle).updates.drain()
-                    with WHOLE:
-                        owner_of(handle).by_names.write_plane(handle, name, value)
-                    return
-        raise _cannot_write(handle)
-
-    def read(self, name: str) -> torch.Tensor:
-        with torch.inference_mode(False):  # else it could not be written to, nor be saved for a backward
-            return read_state(self._handle, name)[name].clone()
-
-
-class _Shown(torch.Tensor):
-    """A state of a managed param, or a view of it. It is read anew at each use, and what is written to it is written to
-    its plane: in torch it would be the state itself.
-    """
-
-    _of: tuple[_Planes, str, torch.Tensor]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in METADATA:
-                return func(*args, **kwargs or {})
-            given = {id(t): t for t in tensors_in((args, kwargs)) if isinstance(t, _Shown)}
-            of = {t.untyped_storage()._cdata: t._of for t in given.values()}
-            for planes, name, whole in of.values():
-                if not torch.equal(now := planes.read(name), whole):
-                    whole.data.copy_(now)
-            versions = {key: t._version for key, t in given.items()}
-            result = func(*args, **kwargs or {})
-            for key, tensor in given.items():
-                if tensor._version != versions[key]:
-                    planes, name, whole = tensor._of
-                    planes[name] = whole
-            views: dict[int, torch.Tensor] = {
-                id(t): _shown_as(of[t.untyped_storage()._cdata], t)
-                for t in tensors_in(result)
-                if id(t) not in given and t.layout is torch.strided and t.untyped_storage()._cdata in of
-            }
-        return substituted(result, views) if views else result
-
-    def __deepcopy__(self, memo: Any) -> torch.Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-
-def _shown_as(of: tuple[_Planes, str, torch.Tensor], view: torch.Tensor) -> _Shown:
-    shown = view.as_subclass(_Shown)
-    shown._of = of
-    return shown
+        handle = self._handle
+        now = _State(handle, name).read() if name in _names_in(handle) else None
+        if now is None or not isinstance(value, torch.Tensor) or value.shape != now.shape:
+            raise _cannot_write(handle)
+        value = value.detach().to("cpu", now.dtype)
+        if torch.equal(value, now):  # a loop that puts states on a device
+            return
+        is_plane = name in handle.chunk.states and name != RESIDUAL and value.shape == handle.param.shape
+        if not is_plane or _compact_rule(handle) is not None:
+            raise _cannot_write(handle)
+        stepping_of(handle).updates.drain()
+        with WHOLE:
+            owner_of(handle).by_names.write_plane(handle, name, value)
 
 
 def first_state(spec: RuleSpec, param: nn.Parameter) -> dict[str, Any]:

@@ -6,7 +6,7 @@ While a module computes, a managed param is an ordinary ``nn.Parameter`` and cos
 gathered and the call goes on (a fused op that reads another module's weight), and so it does for one elsewhere that
 autograd records; other operations get a copy of the values, and what they have written to it becomes the master, as in
 ``gathered(write=True)``. What would lose a gradient or share the memory of weights is refused with the remedy.
-``param.detach()``, ``param.data`` and views are such uses put off (:class:`DetachedWeights`). So a write can never
+``param.detach()``, ``param.data`` and views are such uses put off (:class:`ReadLater`). So a write can never
 leave a stale residual, and the same program behaves the same wherever its weights happen to live.
 """
 
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -183,9 +183,9 @@ def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         )
     # A state dict of a part of the model is given values: they may be kept for long, and pickled.
     if func in _DETACHES and caller.f_code is not nn.Module._save_to_state_dict.__code__:
-        return DetachedWeights.of(ReadParam(handles[0]))
-    of = {id(handle.param): ReadParam(handle) for handle in handles}
-    return _read_copies(func, args, kwargs, of, partial(call_without_grad, func))
+        return ReadLater.make(Weights(handles[0]), handles[0].param)
+    shown = {id(handle.param): Shown(Weights(handle)) for handle in handles}
+    return _read_copies(func, args, kwargs, shown, partial(call_without_grad, func))
 
 
 def _caller() -> FrameType:
@@ -220,40 +220,79 @@ class View(NamedTuple):
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
-class ReadParam(NamedTuple):
-    """A param, or a view of it, whose values stand in the place of an argument."""
+class Weights(NamedTuple):
+    """Values of a param outside of forward, as operations on them are given them and give them back.
+
+    States of optimizers (:mod:`gemini.train.optimizers.states`) are served by the same few methods.
+    """
 
     handle: ParamHandle
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values seem to be: what else takes part in an operation is there as well."""
+        return owner_of(self.handle).store.device.torch_device
+
+    @property
+    def label(self) -> str:
+        return f"managed param {self.handle.name!r}"
+
+    def read(self) -> torch.Tensor:
+        return owner_of(self.handle).by_names.read(self.handle)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Take over what a program has made of :meth:`read`."""
+        owner_of(self.handle).by_names.rewrite(self.handle, values)
+
+    def refuse(self, what: str, *, write: bool) -> NoReturn:
+        remedy = (
+            "with model.gathered([param], write=True)" if write else "model.full_param(name) or model.gathered([param])"
+        )
+        raise ParamAccessError(
+            f"{what} is not possible outside of forward: the weights of {self.handle.name!r} live in a chunk (and in "
+            f"half precision the other half of its fp32 master beside it). Use {remedy}"
+        )
+
+
+class Shown(NamedTuple):
+    """Values, or a view of them, that stand in the place of an argument."""
+
+    of: Any
+    """:class:`Weights`, or what has its methods."""
     view: View | None = None
     """None for all of it."""
 
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the values that are meant, of ``base``, which are all."""
-        return base if self.view is None else self.view.of(base)
+    def among(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what is meant of ``values``, which are all."""
+        return values if self.view is None else self.view.of(values)
 
 
-class DetachedWeights(torch.Tensor):
-    """``param.detach()`` and ``param.data`` of a managed param outside of forward, and views of them: its values, read
-    at each use.
+class ReadLater(torch.Tensor):
+    """``param.detach()`` and ``param.data`` of a managed param outside of forward, states of optimizers, and views of
+    these: values that are read at each use.
 
-    In torch they share memory with the param, so that what is read of them later is what the param is then, and so it
-    is here: what is written to them is written to the param.
+    In torch they share memory with the param or the state, so that what is read of them later is what that is then, and
+    so it is here: what is written to them is written to it.
     """
 
-    _gemini: ParamHandle
-    _view: View | None
+    _shown: Shown
 
     @staticmethod
-    def of(source: ReadParam) -> DetachedWeights:
-        param, view = source.handle.param, source.view
-        shape, stride, offset, dtype = (param.shape, None, None, param.dtype) if view is None else view
+    def make(of: Any, whole: torch.Tensor, view: View | None = None) -> ReadLater:
+        """Make what stands for values, or a view of them, with the shape and dtype of ``whole``."""
+        shape, stride, offset, dtype = (whole.shape, None, None, whole.dtype) if view is None else view
         # A tensor made in inference mode stays one, and could not be written to afterwards.
         with torch.inference_mode(False):
-            detached = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                DetachedWeights, shape, stride, offset, dtype=dtype, device=param.device
+            made: ReadLater = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+                ReadLater, shape, stride, offset, dtype=dtype, device=of.device
             )
-        detached._gemini, detached._view = source
-        return detached
+        made._shown = Shown(of, view)
+        return made
+
+    @property
+    def _gemini(self) -> ParamHandle | None:
+        """The param whose weights it shows, if it does."""
+        return self._shown.of.handle if isinstance(self._shown.of, Weights) else None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -261,10 +300,10 @@ class DetachedWeights(torch.Tensor):
     ) -> Any:
         """Compute what torch does not ask of ``__torch_function__``: inside of the transforms of ``torch.func``."""
         if func is torch.ops.aten.detach.default:
-            return cls.of(ReadParam(args[0]._gemini, args[0]._view))
-        for written in _detached_in(_written_by(func, args, kwargs or {})).values():  # torch counts no writes down here
-            raise ParamAccessError(_refusal(f"writing ({func})", written.handle, write=True))
-        return _read_copies(func, args, kwargs or {}, _detached_in((args, kwargs)), func)
+            return cls.make(args[0]._shown.of, args[0], args[0]._shown.view)
+        for written in _shown_in(_written_by(func, args, kwargs or {})).values():  # torch counts no writes down here
+            written.of.refuse(f"writing ({func})", write=True)
+        return _read_copies(func, args, kwargs or {}, _shown_in((args, kwargs)), func)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -273,28 +312,25 @@ class DetachedWeights(torch.Tensor):
         kwargs = kwargs or {}
         if func in _DETACHES:
             return args[0]
-        if func is torch.Tensor.data_ptr:
-            _refuse_reading_memory(args[0]._gemini)
-        # The param is asked: it gives the place in the chunk, which is the same whether it is gathered or not.
-        if func in _ADDRESSES or (func in OF_MEMORY and args[0]._view is None):
-            first = func(args[0]._gemini.param, *args[1:], **kwargs)
-            return first + args[0].storage_offset() * args[0].itemsize if func is torch.Tensor.data_ptr else first
-        if func in METADATA - _FLIPS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        sources = _detached_in((args, kwargs))
-        first = next(iter(sources.values())).handle
+        if func in OF_MEMORY and (handle := args[0]._gemini) is not None:
+            if func in _ADDRESSES or args[0]._shown.view is None:
+                # The param gives the place in the chunk, which is the same whether it is gathered or not.
+                first = func(handle.param, *args[1:], **kwargs)
+                is_address = func is torch.Tensor.data_ptr
+                return first + args[0].storage_offset() * args[0].itemsize if is_address else first
+        if func in METADATA and func not in _FLIPS and func not in _ADDRESSES:
+            return _answer(func, args, kwargs)
+        shown = _shown_in((args, kwargs))
         if func in _FLIPS:
-            raise ParamAccessError(_refusal("a gradient (requires_grad_ of what was detached)", first, write=False))
-        for owner in map(owner_of, [source.handle for source in sources.values()]):
+            next(iter(shown.values())).of.refuse("a gradient (requires_grad_ of what was detached)", write=False)
+        weights = {key: each for key, each in shown.items() if isinstance(each.of, Weights)}
+        for owner in [owner_of(each.of.handle) for each in weights.values()]:
             if owner.state.computing:
                 # Those of another model stay as they are, and come here again in the call that follows.
-                own = {key: source for key, source in sources.items() if source.handle.owner() is owner}
-                handles = [source.handle for source in own.values()]
-                return owner.reads.in_call(partial(_on_detached, func, args, kwargs, own), (), {}, handles)
-        if _copies(func, args):
-            return args[0]
-        return _read_copies(func, args, kwargs, sources, func)
+                own = {key: each for key, each in weights.items() if each.of.handle.owner() is owner}
+                handles = [each.of.handle for each in own.values()]
+                return owner.reads.in_call(partial(_on_exposed, func, args, kwargs, own), (), {}, handles)
+        return args[0] if _copies(func, args) else _read_copies(func, args, kwargs, shown, func)
 
     def __deepcopy__(self, memo: Any) -> torch.Tensor:
         return self.clone()
@@ -315,8 +351,8 @@ def _refuse_reading_memory(handle: ParamHandle) -> None:
         )
 
 
-def _detached_in(tree: Any) -> dict[int, ReadParam]:
-    return {id(t): ReadParam(t._gemini, t._view) for t in tensors_in(tree) if isinstance(t, DetachedWeights)}
+def _shown_in(tree: Any) -> dict[int, Shown]:
+    return {id(tensor): tensor._shown for tensor in tensors_in(tree) if isinstance(tensor, ReadLater)}
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -329,9 +365,9 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     ]
 
 
-def _on_detached(func: Callable[..., Any], args: Any, kwargs: Any, sources: dict[int, ReadParam]) -> Any:
-    """Run ``func`` while the params of ``sources`` are ordinary ones."""
-    values = {key: source.of(source.handle.param.detach()) for key, source in sources.items()}
+def _on_exposed(func: Callable[..., Any], args: Any, kwargs: Any, shown: dict[int, Shown]) -> Any:
+    """Run ``func`` while the params of ``shown`` are ordinary ones."""
+    values = {key: each.among(each.of.handle.param.detach()) for key, each in shown.items()}
     args, kwargs = substituted((args, kwargs), values)
     return func(*args, **kwargs)
 
@@ -358,7 +394,7 @@ def _edges_of(tree: Any) -> Any:
 
 def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
     """Serve ``param.data = value`` at rest: ``param.data += 1`` ends so, and so torch copies a vector into params."""
-    if isinstance(value, DetachedWeights) and value.dtype is handle.param.dtype:
+    if isinstance(value, ReadLater) and value.dtype is handle.param.dtype:
         if _place_of(value) == _place_of(handle.param):  # what it is already
             return
     if caller is not nn.utils.vector_to_parameters.__code__:
@@ -378,15 +414,13 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
         for target, value in zip(args[0], args[1], strict=True):
             target.copy_(value)
         return True
-    if func is not torch.Tensor.copy_ or len(args) < 2 or not isinstance(args[0], (ManagedParameter, DetachedWeights)):
-        return False
+    handle = getattr(args[0], "_gemini", None) if func is torch.Tensor.copy_ and len(args) > 1 else None
     # A part of a param has no plane of its own: it is written through a copy of the whole.
-    if isinstance(args[0], DetachedWeights) and args[0]._view is not None:
+    if handle is None or (isinstance(args[0], ReadLater) and args[0]._shown.view is not None):
         return False
-    handle: ParamHandle = args[0]._gemini  # type: ignore[union-attr]
     value = args[1].detach()
-    if isinstance(value, DetachedWeights):
-        if value._gemini is handle and value._view is None:
+    if isinstance(value, ReadLater):
+        if value._shown == Shown(Weights(handle)):
             return True  # what is shown of a master is not all of it
         value = value.clone()  # perhaps of a part of the same param, which is written piece by piece
     # `copy_` broadcasts; the master is given every value.
@@ -395,68 +429,61 @@ def _copies(func: Callable[..., Any], args: Any) -> bool:
 
 
 def _read_copies(
-    func: Callable[..., Any], args: Any, kwargs: Any, of: dict[int, ReadParam], call: Callable[..., Any]
+    func: Callable[..., Any], args: Any, kwargs: Any, shown: dict[int, Shown], call: Callable[..., Any]
 ) -> Any:
-    """Run an operation outside of forward on copies of the params; refuse what a copy would silently falsify.
+    """Run an operation outside of forward on copies; refuse what a copy would silently falsify.
 
     A copy is a tensor of its own, so an update that begins meanwhile on a worker changes nothing of it.
 
-    ``of``: whose values stand in the place of which argument (by ``id``). What it writes to a copy is written to the
-    param. What shares memory with the copy would, in torch, share it with the param: it becomes a read put off.
+    ``shown``: what stands in the place of which argument (by ``id``). What is written to a copy is written to what it
+    is of. What shares memory with the copy would, in torch, share it with the original: it becomes a read put off.
     """
-    handles = {source.handle: None for source in of.values()}
-    first = next(iter(handles))
+    first = next(iter(shown.values())).of
     name = getattr(func, "__name__", str(func))
-    what = f"{name} of managed param {first.name!r}"
+    what = f"{name} of {first.label}"
     if name == "__set__":
-        raise ParamAccessError(_refusal("replacing the content", first, write=True))
+        first.refuse("replacing the content", write=True)
     if func is torch.Tensor.__dlpack__:
-        raise ParamAccessError(_refusal(f"a view ({what})", first, write=False))
+        first.refuse(f"a view ({what})", write=False)
     with torch.inference_mode(False):  # writes to tensors of inference mode could not be told
-        copies = {handle: owner_of(handle).by_names.read(handle) for handle in handles}
-    if func is torch.Tensor.detach:
-        return copies[first]  # the state dict of a part of the model: values, whoever has them
-    if func is not torch.Tensor.cpu:  # which would only bring them back
-        copies = {handle: _where_computed(copy, first) for handle, copy in copies.items()}
+        copies = {of: of.read() for of in dict.fromkeys(each.of for each in shown.values())}
+        if func is torch.Tensor.detach:
+            return copies[first]  # the state dict of a part of the model: values, whoever has them
+        with without_transforms():
+            if func is not torch.Tensor.cpu:  # which would only bring them back
+                copies = {of: copy.to(of.device) for of, copy in copies.items()}
+            # One copy of each, of which all its views in the arguments are made: they share memory, as in torch.
+            values = {key: each.among(copies[each.of]) for key, each in shown.items()}
     # Writes are told by torch's count of the copies, which writes through views of them raise as well.
-    versions = {handle: copy._version for handle, copy in copies.items()}
-    with torch.inference_mode(False), without_transforms():
-        # One copy of each param, of which all its views in the arguments are made: they share memory, as in torch.
-        values = {key: source.of(copies[source.handle]) for key, source in of.items()}
+    versions = {of: copy._version for of, copy in copies.items()}
     places = {key: _place_of(value) for key, value in values.items()}
     given = {id(values[id(tensor)]): tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in values}
     args, kwargs = substituted((args, kwargs), values)
     result = call(*args, **kwargs)
-    written = {handle: copy for handle, copy in copies.items() if copy._version != versions[handle]}
+    written = {of: copy for of, copy in copies.items() if copy._version != versions[of]}
     if any(_place_of(value) != places[key] for key, value in values.items()):  # resize_, t_, set_
-        raise ParamAccessError(_refusal(f"another shape or memory ({what})", first, write=True))
+        first.refuse(f"another shape or memory ({what})", write=True)
     # After the operation as a whole: one that raised has written nothing to a master.
-    for each, copy in written.items():
-        owner_of(each).by_names.rewrite(each, copy)
-    # Results that share memory with a copy would share it with the param in torch: they become reads put off.
-    storages = {copy.untyped_storage()._cdata: handle for handle, copy in copies.items()}
+    for of, copy in written.items():
+        of.write(copy)
+    # Results that share memory with a copy would share it with the original in torch: they become reads put off.
+    storages = {copy.untyped_storage()._cdata: of for of, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(result):
         if written and id(tensor) in given:  # what was written to
             views[id(tensor)] = given[id(tensor)]
             continue
-        handle = storages.get(unwrapped(tensor).untyped_storage()._cdata)
-        if handle is None or owner_of(handle).store.device.torch_device.type != tensor.device.type:
+        of = storages.get(unwrapped(tensor).untyped_storage()._cdata)
+        if of is None or of.device.type != tensor.device.type:
             continue  # p.cpu() of a param on a GPU is a copy in torch too
         if _WRITES.fullmatch(name):  # share_memory_ and the like
-            raise ParamAccessError(_refusal(f"writing ({what})", handle, write=True))
+            of.refuse(f"writing ({what})", write=True)
         if unwrapped(tensor) is not tensor or tensor.is_conj() or tensor.is_neg():
-            raise ParamAccessError(_refusal(f"a view ({what})", handle, write=False))
-        views[id(tensor)] = DetachedWeights.of(ReadParam(handle, View.from_tensor(tensor, copies[handle])))
+            of.refuse(f"a view ({what})", write=False)
+        views[id(tensor)] = ReadLater.make(of, copies[of], View.from_tensor(tensor, copies[of]))
     if name in ("numpy", "__array__"):
         result.setflags(write=False)  # values of now: what is written to them would be lost
     return substituted(result, views) if views else result
-
-
-def _where_computed(values: torch.Tensor, handle: ParamHandle) -> torch.Tensor:
-    """Bring values to where ``param.device`` says they are, as what else takes part in an operation will be."""
-    with torch.inference_mode(False), without_transforms():
-        return values.to(owner_of(handle).store.device.torch_device)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -485,16 +512,6 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 
 
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
-
-
-def _refusal(what: str, handle: ParamHandle, *, write: bool) -> str:
-    remedy = (
-        "with model.gathered([param], write=True)" if write else "model.full_param(name) or model.gathered([param])"
-    )
-    return (
-        f"{what} is not possible outside of forward: the weights of {handle.name!r} live in a chunk (and in half "
-        f"precision the other half of its fp32 master beside it). Use {remedy}"
-    )
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
