@@ -30,9 +30,10 @@ from gemini.tracing.batches import count_tokens
 from gemini.tracing.meter import Meter
 from gemini.tracing.targets import Target
 from gemini.train.activations.store import MIN_BYTES, saved_by_checkpointing
-from gemini.train.modules.calls import CallRecord, Calls, iter_tensors
+from gemini.train.modules.calls import CallRecord, Calls
 from gemini.train.modules.compiled import hook_around
 from gemini.train.modules.reading import Structure, structure_of
+from gemini.train.params.guard import iter_tensors
 from gemini.train.params.handle import handle_of
 from gemini.train.passes.hooks import ENTRANCE
 from gemini.train.setup.structure import distinct_params, trace_of

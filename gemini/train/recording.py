@@ -20,7 +20,7 @@ from gemini.memory.watching import RecordedStep, Recorder
 from gemini.planning.timeline import Timeline
 from gemini.planning.trace import MemoryTrace, Source, TracedParam
 from gemini.train.engine import Engine
-from gemini.train.modules.calls import iter_tensors
+from gemini.train.params.guard import iter_tensors
 from gemini.train.params.handle import is_in_stages
 
 LOSS = "loss"

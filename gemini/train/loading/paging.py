@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from gemini.train.params.by_name import ByName
-from gemini.train.params.guard import METADATA, OF_MEMORY, nan_of, tensors_in
+from gemini.train.params.guard import METADATA, OF_MEMORY, iter_tensors, nan_of
 
 ROOM = 128 * 2**20
 """Bytes of params in ordinary memory at once, if there is more than one."""
@@ -59,7 +59,7 @@ class PagedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         # All of one operation stay in memory together: bringing one in must not send another home.
-        given = list(tensors_in((args, kwargs)))
+        given = list(iter_tensors((args, kwargs)))
         for param in given:
             if isinstance(param, PagedParameter):
                 param._gemini_pager.bring_in(param, keep=given)  # type: ignore[attr-defined]

@@ -18,8 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -29,6 +28,7 @@ from gemini.errors import BudgetExceeded, GeminiError, IllegalTransition
 from gemini.interrupts import WHOLE
 from gemini.ledger import Want
 from gemini.memory.chunks.chunk import Chunk
+from gemini.train.params.guard import iter_tensors
 
 
 class CallRecord:
@@ -344,24 +344,3 @@ def begin_backward_of(ref: weakref.ref[Any], record: CallRecord, grad: torch.Ten
     if passes is None:
         refuse_deleted()
     passes.backward.begin_of(record)
-
-
-# ---- tensors in what modules take and return: tuples, lists, dicts, ModelOutputs, dataclasses ------------------------
-
-
-def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: tensors, containers of them, ModelOutputs, dataclasses. Containers of unknown
-    types (caches) are not looked into.
-    """
-    if isinstance(tree, torch.Tensor):
-        yield tree
-        return
-    parts: Iterable[Any] = ()
-    if isinstance(tree, dict):
-        parts = list(tree.values())
-    elif isinstance(tree, (tuple, list)):
-        parts = tree
-    elif is_dataclass(tree) and not isinstance(tree, type):
-        parts = [getattr(tree, f.name) for f in fields(tree)]
-    for part in parts:
-        yield from iter_tensors(part)

@@ -19,7 +19,7 @@ import torch
 from gemini.optim.average import EMA
 from gemini.rules import ADAM, UpdateRule
 from gemini.train.optimizers.optimizer import HybridAdam, HybridOptimizer
-from gemini.train.params.guard import note_converted
+from gemini.train.params.guard import refuse_in
 from gemini.train.params.handle import (
     give_to,
     handle_of,
@@ -35,13 +35,18 @@ _SERVED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_grou
 _ADDED = {"rule", "step_in_backward", "speculate", "may_guess", "_is_made", "_backward_checked", "_checked_groups"}
 """What an optimizer of ours has on itself beside what every one of torch has."""
 
+_OF_BEFORE = (
+    "the step of an optimizer was called as it was before it was converted for a managed model, and would find no "
+    "gradient of {name!r}: call optimizer.step(), and keep no step from before"
+)
+
 
 @cache
 def class_in_place_of(original: Any, kind: Any) -> Any:
     """The class that is both ``original`` and ``kind``, under the name of the first: programs and loggers read it."""
     for base in original.__mro__[: original.__mro__.index(torch.optim.Optimizer)]:
         for function in filter(inspect.isfunction, map(vars(base).get, ("step", "_init_group"))):
-            note_converted(function)
+            refuse_in(function, _OF_BEFORE)
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,

@@ -12,16 +12,19 @@ leave a stale residual, and the same program behaves the same wherever its weigh
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from gemini.errors import ParamAccessError, warn
 from gemini.interrupts import call_without_grad
@@ -100,8 +103,17 @@ def _answer(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _answer_of_memory(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Answer with the place in the chunk, not that of the NaN which stands in for weights that are not gathered."""
     handle: ParamHandle = args[0]._gemini
-    if func is torch.Tensor.data_ptr:
-        _refuse_reading_memory(handle)
+    caller = _caller()
+    # safetensors reads at the address: weights may be elsewhere, or be updated now. To others it says which they are.
+    if (
+        func is torch.Tensor.data_ptr
+        and caller.f_globals.get("__name__") == "safetensors.torch"
+        and caller.f_code.co_name in ("_to_ndarray", "_tobytes")
+    ):
+        raise ParamAccessError(
+            f"safetensors.torch reads the memory of managed param {handle.name!r}, whose values live in a chunk. Give "
+            "it those of model.state_dict(), or use model.save_pretrained()"
+        )
     return _answer(func, (handle.view, *args[1:]) if handle.poisoned else args, kwargs)
 
 
@@ -141,8 +153,10 @@ def _hook_gradient(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _run_backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Run a backward of which only these gradients are wanted (``inputs=params``)."""
-    return func(*_edges_of(args), **_edges_of(kwargs))
+    """Run a backward of which only these gradients are wanted (``inputs=params``): as edges, where they accumulate."""
+    with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
+        args, kwargs = tree_map_only(ManagedParameter, torch.autograd.graph.get_gradient_edge, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _refuse_autograd_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -154,7 +168,7 @@ def _refuse_autograd_grad(func: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 def _use_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Go through steps 2 to 6 of :class:`ManagedParameter`: their order is what decides."""
-    params = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ManagedParameter)]
+    params = [tensor for tensor in iter_tensors((args, kwargs)) if isinstance(tensor, ManagedParameter)]
     handles: list[ParamHandle] = [param._gemini for param in params]  # type: ignore[attr-defined]
     if not handles:  # another thread has begun a forward since torch came here: they are ordinary ones
         return func(*args, **kwargs)
@@ -339,20 +353,8 @@ class ReadLater(torch.Tensor):
         return self.clone().__reduce_ex__(protocol)
 
 
-def _refuse_reading_memory(handle: ParamHandle) -> None:
-    """Refuse safetensors, which reads at the address: weights may be elsewhere, or be updated now. To others the
-    address says which weights they are.
-    """
-    caller = _caller()
-    if caller.f_globals.get("__name__") == "safetensors.torch" and caller.f_code.co_name in ("_to_ndarray", "_tobytes"):
-        raise ParamAccessError(
-            f"safetensors.torch reads the memory of managed param {handle.name!r}, whose values live in a chunk. Give "
-            "it those of model.state_dict(), or use model.save_pretrained()"
-        )
-
-
 def _shown_in(tree: Any) -> dict[int, Shown]:
-    return {id(tensor): tensor._shown for tensor in tensors_in(tree) if isinstance(tensor, ReadLater)}
+    return {id(tensor): tensor._shown for tensor in iter_tensors(tree) if isinstance(tensor, ReadLater)}
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -380,16 +382,6 @@ def nan_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not dtype.is_floating_point:
             return torch.full((), torch.iinfo(dtype).max, dtype=dtype, device=device)
         return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
-def _edges_of(tree: Any) -> Any:
-    """Replace managed params in ``tree`` by the place in the graph where they accumulate."""
-    if isinstance(tree, ManagedParameter):
-        with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-            return torch.autograd.graph.get_gradient_edge(tree)
-    if isinstance(tree, dict):
-        return {key: _edges_of(value) for key, value in tree.items()}
-    return [_edges_of(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
 
 
 def _set_data(handle: ParamHandle, value: torch.Tensor, caller: CodeType) -> None:
@@ -457,7 +449,7 @@ def _read_copies(
     # Writes are told by torch's count of the copies, which writes through views of them raise as well.
     versions = {of: copy._version for of, copy in copies.items()}
     places = {key: _place_of(value) for key, value in values.items()}
-    given = {id(values[id(tensor)]): tensor for tensor in tensors_in((args, kwargs)) if id(tensor) in values}
+    given = {id(values[id(tensor)]): tensor for tensor in iter_tensors((args, kwargs)) if id(tensor) in values}
     args, kwargs = substituted((args, kwargs), values)
     result = call(*args, **kwargs)
     written = {of: copy for of, copy in copies.items() if copy._version != versions[of]}
@@ -469,7 +461,7 @@ def _read_copies(
     # Results that share memory with a copy would share it with the original in torch: they become reads put off.
     storages = {copy.untyped_storage()._cdata: of for of, copy in copies.items()}
     views: dict[int, torch.Tensor] = {}
-    for tensor in tensors_in(result):
+    for tensor in iter_tensors(result):
         if written and id(tensor) in given:  # what was written to
             views[id(tensor)] = given[id(tensor)]
             continue
@@ -494,17 +486,17 @@ def _is_recorded(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether autograd records this operation, so that a gradient would be lost with a copy."""
     if not torch.is_grad_enabled() or getattr(func, "__name__", "") in _VALUES_ONLY:
         return False
-    if getattr(func, "__module__", None) == "torch.nn.init":
-        return False  # they turn autograd off themselves
+    if getattr(func, "__module__", None) == "torch.nn.init":  # they turn autograd off themselves
+        return False
     with torch._C.DisableTorchFunctionSubclass():  # type: ignore[attr-defined]
-        return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+        return any(tensor.requires_grad for tensor in iter_tensors((args, kwargs)))
 
 
 def _written_param(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Find the first managed param that an operation writes to, by its name and torch's conventions."""
     first = next(iter((*args, *kwargs.values())), None)
     target = kwargs.get("out", first if _WRITES.fullmatch(getattr(func, "__name__", "")) else None)
-    return next((tensor for tensor in tensors_in(target) if isinstance(tensor, ManagedParameter)), None)
+    return next((tensor for tensor in iter_tensors(target) if isinstance(tensor, ManagedParameter)), None)
 
 
 # torch's convention: in place is what ends in one underscore, or is an augmented assignment.
@@ -514,28 +506,26 @@ _WRITES = re.compile(r"\w*[^\W_]_|__i[a-z]+__|__setitem__")
 _VALUES_ONLY = frozenset("detach __repr__ __str__ __format__ tolist item numpy __array__ __set__".split())
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what operations and modules take and give: containers of them, ModelOutputs, dataclasses.
+    Containers of unknown types (caches) are not looked into.
+    """
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from tensors_in(value)
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(tree, dict):
+        parts = list(tree.values())
     elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from tensors_in(value)
+        parts = tree
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        parts = [getattr(tree, field.name) for field in fields(tree)]
+    for part in parts:
+        yield from iter_tensors(part)
 
 
 def substituted(tree: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return copies.get(id(tree), tree)
-    if isinstance(tree, dict):
-        return {key: substituted(value, copies) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [substituted(value, copies) for value in tree]
-    if isinstance(tree, tuple):
-        values = [substituted(value, copies) for value in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
-    return tree
+    return tree_map_only(torch.Tensor, lambda tensor: copies.get(id(tensor), tensor), tree)
 
 
 def _getters() -> set[Any]:
@@ -608,36 +598,24 @@ AT_REST: dict[Any, _Handler] = {
 # ---- ``p.grad``: None to the outside, for gradients live in chunks ---------------------------------------------------
 
 
-def _code(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function.__code__
-
-
-# Functions of torch that read p.grad, find None and go on: they would do nothing, and nobody would know.
+# Functions that read p.grad, find None and go on: they would do nothing, and nobody would know. By code object, for a
+# function may be bound, wrapped or renamed by the time that it is met on the stack.
 _BLIND = {
-    _code(function): (
+    inspect.unwrap(function).__code__: (
         f"torch.nn.utils.{name} would see no gradient of {{name!r}} and clip nothing: gradients of a managed model "
         "live in chunks. Use model.clip_grad_norm_(max_norm)"
     )
     for name, function in vars(nn.utils).items()
     if name.startswith("clip_") and name.endswith("_")
 }
-# By code object, for a function may be bound, wrapped or renamed by the time that it is met on the stack.
-_CONVERTED: set[Any] = set()
-_ZERO_GRAD = _code(nn.Module.zero_grad)
+_ZERO_GRAD = nn.Module.zero_grad.__code__
 # Models of which it was said already, weakly: they go when nobody else has them.
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_in(function: Callable[..., Any], message: str) -> None:
     """Let ``p.grad`` of managed params raise ``message`` (with ``{name!r}``) where ``function`` looks at it."""
-    _BLIND[_code(function)] = message
-
-
-def note_converted(function: Callable[..., Any]) -> None:
-    """Refuse what is kept of ``function`` from before one of torch's optimizers, which it steps, was converted."""
-    _CONVERTED.add(_code(function))
+    _BLIND[inspect.unwrap(function).__code__] = message
 
 
 def note_grad_read(param: Any) -> None:
@@ -648,29 +626,24 @@ def note_grad_read(param: Any) -> None:
     Raises:
         ParamAccessError: in a function that would do nothing, silently.
     """
-    frame = _caller()
+    handle: ParamHandle = param._gemini
+    owner, frame = handle.owner(), _caller()
     for _ in range(3):  # the getter, perhaps a comprehension, torch's function
         if frame.f_code in _BLIND:
-            raise ParamAccessError(_BLIND[frame.f_code].format(name=param._gemini.name))
-        if frame.f_code in _CONVERTED:
-            raise ParamAccessError(
-                "the step of an optimizer was called as it was before it was converted for a managed model, and would "
-                f"find no gradient of {param._gemini.name!r}: call optimizer.step(), and keep no step from before"
-            )
-        if frame.f_code is _ZERO_GRAD and (owner := param._gemini.owner()) is not None:
-            owner.stepping.discard([param._gemini], to_zero=not frame.f_locals.get("set_to_none", True))
+            raise ParamAccessError(_BLIND[frame.f_code].format(name=handle.name))
+        if frame.f_code is _ZERO_GRAD and owner is not None:
+            owner.stepping.discard([handle], to_zero=not frame.f_locals.get("set_to_none", True))
             return
         if frame.f_back is None:
             break
         frame = frame.f_back
-    handle, owner = param._gemini, param._gemini.owner()
     if owner is None or owner in _warned or torch._C._current_graph_task_id() != -1:
         return  # inside a backward it is our own hook that looks
     if not (handle.has_grad or owner.state.num_unreduced or owner.state.updated_in_backward):
         return
     _warned.add(owner)
     warn(
-        f"p.grad of managed param {param._gemini.name!r} was read after a backward: it is always None, since "
+        f"p.grad of managed param {handle.name!r} was read after a backward: it is always None, since "
         "gradients of a managed model live in chunks, and what is done with it (clamping, noise, logging a norm) does "
         "nothing. Read them with model.full_grad(name), clip them with model.clip_grad_norm_(max_norm). This is said "
         "once per model"
