@@ -43,7 +43,7 @@ from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import ParamSet, StageParam
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.passes.again import Again
-from gemini.train.passes.backward import BackwardPass, Recovery, grad_hook
+from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import ForwardPass, StrayReads
 from gemini.train.passes.gathered import Gathering, Rewriting
 from gemini.train.passes.hooks import Passes
@@ -109,7 +109,7 @@ class Engine:
         self.activations = parts.activations
         self.shards = parts.company
         self.by_names = by_names = parts.by_names
-        self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec, grad_hook))
+        self.forward = ForwardPass(parts, TrainedParams(params, store, parts.activations, config, rule.spec))
         self.backward = BackwardPass(parts)
         self.recovery = Recovery(parts, self.forward, self.backward)
         self.again = Again(parts, self.backward, self.recovery)
@@ -121,7 +121,7 @@ class Engine:
 
         # The params come home, and into the hands of all that.
         self.adoption = Adoption(
-            params, store, by_names, parts.exposure, parts.saved_weights, grad_hook, is_divided=ranks.shares_params
+            params, store, by_names, parts.exposure, parts.saved_weights, is_divided=ranks.shares_params
         )
 
     def take_home(self, fill: Callable[[ByName, Ranks], None] | None = None) -> None:

@@ -19,7 +19,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -92,32 +92,17 @@ class CallRecord:
                 base.register_hook(begin)
 
 
-class Windows(Protocol):
-    """Keeper of gathered weights (:class:`gemini.memory.movement.manager.Manager`)."""
-
-    def acquire(self, chunk: Chunk) -> None:
-        """Pin the gathered weights of a chunk."""
-
-    def release(self, chunk: Chunk) -> None:
-        """Undo one :meth:`acquire`."""
-
-
-class Guards(Protocol):
-    """Guards before params that no module reads (:class:`gemini.train.params.exposure.Exposure`)."""
-
-    def expose(self, chunk: Chunk) -> None:
-        """Make the params of a pinned chunk ordinary ones, for a module that computes."""
-
-    def cover(self, chunk: Chunk) -> None:
-        """Undo one :meth:`expose`."""
-
-
 class Calls:
-    """The running calls of one model. What changes them is called under the lock of the books, or by Recovery."""
+    """The running calls of one model. What changes them is called under the lock of the books, or by Recovery.
 
-    def __init__(self, windows: Windows, guards: Guards):
-        self._acquire, self._release = windows.acquire, windows.release
-        self._expose, self._cover = guards.expose, guards.cover
+    Args:
+        manager, exposure: a :class:`gemini.memory.movement.manager.Manager`, which gathers, and a
+            :class:`gemini.train.params.exposure.Exposure`; or a tracer in their place.
+    """
+
+    def __init__(self, manager: Any, exposure: Any):
+        self._acquire, self._release = manager.acquire, manager.release
+        self._expose, self._cover = exposure.expose, exposure.cover
         self.running: dict[int, list[CallRecord]] = {}
         """The calls of each thread that runs a forward, by its identifier: a stack, and none that is empty."""
         self.num_exchanges = 0

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -22,36 +21,11 @@ from gemini.memory.chunks.chunk import Chunk, Parts, Plane
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind
-from gemini.ranks.agree import Facts, value_facts
+from gemini.ranks.agree import value_facts
 from gemini.ranks.agreement import Point
 from gemini.train.observers import WriteObservers, without_transforms
 from gemini.train.params.handle import ParamHandle, WaitingResidual, note_writes
 from gemini.train.step import StepState, alone
-
-
-class WholeValues(Protocol):
-    """Company that shares a model, be it one process: what they have of a param, and what they agree on."""
-
-    @property
-    def divides(self) -> bool:
-        """Whether each rank has a part of every chunk; of a param perhaps all or nothing, and yet all read together."""
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether those who agree have other experts, which are slices, among them."""
-
-    def read_into(self, handle: ParamHandle, kind: PlaneKind, out: torch.Tensor) -> None:
-        """Bring the values of a param in a plane, whole, into a flat host tensor of the plane's dtype."""
-
-    def agree(self, point: Point, doing: str, facts: Callable[[], Facts], refusal: BaseException | None = None) -> None:
-        """Agree that every rank is about to write the same values, or none writes any. A collective."""
-
-
-class SliceValues(Protocol):
-    """Ranks that have the other slices of a param."""
-
-    def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
-        """Join ``own``, this rank's slice, with the others; all ranks that have them come here."""
 
 
 class ByName:
@@ -59,8 +33,8 @@ class ByName:
 
     Args:
         observers: told of every write.
-        company: who shares the model.
-        slices: of a model in slices, else None.
+        company: who shares the model, a :class:`gemini.train.sharding.company.Company`.
+        slices: of a model in slices the :class:`gemini.train.slices.together.OtherSlices`, else None.
     """
 
     def __init__(
@@ -70,8 +44,8 @@ class ByName:
         state: StepState,
         *,
         observers: WriteObservers,
-        company: WholeValues,
-        slices: SliceValues | None = None,
+        company: Any,
+        slices: Any = None,
     ):
         self._mover, self._manager, self._observers = store.mover, store.manager, observers
         self._company, self._slices = company, slices
@@ -82,14 +56,9 @@ class ByName:
         self._handles = {name: handle for handle in self.handles for name in handle.names}
 
     def __getitem__(self, name: str) -> ParamHandle:
-        """Find the handle of a param.
-
-        Raises:
-            KeyError: with the closest names.
-        """
         if name not in self._handles:
-            near = get_close_matches(name, self._handles, n=3) or list(self._handles)[:3]
-            raise KeyError(f"no managed param is called {name!r}; there are for example {', '.join(near)}")
+            some = ", ".join(list(self._handles)[:3])
+            raise KeyError(f"no managed param is called {name!r}; there are for example {some}")
         return self._handles[name]
 
     def __contains__(self, name: str) -> bool:
@@ -140,25 +109,10 @@ class ByName:
         self.write(handle, value if handle.cut is None else handle.cut.of(value))
 
     def _read(self, handle: ParamHandle, dtype: torch.dtype) -> torch.Tensor:
-        # Its update may be under way on a worker, which writes weights and residual one tile after the other.
-        handle.chunk.settle()
-        planes = handle.chunk.planes
-        exact = dtype is torch.float32 and RESIDUAL in planes
-        if self._company.divides:
-            weights = self._whole(handle, WEIGHTS)
-            if exact:
-                weights = _joined(weights, self._whole(handle, RESIDUAL))
-            return weights.to(dtype).view(handle.own_shape)
-        out = torch.empty(handle.part.numel, dtype=dtype, device="cpu")
-        base = handle.part.start
-        for start, stop in tiles(0, handle.part.numel, self._mover.tile):
-            # Tile by tile: a plane on NVMe comes through staging, which is as large as a tile.
-            part = host_part(self._mover, handle.chunk.weights, base + start, base + stop)
-            if exact:
-                part = part.clone()  # the other half is staged where this one may be
-                part = _joined(part, host_part(self._mover, planes[RESIDUAL], base + start, base + stop))
-            out[start:stop].copy_(part)
-        return out.view(handle.own_shape)
+        weights = self._whole(handle, WEIGHTS)
+        if dtype is torch.float32 and RESIDUAL in handle.chunk.planes:
+            weights = _joined(weights, self._whole(handle, RESIDUAL))
+        return weights.to(dtype).view(handle.own_shape)
 
     def _whole(self, handle: ParamHandle, kind: PlaneKind) -> torch.Tensor:
         """Collect a param's values in a plane, flat, from all ranks."""

@@ -2,50 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
+
+import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import ParamAccessError
-from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.store import ChunkStore
 from gemini.train.params.by_name import ByName
 from gemini.train.params.handle import ParamHandle, ParamSet
 from gemini.train.step import StepState
-
-
-class Reads(Protocol):
-    """Serves operations that read params outside of the module that they belong to."""
-
-    def in_call(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """Run an operation while the model computes."""
-
-    def outside(self, func: Callable[..., Any], args: Any, kwargs: Any, handles: list[ParamHandle]) -> Any:
-        """Run an operation that autograd records, while no module computes."""
-
-    def opened(self, chunks: Iterable[Chunk]) -> AbstractContextManager[None]:
-        """Keep ``chunks`` gathered around an operation that reads them, while no module computes."""
-
-
-class Probe(Protocol):
-    """Looks at gradients before they are kept."""
-
-    def take(self, param: Any, grad: Any) -> Any:
-        """Return what is kept in place of a gradient; None for nothing."""
-
-
-class TakesGradients(Protocol):
-    """Takes every gradient."""
-
-    probe: Probe | None
-
-    def take_grad(self, handle: ParamHandle) -> None:
-        """Move a gradient that autograd has accumulated in the param into its chunk. Called on autograd's thread."""
-
-
-GradHook = Callable[[ParamHandle], Callable[[Any], None]]
-"""Makes, for a param, what autograd calls when its gradient is complete."""
 
 
 class Owner(Protocol):
@@ -56,10 +24,10 @@ class Owner(Protocol):
     store: ChunkStore
     state: StepState
     by_names: ByName
-    reads: Reads
-    backward: TakesGradients
+    # Of the passes, which are in a room above: `StrayReads`, `BackwardPass`, `Stepping`.
+    reads: Any
+    backward: Any
     stepping: Any
-    """A :class:`gemini.train.passes.stepping.Stepping`, which is in a room above."""
 
 
 def owner_of(handle: ParamHandle) -> Owner:
@@ -72,3 +40,13 @@ def owner_of(handle: ParamHandle) -> Owner:
     if owner is None:
         raise ParamAccessError(f"the model that managed {handle.name!r} was deleted; its params hold nothing any more")
     return owner
+
+
+def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
+    """Make the hook that moves a param's gradient into its chunk. It does not keep the model alive."""
+    return partial(_take_grad, handle)
+
+
+def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
+    owner = handle.owner()
+    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from gemini.train.observers import own_work
 from gemini.train.params.exposure import hide
 from gemini.train.params.guard import ManagedParameter
 from gemini.train.params.handle import Leftover, ParamHandle, stepping_in_backward
-from gemini.train.params.owner import Probe, owner_of
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.parts import Parts
 from gemini.train.step import at_end_of_backward
@@ -51,7 +49,8 @@ class BackwardPass:
         self._lock, self._calls, self._exposure = parts.lock, parts.calls, parts.exposure
         self._activations, self._updates = parts.activations, parts.updates
         self._in_backward, self._by_names = parts.in_backward, parts.by_names
-        self.probe: Probe | None = None
+        self.probe: Any = None
+        """What looks at gradients before they are kept (:class:`gemini.train.gradients.hutchinson.HessianProbe`)."""
         self._task = _NONE
         """The backward, by autograd's number, that has begun last."""
         self._plain_task = _NONE
@@ -360,16 +359,6 @@ class BackwardPass:
         if self._state.updated_in_backward and has_begun:
             self._state.updated_in_backward = False
             self._state.mark_corrupted(GeminiError("its backward ended early, after some params were updated in it"))
-
-
-def grad_hook(handle: ParamHandle) -> Callable[[torch.Tensor], None]:
-    """Make the hook that moves a param's gradient into its chunk. It does not keep the model alive."""
-    return partial(_take_grad, handle)
-
-
-def _take_grad(handle: ParamHandle, param: torch.Tensor) -> None:
-    owner = handle.owner()
-    (owner_of(handle) if owner is None else owner).backward.take_grad(handle)
 
 
 # ---- after an interrupt ----------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gemini.config import GeminiConfig
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
-from gemini.memory.store import ChunkStore
 from gemini.train.modules import injected
 from gemini.train.modules.calls import begin_backward_of, refuse_deleted
 from gemini.train.modules.compiled import (
@@ -34,7 +32,8 @@ from gemini.train.modules.compiled import (
 from gemini.train.modules.mixed import MADE, cast_inputs, cast_where_they_meet
 from gemini.train.modules.reading import Structure
 from gemini.train.observers import innermost_transform
-from gemini.train.params.handle import ParamHandle, ParamSet, handles_of
+from gemini.train.params.handle import ParamHandle, handles_of
+from gemini.train.params.owner import Owner
 from gemini.train.passes.backward import BackwardPass, Recovery
 from gemini.train.passes.forward import ForwardPass
 from gemini.train.passes.gathered import Rewriting, resident_chunks
@@ -54,14 +53,10 @@ Pre = Callable[[nn.Module, Any], None]
 Post = Callable[[nn.Module, Any, Any], Any]
 
 
-class Passes(Protocol):
+class Passes(Owner, Protocol):
     """Passes of one model, and what else hooks use. They refer to it weakly: the model alone keeps it alive."""
 
-    config: GeminiConfig
     decision: Decision
-    params: ParamSet
-    store: ChunkStore
-    state: StepState
     forward: ForwardPass
     backward: BackwardPass
     recovery: Recovery

@@ -19,7 +19,7 @@ from gemini.train.modules.saved_weights import SavedWeights
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure, poison
 from gemini.train.params.handle import ParamHandle, ParamSet, find_siblings, make_factors, reference_to_optimizer_of
-from gemini.train.params.owner import GradHook
+from gemini.train.params.owner import grad_hook
 
 
 class _Taken(NamedTuple):
@@ -36,7 +36,6 @@ class Adoption:
     """The params of one model change hands.
 
     Args:
-        grad_hook: makes what takes the gradients of a param.
         is_divided: whether the rest of each param is on other ranks.
     """
 
@@ -47,13 +46,12 @@ class Adoption:
         by_names: ByName,
         exposure: Exposure,
         saved_weights: SavedWeights,
-        grad_hook: GradHook,
         *,
         is_divided: bool,
     ):
         self._params, self._chunks, self._by_names = params, store.chunks, by_names
         self._exposure, self._saved_weights, self._is_divided = exposure, saved_weights, is_divided
-        self._grad_hook, self._taken = grad_hook, list[_Taken]()
+        self._taken = list[_Taken]()
         self._is_whole = False
         self.becomes_whole = False
         """Whether params that are slices become whole again at the end, as experts do."""
@@ -147,7 +145,7 @@ class Adoption:
         handle.attach()
         handle.trained, handle.optimizer = param.requires_grad, reference_to_optimizer_of(param)
         if handle.trained:
-            handle.hook = param.register_post_accumulate_grad_hook(self._grad_hook(handle))
+            handle.hook = param.register_post_accumulate_grad_hook(grad_hook(handle))
         # A trained param has an fp32 master, which has all bits of its original up to fp32.
         narrowed = not handle.chunk.spec.trainable and original.dtype.itemsize > param.dtype.itemsize
         is_kept = narrowed or original.dtype.itemsize > 4
@@ -183,11 +181,7 @@ def take_apart(chunks: Iterable[Chunk], handles: Iterable[ParamHandle]) -> None:
 
 
 class TrainedParams:
-    """Follows which params of one model are trained.
-
-    Args:
-        grad_hook: makes what takes the gradients of a param.
-    """
+    """Follows which params of one model are trained."""
 
     def __init__(
         self,
@@ -196,11 +190,9 @@ class TrainedParams:
         activations: ActivationStore,
         config: GeminiConfig,
         rule: RuleSpec,
-        grad_hook: GradHook,
     ):
         self._params, self._store, self._activations = params, store, activations
         self._precision, self._gradients, self._rule = config.precision, config.gradients, rule
-        self._grad_hook = grad_hook
 
     def follow(self) -> None:
         """Take up a flip of ``requires_grad``: a param that became trained gets its hook, its chunk what it lacks.
@@ -215,7 +207,7 @@ class TrainedParams:
             handle.trained = handle.param.requires_grad
             if handle.trained and handle.hook is None:
                 self._make_trainable(handle.chunk)
-                handle.hook = handle.param.register_post_accumulate_grad_hook(self._grad_hook(handle))
+                handle.hook = handle.param.register_post_accumulate_grad_hook(grad_hook(handle))
 
     def _make_trainable(self, chunk: Chunk) -> None:
         """Give a frozen chunk the planes of a trained one, on the fastest tier below the GPU with room for all."""
