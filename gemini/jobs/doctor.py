@@ -38,8 +38,7 @@ from gemini.memory.system import memory_limit, memory_nodes
 from gemini.planning.hardware import FIGURES, Figure, Hardware, human_figure
 from gemini.ranks import launch
 from gemini.train.checkpoint.durable import Stored, open_store
-from gemini.train.checkpoint.format import as_damage
-from gemini.train.checkpoint.plain_data import Decoder
+from gemini.train.checkpoint.plain_data import decode
 
 _PACKAGES = ("torch transformers safetensors accelerate datasets trl peft bitsandbytes lightning flash-attn").split()
 
@@ -229,8 +228,7 @@ def _resumed(directory: Path, stored: Stored) -> Iterator[str]:
     compact = "" if manifest.rule.exact is None else ", compact states"
     yield f"{len(steps)} params, {numel} elements, {manifest.precision}, rule {manifest.rule.name}{compact}"
     yield f"{human_bytes(2 * _num_bytes(stored))} on the drive, each state twice; format version {record.version}"
-    with as_damage(stored.commit.folder):
-        extra = Decoder(stored.values).decode(manifest.extra, "extra")
+    extra = decode(manifest.extra, stored.values)
     store = stored.commit.folder.parent
     if isinstance(extra, dict) and {"global_step", "run"} <= extra.keys():
         yield f"of a Trainer, step {extra['global_step']} of the run in {extra['run']}:"

@@ -18,7 +18,7 @@ from gemini.errors import PlanMismatch, StorageError
 from tests.integrations.trainer_cases import LENGTH, Sentences, assert_same_run, llama, masters, rows
 from tests.scaling import backward, clip_grads, make_step
 from tests.train.helpers import Plain
-from tests.train.test_checkpoint_hostile import OLD_SCALE, rewrite
+from tests.train.test_checkpoint_values import OLD_SCALE, rewrite
 from tests.world import world_of
 
 Config = gemini.GeminiConfig

@@ -29,7 +29,7 @@ from gemini.train.checkpoint.torch_file import promised_optimizer_state, write
 from tests import models
 from tests.train import test_update_rules as rules
 from tests.train.helpers import assert_same_snapshot, snapshot
-from tests.train.test_checkpoint_hostile import rewrite
+from tests.train.test_checkpoint_values import rewrite
 from tests.train.test_update_rules import bits, loss_of, make_model, train
 from tests.world import world_of
 

@@ -15,7 +15,7 @@ from torch import nn
 import gemini
 from gemini.train.params.by_name import ByName
 from tests.train.helpers import DTYPES, adam, assert_same_snapshot, noise, same_bits, snapshot, train, wrap
-from tests.train.test_checkpoint_hostile import rewrite
+from tests.train.test_checkpoint_values import rewrite
 
 
 class Scaled(nn.Module):

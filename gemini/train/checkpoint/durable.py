@@ -1,8 +1,6 @@
 """A durable store as a checkpoint: committed as one (:class:`StoreHome`), and read as the one that its last commit is.
 
-The manifest is the same, and so is the reader. A store may have been damaged, or written by somebody else: what its
-records and layouts say is compared here with what can be, and the rest where a checkpoint's is
-(:mod:`gemini.train.checkpoint.format`).
+The manifest is the same, and so is the reader. Records and layouts have checksums: what they say is believed.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from gemini.memory.durable.folder import (
     Commit,
     CommitRecord,
     StoreFolder,
-    check_runs,
     last_commit,
     read_layout,
     reading,
+    runs_of,
     slots_paths,
 )
 from gemini.memory.durable.slots import ZEROS, Runs, slot_name
@@ -35,16 +33,14 @@ from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import striped_bytes, stripes
 from gemini.planning.planes import GRADS
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, Manifest, as_damage, manifest_of
-from gemini.train.checkpoint.plain_data import Decoder
+from gemini.train.checkpoint.format import VALUES, Manifest, manifest_of
+from gemini.train.checkpoint.plain_data import decode
 from gemini.train.checkpoint.tensor_file import (
     STORED_DTYPES,
-    Malformed,
     TensorFile,
     TensorSpec,
     bytes_of,
     opened,
-    parse_spec,
     read_all,
 )
 from gemini.train.checkpoint.write import CheckpointHome, Draft, Piece, PlanePart
@@ -200,37 +196,25 @@ class SlotReader(TensorFile):
     """The slots of one rank as a file of tensors.
 
     Raises:
-        StorageError: if the file is missing or cut short, or the layout cannot be.
+        StorageError: if the file is missing or cut short.
     """
 
-    def __init__(self, paths: Sequence[Path], layout: Any, runs: Any):
+    def __init__(self, paths: Sequence[Path], layout: dict[str, Any], runs: dict[str, Any]):
         self._paths, self.path = paths, paths[0]
-        path = self.path
-        self.header_checksum = 0
-        sizes, tensors = _fields(layout, "sizes", "tensors")
-        self.specs: dict[str, TensorSpec] = {}
-        self._places: dict[str, tuple[str, int]] = {}
+        tensors = layout["tensors"]
+        self.specs = {name: TensorSpec.of(name, entry["dtype"], entry["shape"]) for name, entry in tensors.items()}
+        self._places = {name: (entry["slots"], entry["at"]) for name, entry in tensors.items()}
         """By tensor its plane, and where it is in it."""
+        self.entries = {name: {"of": e["of"], "start": e["start"], "sums": []} for name, e in tensors.items()}
         self._whole: set[tuple[str, int]] = set()
         """Runs that were compared, by plane and first page."""
         self.slots: dict[str, tuple[Runs, int, int]] = {}
         """By plane its runs, where its slots begin, and the bytes of one."""
-        offset, slots = 0, self.slots
-        for entry in sizes if isinstance(sizes, list) else [None]:
-            if not isinstance(entry, list) or len(entry) != 2 or type(entry[1]) is not int or entry[1] % PAGE:
-                raise Malformed("its layout does not list its slots")
-            name, size = entry
-            slots[str(name)] = check_runs(_fields(runs, str(name))[0], size, path), offset, size
+        offset = 0
+        for name, size in layout["sizes"]:
+            self.slots[name] = runs_of(runs[name]), offset, size
             # Each plane has two slots, one behind the other; its runs say in which of them a page was written last.
             offset += 2 * size
-        self.entries: dict[str, dict[str, Any]] = {}
-        for name, entry in tensors.items() if isinstance(tensors, dict) else [("tensors", None)]:
-            of, start, dtype, shape, pair, at = _fields(entry, "of", "start", "dtype", "shape", "slots", "at")
-            spec = self.specs[name] = parse_spec(name, dtype, shape)
-            if pair not in slots or type(at) is not int or not 0 <= at <= slots[pair][2] - spec.num_bytes:
-                raise Malformed(f"its layout gives {name!r} no possible place")
-            self._places[name] = pair, at
-            self.entries[name] = {"of": of, "start": start, "sums": []}
         for drive, file in enumerate(paths):
             try:
                 there = os.stat(file).st_size
@@ -353,23 +337,23 @@ class SlotReader(TensorFile):
 def open_store(directory: Path) -> Stored:
     """The last commit that all ranks of the run have. Raises StorageError if there is none, or it is damaged."""
     commit = last_commit(directory)
-    with as_damage(commit.folder):
-        opened: dict[str, SlotReader] = {}
-        # The manifest as a folder would have it. The values are in the first rank's record, and compared with it.
-        files: dict[str, Any] = {VALUES: {"header": 0, "tensors": {}}}
-        for rank, record in enumerate(commit.records):
-            checksum, runs = _fields(record.text, "layout", "runs")
-            layout = read_layout(commit.folder, rank, checksum)
-            reader = SlotReader(slots_paths(commit.folder, rank), layout, runs)
-            name = f"slots-{rank:05d}.safetensors"
-            opened[name] = reader
-            files[name] = {"header": 0, "tensors": reader.entries}
-        body, listed = _fields(commit.records[0].text, "manifest", "values")
-        values = _values(listed, commit.records[0].tensors)
-        if not isinstance(body, dict):
-            raise Malformed("a commit record has no manifest")
-        manifest = manifest_of({**body, "files": files}, opened)
-    return Stored(commit, manifest, opened, values)
+    opened: dict[str, SlotReader] = {}
+    # The manifest as a folder would have it. The values are in the first rank's record.
+    files: dict[str, Any] = {VALUES: {"header": 0, "tensors": {}}}
+    for rank, record in enumerate(commit.records):
+        layout = read_layout(commit.folder, rank, record.text["layout"])
+        name = f"slots-{rank:05d}.safetensors"
+        opened[name] = SlotReader(slots_paths(commit.folder, rank), layout, record.text["runs"])
+        files[name] = {"header": 0, "tensors": opened[name].entries}
+    first = commit.records[0]
+    values, at = [], 0
+    for number, (dtype, shape) in enumerate(first.text["values"]):
+        spec = TensorSpec.of(str(number), dtype, shape)
+        value = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
+        bytes_of(value)[:] = first.tensors[at : at + spec.num_bytes]
+        values.append(value)
+        at += spec.num_bytes
+    return Stored(commit, manifest_of({**first.text["manifest"], "files": files}), opened, values)
 
 
 def committed_extra(directory: Path) -> Any:
@@ -378,30 +362,6 @@ def committed_extra(directory: Path) -> Any:
     Raises:
         StorageError: if there is none, it is damaged, or another run uses the store.
     """
-    with reading(directory, None), as_damage(directory):
+    with reading(directory, None):
         stored = open_store(directory)
-        return Decoder(stored.values).decode(stored.manifest.extra, "extra")
-
-
-def _values(listed: Any, data: bytes) -> list[torch.Tensor]:
-    values, at = [], 0
-    for number, entry in enumerate(listed if isinstance(listed, list) else [None]):
-        if not isinstance(entry, list) or len(entry) != 2:
-            raise Malformed("a commit record does not list its tensors")
-        spec = parse_spec(str(number), *entry)
-        if at + spec.num_bytes > len(data):
-            raise Malformed("a commit record is shorter than its tensors")
-        value = torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-        bytes_of(value)[:] = data[at : at + spec.num_bytes]
-        values.append(value)
-        at += spec.num_bytes
-    # Bytes that nothing describes are damage as well.
-    if at != len(data):
-        raise Malformed("a commit record is longer than its tensors")
-    return values
-
-
-def _fields(value: Any, *names: str) -> list[Any]:
-    if not isinstance(value, dict) or not set(names) <= value.keys():
-        raise Malformed(f"{', '.join(names)} do not stand where they should")
-    return [value[name] for name in names]
+        return decode(stored.manifest.extra, stored.values)

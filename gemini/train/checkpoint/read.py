@@ -24,28 +24,26 @@ from torch import nn
 from gemini import kernels
 from gemini.errors import PlanMismatch, warn
 from gemini.interrupts import WHOLE
-from gemini.kernels.reference import decode, encode
+from gemini.kernels import reference
 from gemini.memory.movement.mover import Mover, tiles
 from gemini.planning.compact import BLOCK, compact, scale_of
 from gemini.planning.planes import RESIDUAL, WEIGHTS, PlaneKind, PlaneSpec, RuleSpec
 from gemini.ranks.agree import Handshake
-from gemini.train.checkpoint.format import VALUES, Manifest, SavedParam, compare_sums
-from gemini.train.checkpoint.plain_data import Decoder
+from gemini.train.checkpoint.format import ALL_OF_MODEL, VALUES, Manifest, SavedParam, compare_sums
+from gemini.train.checkpoint.plain_data import decode
 from gemini.train.checkpoint.states import (
-    check_factors,
     check_groups,
-    check_model_state,
     check_plain_states,
-    check_rng,
     check_scheduler,
     factors_of,
-    form_of,
     load_factors,
     load_plain_states,
     own_values,
     set_rng_states,
+    taken_back_on_error,
+    with_unsaid,
 )
-from gemini.train.checkpoint.tensor_file import Malformed, TensorFile
+from gemini.train.checkpoint.tensor_file import TensorFile
 from gemini.train.checkpoint.write import PlanePart
 from gemini.train.engine import Engine
 from gemini.train.observers import WriteObservers
@@ -144,11 +142,11 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
     for kind in (spec.kind for spec in face_of(saved.rule).planes):
         values = there[kind]
         if saved.rule.exact is not None:
-            values = decode(values, there[scale_of(kind)])
+            values = reference.decode(values, there[scale_of(kind)])
         if here.rule.exact is None:
             made[kind] = values
         else:
-            encode(values, made[kind], made[scale_of(kind)])
+            reference.encode(values, made[kind], made[scale_of(kind)])
             loss.to_zero += int(torch.count_nonzero((made[kind] == 0) & (values != 0)))
     return made
 
@@ -300,14 +298,13 @@ class Reader:
 
 
 class Rest:
-    """What a checkpoint holds besides masters and states. Everything that could be refused is refused in the making of
-    it, which changes nothing, or by the model in ``load_model``; ``put_back`` has nothing left to object to.
+    """What a checkpoint holds besides masters and states.
 
-    Made of a manifest and the values in its file, which are not damaged.
+    What is of another model, optimizer or scheduler is refused in the making of it, which changes nothing, or by the
+    model and the scheduler in ``load_own``; ``put_back`` has nothing left to object to.
 
     Raises:
-        PlanMismatch: if the checkpoint was saved for another model, optimizer or scheduler.
-        Malformed: naming the place, if it holds what no checkpoint does.
+        PlanMismatch: saying what is of another.
     """
 
     def __init__(
@@ -321,48 +318,38 @@ class Rest:
         scheduler: Any,
     ):
         params, handles = engine.params, engine.params.handles
-        self._optimizer, self._scheduler, self._handles = optimizer, scheduler, handles
-        self._manifest = manifest
+        self._path, self._manifest, self._handles = path, manifest, handles
+        self._model, self._optimizer, self._scheduler, self._by_names = model, optimizer, scheduler, engine.by_names
         _compare_params(path, manifest, params, engine.config.precision, engine.stepping.rule.spec)
-        decoder = Decoder(values)
-        groups, plain = decoder.decode(manifest.groups, "groups"), decoder.decode(manifest.plain, "plain")
-        saved_buffers = decoder.decode(manifest.buffers, "buffers")
-        self._state = decoder.decode(manifest.scheduler, "scheduler")
-        self._rng, self.extra = decoder.decode(manifest.rng, "rng"), decoder.decode(manifest.extra, "extra")
-        factors = {} if manifest.factors is None else decoder.decode(manifest.factors, "factors")
-        # All has been decoded: a tensor that nothing refers to is damage.
-        decoder.end()
-        # Groups, plain params and factors are compared with those of here before anything is taken over.
-        self._groups = check_groups(path, groups, optimizer, params)
-        self._plain = check_plain_states(path, optimizer, plain)
-        self._factors = check_factors(own_values(factors, params, factors_of(handles)), handles)
-        self._path, self._model, self._by_names = path, model, engine.by_names
+        self._groups = check_groups(path, decode(manifest.groups, values), optimizer, params)
+        self._plain = decode(manifest.plain, values)
+        check_plain_states(path, optimizer, self._plain)
+        self._factors = own_values(decode(manifest.factors, values) or {}, params, factors_of(handles))
         self._scales = scales_in(model.named_parameters())
         here = self._beside_params()
-        saved_state = own_values(saved_buffers, params, here)
-        self._model_state = check_model_state(path, model, here, saved_state, manifest.version)
-        if not isinstance(self._rng, list) or not self._rng:
-            raise Malformed("rng is not a list of random states")
-        for rank, states in enumerate(self._rng):
-            check_rng(states, f"rng[{rank}]")
+        self._model_state = own_values(decode(manifest.buffers, values), params, here)
+        if manifest.version < ALL_OF_MODEL:
+            self._model_state = with_unsaid(path, model, here, self._model_state)
+        self._rng, self.extra = decode(manifest.rng, values), decode(manifest.extra, values)
+        self._state = decode(manifest.scheduler, values)
         if (scheduler is None) != (self._state is None):
             had = "with" if scheduler is None else "without"
             raise PlanMismatch(f"{path} was saved {had} a scheduler: pass the same arguments to load_checkpoint")
         if scheduler is not None:
-            check_scheduler(path, scheduler, optimizer, self._state, manifest.scheduler_kind)
+            check_scheduler(path, scheduler, self._state, manifest.scheduler_kind)
 
-    def load_model(self, ranks: Handshake, writing: ExitStack) -> None:
-        """Give the model what its state had beside params, on all ranks or none: first of all, since it may refuse.
-        Then Ctrl-C waits until ``writing`` ends.
+    def load_own(self, ranks: Handshake, writing: ExitStack) -> None:
+        """Give the model what its state had beside params, and the scheduler its state, on all ranks or none: first of
+        all, since they may refuse. Then Ctrl-C waits until ``writing`` ends.
 
         Raises:
-            PlanMismatch: naming what it does not take. It is as it was.
+            PlanMismatch: naming what they do not take. They are as they were.
         """
-        with undone_on_error(self._model, self._by_names):
-            ranks.step(self._load_model, lambda _: None)
+        with undone_on_error(self._model, self._by_names), taken_back_on_error(self._scheduler):
+            ranks.step(self._load_own, lambda _: None)
             writing.enter_context(WHOLE)
 
-    def _load_model(self) -> None:
+    def _load_own(self) -> None:
         now, refusal = self._beside_params(), None
         # Scales belong to codes, which are params: `put_back` copies them, not the model.
         own = {name: value for name, value in self._model_state.items() if name not in self._scales}
@@ -371,38 +358,47 @@ class Rest:
             now = self._beside_params()
         except Exception as e:
             refusal = e
-        saved, here = ({name: form_of(v) for name, v in of.items()} for of in (self._model_state, now))
+        saved, here = ({name: _form_of(v) for name, v in of.items()} for of in (self._model_state, now))
         different = sorted(name for name in saved.keys() | here.keys() if saved.get(name) != here.get(name))
-        if not different and refusal is None:
-            return
-        first = different[0] if different else ""
-        which = f"{len(different)} differ, the first is {first!r} (saved {saved.get(first)}, here {here.get(first)})"
-        why = [which] * bool(different) + [f"its load_state_dict says: {refusal}"] * (refusal is not None)
-        raise PlanMismatch(
-            f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
-        ) from refusal
+        if different or refusal is not None:
+            first = different[0] if different else ""
+            which = (
+                f"{len(different)} differ, the first is {first!r} (saved {saved.get(first)}, here {here.get(first)})"
+            )
+            why = [which] * bool(different) + [f"its load_state_dict says: {refusal}"] * (refusal is not None)
+            raise PlanMismatch(
+                f"{self._path} was saved for a model with other buffers or extra state: {'; '.join(why)}"
+            ) from refusal
+        if self._scheduler is not None:
+            try:
+                self._scheduler.load_state_dict(self._state)
+            except Exception as e:
+                kind = type(self._scheduler).__name__
+                raise PlanMismatch(f"{self._path} was saved with another scheduler than this {kind} ({e})") from e
 
     def _beside_params(self) -> dict[str, Any]:
         return {**self._scales, **beside_params(self._model, self._by_names)}
 
     def put_back(self, rank: int) -> None:
         """Masters and states are there: the rest, with the random states of a rank if they were saved."""
-        optimizer = self._optimizer
         for handle in self._handles:
             handle.num_steps = handle.restored = self._manifest.params[handle.whole_name].step
             handle.waiting = None
         with torch.no_grad():
             for name, scale in self._scales.items():
                 scale.copy_(self._model_state[name])
-        for group, saved in zip(optimizer.param_groups, self._groups, strict=True):
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
             group.update(saved)
-        load_plain_states(optimizer, self._plain)
+        load_plain_states(self._optimizer, self._plain)
         load_factors(self._handles, self._factors)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(self._state)
         # More ranks than wrote it: the others keep their own generators.
         if rank < len(self._rng):
             set_rng_states(self._rng[rank])
+
+
+def _form_of(value: Any) -> tuple[tuple[int, ...], torch.dtype] | str:
+    """The form that two values must share, so that one can take the place of the other in a model's state."""
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else "plain values"
 
 
 def _compare_params(path: Path, manifest: Manifest, params: ParamSet, precision: str, rule: RuleSpec) -> None:

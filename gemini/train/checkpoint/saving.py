@@ -199,9 +199,8 @@ def _load(
         else:
             manifest = checkpoint_format.read_manifest(path)
             opened = checkpoint_format.open_files(path, manifest)
-            values = checkpoint_format.read_values(path, manifest, opened)
-        with checkpoint_format.as_damage(path):
-            rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
+            values = checkpoint_format.read_values(manifest, opened)
+        rest = Rest(path, manifest, values, engine, model, optimizer, scheduler)
         engine.recovery.forget_interrupted()
         # An update that broke off is no matter any more: all it would have written is overwritten.
         engine.updates.forget()
@@ -216,8 +215,8 @@ def _load(
     ranks.step(lambda: reader.check(ranks.rank, ranks.size), lambda _: None)
     with ExitStack() as writing:
         try:
-            # The model first, since it may refuse; masters and states next; what cannot fail comes last.
-            rest.load_model(ranks, writing)
+            # Model and scheduler first, since they may refuse; masters and states next; what cannot fail comes last.
+            rest.load_own(ranks, writing)
             ranks.step(lambda: reader.read(engine.write_observers), lambda _: None)
             engine.stepping.restored()
             rest.put_back(engine.ranks.everyone.rank)

@@ -10,16 +10,14 @@ loaded.
 from __future__ import annotations
 
 import ctypes
-import errno
 import json
 import math
 import os
-import stat
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Self
 
 import torch
 
@@ -33,16 +31,17 @@ STORED_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}
 """Those that every reader of the format knows, by the names it has for them."""
 
 
-class Malformed(ValueError):
-    """What was read is nothing that is ever written. It says what it is and where, and becomes a StorageError."""
-
-
 class TensorSpec(NamedTuple):
     """A tensor in a file: its name, dtype and shape."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: str, shape: Sequence[int]) -> Self:
+        """The tensor that a file describes so."""
+        return cls(name, _DTYPES[dtype], tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -119,56 +118,41 @@ class TensorFileWriter:
 
 
 class TensorFile:
-    """A safetensors file, read range by range.
+    """A safetensors file, read range by range. Behind a header with the right checksum stands what was written.
 
     Raises:
-        StorageError: if it is missing, cut short, or not a safetensors file.
+        StorageError: if it is missing or cut short, or its header is not what was written.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, header_checksum: int):
         self.path = path
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                start = file.read(8)
-                length = int.from_bytes(start, "little")
-                # Before it is read: a damaged length could be larger than memory.
-                if not 2 <= length <= size - 8:
-                    raise Malformed("its header length is not possible")
-                text = file.read(length)
-            self.header_checksum = zlib.crc32(start + text)
-            header = parse_json(text)
-            if not isinstance(header, dict):
-                raise Malformed("its header is not a JSON object")
-            header.pop("__metadata__", None)
-            self._start = 8 + length
-            self.specs, self._offsets = {}, {}
-            for name, entry in header.items():
-                self.specs[name], self._offsets[name] = _parsed(name, entry)
-        except OSError as e:
-            raise StorageError(f"cannot read {path}: {e.strerror}") from e
-        except ValueError as e:
-            raise StorageError(f"{path} is not a safetensors file, or is damaged: {e}") from e
-        # The tensors must fill the file without a gap or an overlap. Empty ones come first where several begin at one
-        # place.
-        end = 0
-        for name in sorted(self.specs, key=lambda n: (self._offsets[n], self.specs[n].num_bytes)):
-            if self._offsets[name] != end:
-                raise StorageError(f"{path} is damaged: {name!r} does not begin where the tensor before it ends")
-            end += self.specs[name].num_bytes
-        if size != self._start + end:
-            raise StorageError(f"{path} is damaged: it has {size} bytes, its header says {self._start + end}")
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            # Not more than there is: a damaged length could be larger than memory.
+            text = file.read(min(int.from_bytes(start, "little"), size))
+        if zlib.crc32(start + text) != header_checksum:
+            raise StorageError(f"{path} is damaged: its header is not what was written. Use an older checkpoint")
+        header = json.loads(text)
+        del header["__metadata__"]
+        self.specs = {name: TensorSpec.of(name, entry["dtype"], entry["shape"]) for name, entry in header.items()}
+        self._offsets = {name: len(start + text) + entry["data_offsets"][0] for name, entry in header.items()}
+        end = len(start + text) + sum(spec.num_bytes for spec in self.specs.values())
+        if size != end:
+            raise StorageError(
+                f"{path} is damaged: it has {size} bytes, its header says {end}. Use an older checkpoint"
+            )
 
     def read_into(self, name: str, start: int, into: torch.Tensor) -> None:
         """Fill a flat host tensor from elements ``[start, ...)`` of a tensor."""
-        with self._opened() as file:
+        with opened(self.path) as file:
             self._read(file, name, start, into)
 
     def checksums(self, name: str, piece: int) -> Iterator[int]:
         """The CRC-32 of each run of ``piece`` elements of a tensor."""
         spec = self.specs[name]
         buffer = torch.empty(min(piece, spec.numel), dtype=spec.dtype, device="cpu")
-        with self._opened() as file:
+        with opened(self.path) as file:
             for start in range(0, spec.numel, piece):
                 part = buffer[: min(piece, spec.numel - start)]
                 self._read(file, name, start, part)
@@ -181,12 +165,9 @@ class TensorFile:
         self.read_into(name, 0, out)
         return out.view(spec.shape)
 
-    def _opened(self) -> BinaryIO:
-        return opened(self.path)
-
     def _read(self, file: BinaryIO, name: str, start: int, into: torch.Tensor) -> None:
         assert into.dtype == self.specs[name].dtype
-        position = self._start + self._offsets[name] + start * into.element_size()
+        position = self._offsets[name] + start * into.element_size()
         read_all(file, self.path, position, bytes_of(into), f"ends in the middle of {name!r}")
 
 
@@ -197,7 +178,7 @@ def opened(path: Path) -> BinaryIO:
         StorageError: if it cannot be.
     """
     try:
-        return open_regular(path)
+        return open(path, "rb")
     except OSError as e:
         raise StorageError(f"cannot read {path}: {e.strerror}") from e
 
@@ -216,64 +197,6 @@ def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_sh
         if not done:
             raise StorageError(f"{path} {too_short}")
         view, position = view[done:], position + done
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it; what is none (a pipe has no end, and may have no beginning) is not waited for.
-
-    Raises:
-        OSError: as ``open`` does, and if it is not a regular file.
-    """
-    # O_NONBLOCK: opening a pipe would wait for somebody to write into it.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "it is not a regular file")
-    return file
-
-
-def parse_json(text: bytes) -> Any:
-    """A JSON document in which no name stands twice. Raises Malformed if it is none."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        # Which of two is meant would be up to the reader.
-        if len(found) != len(pairs):
-            raise Malformed("a name stands in it twice")
-        return found
-
-    try:
-        return json.loads(text, object_pairs_hook=unique)
-    except RecursionError as e:
-        raise Malformed("it is nested too deep") from e
-
-
-def _parsed(name: str, entry: Any) -> tuple[TensorSpec, int]:
-    """Read from a header what a tensor is and where it begins, in bytes behind the header.
-
-    Raises:
-        Malformed: if that is not possible.
-    """
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise Malformed(f"its header does not describe {name!r}")
-    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    ends = span if isinstance(span, list) else [None]
-    if not all(type(end) is int and 0 <= end < 2**62 for end in ends) or len(ends) != 2:
-        raise Malformed(f"its header gives {name!r} no possible place")
-    spec = parse_spec(name, dtype, shape)
-    if span[1] - span[0] != spec.num_bytes:
-        raise Malformed(f"its header gives {name!r} another size than its dtype and shape do")
-    return spec, span[0]
-
-
-def parse_spec(name: str, dtype: Any, shape: Any) -> TensorSpec:
-    """A tensor as JSON describes it. Raises Malformed if there is no such dtype or shape."""
-    sizes = shape if isinstance(shape, list) else [None]
-    if not all(type(size) is int and 0 <= size < 2**62 for size in sizes) or len(sizes) > 64:
-        raise Malformed(f"its header gives {name!r} no possible place")
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise Malformed(f"its header gives {name!r} an unknown dtype")
-    return TensorSpec(name, _DTYPES[dtype], tuple(shape))
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
