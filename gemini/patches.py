@@ -7,6 +7,8 @@ has after a run.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -74,3 +76,19 @@ def register(place: str, function: Any) -> Any:
     assert place in HOOKS, f"{place} is not in the table"
     resolve_name(place)(function)
     return function
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let ``owner``, of another package or of ours, have another attribute inside the block."""
+    own = vars(owner)
+    # An inherited attribute is not set on the owner afterwards.
+    before, was_own = own.get(name), name in own
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if was_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

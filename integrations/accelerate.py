@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from gemini.config import GeminiConfig
+from gemini.patches import replaced
 from gemini.sharing import SharedBudget
 from gemini.train.context.parallel import sequence_batch
 from gemini.train.ddp import GeminiDDP
-from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import BLOCKS_INSTEAD
 from gemini.train.optimizers.grad_scaler import GradScaler
 from gemini.train.params.handle import handles_of

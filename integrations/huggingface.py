@@ -21,6 +21,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import StorageError
 from gemini.optim.elementwise import PlainSGDRule, SGDRule
+from gemini.patches import replaced
 from gemini.ranks.agree import Attempt
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import collectives_of
@@ -28,7 +29,6 @@ from gemini.rules import AdamRule, UpdateRule, rule_of
 from gemini.train.checkpoint.saving import load_checkpoint
 from gemini.train.checkpoint.states import rng_states, set_rng_states
 from gemini.train.ddp import GeminiDDP
-from gemini.train.loading.skeleton import replaced
 from gemini.train.params.handle import original_class
 
 try:

@@ -41,13 +41,13 @@ from gemini.jobs.screen import budget_lines, in_options
 from gemini.jobs.team import Team, join
 from gemini.jobs.train_options import Options, Parser, options_of, precision_of
 from gemini.jobs.watch import Position, Shown, Stop, identity_of
+from gemini.patches import replaced
 from gemini.ranks import launch
 from gemini.tiers import Tier
 from gemini.train.ddp import GeminiDDP
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import skeleton_from_config
 from gemini.train.loading.from_pretrained import skeleton_from_pretrained
-from gemini.train.loading.skeleton import replaced
 from gemini.train.modules.compiled import compile_blocks
 from gemini.train.params.codes import num_weights
 

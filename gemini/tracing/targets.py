@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from gemini.patches import replaced
 from gemini.tracing.formulas import is_coded_product
-from gemini.train.loading.skeleton import replaced
 
 _aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)

@@ -8,6 +8,7 @@ imported here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -229,20 +230,13 @@ def _tuner_layers(model: nn.Module) -> Iterator[Any]:
     yield from layers
 
 
-class _written:
+@contextmanager
+def _written(model: Any, layer: nn.Module) -> Iterator[None]:
     """``gathered(write=True)`` for one tuner layer; what PEFT puts in place of a weight is copied into it."""
-
-    def __init__(self, model: Any, layer: nn.Module):
-        _engine(model).state.check_masters("merging or unmerging adapters")  # it would add averages to the frozen base
-        self._handles = handles_of(layer.parameters())
-        self._gathered = model.gathered([handle.param for handle in self._handles], write=True)
-
-    def __enter__(self) -> None:
-        self._gathered.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        if error[0] is None:
-            # Before the block ends, which takes over what is in the window and refuses other memory.
-            for handle in self._handles:
-                take_in(handle)
-        return self._gathered.__exit__(*error)
+    _engine(model).state.check_masters("merging or unmerging adapters")  # it would add averages to the frozen base
+    handles = handles_of(layer.parameters())
+    with model.gathered([handle.param for handle in handles], write=True):
+        yield
+        # Before the block ends, which takes over what is in the window and refuses other memory.
+        for handle in handles:
+            take_in(handle)

@@ -22,7 +22,7 @@ from torch import nn
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, human_bytes
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES
-from gemini.patches import register
+from gemini.patches import register, replaced
 from gemini.planning.trace import MemoryTrace
 from gemini.train import wrap
 from gemini.train.adapters import faces_of, refuse_unsupported
@@ -152,7 +152,7 @@ class GeminiDDP(nn.Module):
         """
         engine = _engine(self)
         # Ranks keep their gradients whole inside; the state is what updates inside backward ask.
-        with engine.shards.without_reducing(), engine.state.accumulate():
+        with engine.shards.without_reducing(), replaced(engine.state, "accumulating", True):
             yield
 
     def micro_batch(self, call: Callable[[], T]) -> T:

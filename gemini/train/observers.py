@@ -13,50 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
 
 from gemini.memory.chunks.chunk import Chunk
-
-
-class StepObserver(Protocol):
-    """Told when modules and steps begin and end."""
-
-    def begin_call(self, module: nn.Module) -> None:
-        """Note that a hooked module starts: what it gathers is gathered for it."""
-
-    def end_call(self) -> None:
-        """Note that a hooked module is over: the one around it goes on."""
-
-    def watch_backward(self, module: nn.Module, output: Any) -> None:
-        """Watch for the backward of a hooked module, which begins when a gradient of its ``output`` arrives."""
-
-    def begin_backward(self) -> None:
-        """Note that the first gradient of a backward has arrived. Called on autograd's thread."""
-
-    def end_backward(self) -> None:
-        """Note that the whole graph is done. Called on autograd's thread."""
-
-    def discard(self) -> None:
-        """Note that gradients were forgotten."""
-
-    def end_step(self) -> None:
-        """Note that an optimizer step is over."""
 
 
 class Observers:
     """The recording and the tracer of one model: each is there or not, and asked for in every hook."""
 
     def __init__(self) -> None:
-        self.recording: StepObserver | None = None
+        self.recording: Any = None
+        """The :class:`~gemini.train.recording.Recording` that is told when modules and steps begin and end."""
         self.around_own_work: Callable[[], AbstractContextManager[None]] | None = None
         """Entered around what is done for chunks beside the model's own work."""
         self.are_there = False
         """Whether there is a recording or a tracer: they are told of every module, and of what it reads alone."""
 
-    def record(self, recording: StepObserver | None) -> None:
+    def record(self, recording: Any) -> None:
         """Tell ``recording`` from now on, or nobody."""
         self.recording = recording
         self.are_there = recording is not None or self.around_own_work is not None
@@ -70,8 +45,10 @@ class Observers:
 # ---- writes to masters and states ------------------------------------------------------------------------------------
 
 
-class WriteObserver(Protocol):
-    """Told of writes to chunks. It is called on any thread that changes them, and must not keep the model alive."""
+class WriteObserver:
+    """Told of writes to chunks, and by default does nothing. It is called on any thread that changes them, and must not
+    keep the model alive.
+    """
 
     def before_updates(self) -> None:
         """Note that updates are handed over next, behind those of earlier steps. Called by the training thread."""
@@ -84,9 +61,6 @@ class WriteObserver(Protocol):
         ``gathered(write=True)``): a chunk is whole when as many are complete as have begun. One that broke off never
         is.
         """
-
-    def step_ended(self) -> None:
-        """Note that ``optimizer.step()`` returns. Updates in flight are over when ``after_write`` says so."""
 
     def close(self) -> None:
         """End: the model does."""
@@ -123,18 +97,13 @@ class WriteObservers(list[WriteObserver]):
         yield
         self.after_write(chunk)
 
-    def step_ended(self) -> None:
-        """Tell all."""
-        for observer in tuple(self):
-            observer.step_ended()
-
     def close(self) -> None:
         """Tell all."""
         for observer in tuple(self):
             observer.close()
 
 
-class ChangedChunks:
+class ChangedChunks(WriteObserver):
     """Notes which chunks have changed since a durable store was told, on whatever thread they do."""
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
@@ -150,22 +119,10 @@ class ChangedChunks:
         """Note these again: they were taken, and did not get into the store."""
         self._indices.update(indices)
 
-    def before_updates(self) -> None:
-        """Nothing to do."""
-
     def before_write(self, chunk: Chunk) -> None:
         """Note that a chunk is no longer what the store has."""
         # Before the write: the store must not take half of it for what it has.
         self._indices.add(chunk.spec.index)
-
-    def after_write(self, chunk: Chunk) -> None:
-        """Nothing to do."""
-
-    def step_ended(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
 
 
 # ---- own work, and what sets it apart --------------------------------------------------------------------------------

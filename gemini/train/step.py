@@ -1,7 +1,6 @@
 """Where in a training step a model is: one value, handed to all who must know.
 
-The phase says what computes, and is changed by events. One that the table does not have is an error, as in the table of
-a chunk's states (:mod:`gemini.memory.chunks.states`). Beside it stand the facts of a step that outlive a phase: what
+It says whether a forward and whether a backward computes. Beside that stand the facts of a step that outlive both: what
 clipping asks for, which weights an update inside backward has changed already, and whether one broke off in the middle.
 """
 
@@ -13,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial, wraps
 from types import FrameType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -21,50 +19,13 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from gemini.errors import GeminiError, IllegalTransition
+from gemini.errors import GeminiError
 from gemini.kernels import ClipFactor
 from gemini.waiting import GIVE_UP_LOOKS, PROGRESS, is_running
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Self = TypeVar("Self")
-
-
-class StepPhase(Enum):
-    """What computes now.
-
-    REST: neither a forward nor a backward.
-    FORWARD: a forward.
-    BACKWARD: a backward.
-    NESTED: a forward inside a backward (activation checkpointing recomputes one), or a backward inside a forward
-        (forces are gradients of an energy): which of them waits for the other makes no difference here.
-    """
-
-    REST = "rest"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    NESTED = "nested"
-
-
-class PhaseChange(Enum):
-    """Events that change the phase."""
-
-    BEGIN_FORWARD = "begin forward"
-    END_FORWARD = "end forward"
-    BEGIN_BACKWARD = "begin backward"
-    END_BACKWARD = "end backward"
-
-
-PHASES: dict[tuple[StepPhase, PhaseChange], StepPhase] = {
-    (StepPhase.REST, PhaseChange.BEGIN_FORWARD): StepPhase.FORWARD,
-    (StepPhase.FORWARD, PhaseChange.END_FORWARD): StepPhase.REST,
-    (StepPhase.REST, PhaseChange.BEGIN_BACKWARD): StepPhase.BACKWARD,
-    (StepPhase.BACKWARD, PhaseChange.END_BACKWARD): StepPhase.REST,
-    (StepPhase.BACKWARD, PhaseChange.BEGIN_FORWARD): StepPhase.NESTED,
-    (StepPhase.FORWARD, PhaseChange.BEGIN_BACKWARD): StepPhase.NESTED,
-    (StepPhase.NESTED, PhaseChange.END_FORWARD): StepPhase.BACKWARD,
-    (StepPhase.NESTED, PhaseChange.END_BACKWARD): StepPhase.FORWARD,
-}
 
 
 class Occupancy:
@@ -171,13 +132,13 @@ class Occupancy:
     def _begin_outside(self, mark: _Mark) -> None:
         before = self._queue.copy()
         try:
-            self._wait(lambda: bool(before & self._queue))
+            self._wait(lambda: before & self._queue)
             self._take("wants", mark)
             while True:
                 # Not alone yet: a forward that is to end may need to be, for a backward of its own.
-                self._wait(self._has_others)
+                self._wait(self._others)
                 self._take("is", mark)
-                if not self._has_others():
+                if not self._others():
                     return
                 self.end_alone(mark.works)
         finally:
@@ -203,23 +164,21 @@ class Occupancy:
             function()
             return
         mark = _Mark(threading.current_thread(), None)
-        if self._is_marked() or self._alone.setdefault("is", mark) is not mark:
+        if self._is_taken("is") or self._is_taken("wants") or self._alone.setdefault("is", mark) is not mark:
             return
         try:
-            if not self._has_others():
+            if not self._others():
                 function()
         finally:
             self.end_alone()
 
-    def _is_marked(self) -> bool:
-        """Say whether another thread is alone, or wants to be."""
-        return self._is_taken("is") or self._is_taken("wants")
-
     def _is_taken(self, key: str) -> bool:
         """Say whether another thread has a mark. One that an error or an interrupt has left behind goes."""
         mark = self._alone.get(key)
-        if mark is None or mark.is_valid():
-            return mark is not None
+        if mark is None:
+            return False
+        if is_running(mark.thread) if mark.works is None else mark.works():
+            return True
         if self._alone.get(key) is mark:
             self._alone.pop(key, None)
         return False
@@ -230,9 +189,6 @@ class Occupancy:
                 self.inside.pop(ident, None)
         return self.inside.keys() - {threading.get_ident()}
 
-    def _has_others(self) -> bool:
-        return bool(self._others())
-
     def _are_computing(self, own: int) -> bool:
         """Say whether another thread than ``own`` computes in a forward, and is not parked."""
         computing = self._others() - self._parked - {own}
@@ -240,7 +196,7 @@ class Occupancy:
         num_parts = sum(ident in self.parts or ident not in self.inside for ident in self._parked.copy())
         return len(computing) > num_parts or not all(map(_stands_still, computing))
 
-    def _wait(self, is_busy: Callable[[], bool]) -> None:
+    def _wait(self, is_busy: Callable[[], object]) -> None:
         seen, since = PROGRESS.count, time.monotonic()
         while is_busy():
             time.sleep(_LOOK_SECONDS)
@@ -261,10 +217,7 @@ class _Mark(NamedTuple):
 
     thread: threading.Thread
     works: Callable[[], Any] | None
-
-    def is_valid(self) -> bool:
-        """Whether its thread is at work still."""
-        return is_running(self.thread) if self.works is None else bool(self.works())
+    """Says whether it is at work still; None for as long as its thread lives."""
 
 
 _LOOK_SECONDS = 0.0005
@@ -325,15 +278,21 @@ def alone(method: Callable[Concatenate[Self, P], T]) -> Callable[Concatenate[Sel
 class StepState:
     """The state of one model's step, which everybody asks.
 
-    Plain attributes, for hooks look at them in every call. The phase, and what belongs to a pass, is changed under the
-    lock of the books; what belongs to the step by the training thread alone.
+    Plain attributes, for hooks look at them in every call. What belongs to a pass is changed under the lock of the
+    books, what belongs to the step by the training thread alone.
     """
 
     def __init__(self) -> None:
         self.occupancy = Occupancy()
         self.num_gathered = 0
         """Open ``gathered()`` blocks, and operations that read params outside of any module."""
-        self.phase = StepPhase.REST
+        self.in_forward = False
+        """Whether a forward runs, in any thread."""
+        self.in_backward = False
+        """Whether a backward runs. A forward may be inside of it (activation checkpointing recomputes one) or around it
+        (forces are gradients of an energy): which of them waits for the other makes no difference here."""
+        self.computing = False
+        """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
         self.backward_number = 0
         """The number of the backward that runs, or ran last."""
         self.takes_gradients = False
@@ -378,53 +337,30 @@ class StepState:
         """The error that broke an update off: some weights and states are of this step and some are not."""
         self._unreported: BaseException | None = None
 
-    # ---- the phase ----------------------------------------------------------------------------------------------
-
-    @property
-    def phase(self) -> StepPhase:
-        """What computes now. Hooks ask for what follows from it, so that stands beside it."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: StepPhase) -> None:
-        self._phase = phase
-        self.in_forward = phase is StepPhase.FORWARD or phase is StepPhase.NESTED
-        """Whether a forward runs, in any thread."""
-        self.in_backward = phase is StepPhase.BACKWARD or phase is StepPhase.NESTED
-        """Whether a backward runs."""
-        self.computing = phase is not StepPhase.REST or self.num_gathered > 0
-        """Whether params are ordinary ones now: a forward, a backward or ``gathered()`` is under way."""
-
-    def change(self, event: PhaseChange) -> None:
-        """Go to the phase after ``event``. Called under the lock of the books.
-
-        Raises:
-            IllegalTransition: if the table has none.
-        """
-        after = PHASES.get((self.phase, event))
-        if after is None:
-            legal = ", ".join(sorted(e.value for phase, e in PHASES if phase is self.phase))
-            raise IllegalTransition(f"in phase {self.phase.value} only {legal} is legal, not {event.value}")
-        self.phase = after
+    # ---- what computes ----------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Enter a forward: its outermost module computes."""
-        self.change(PhaseChange.BEGIN_FORWARD)
+        """Enter a forward: its outermost module computes. Called under the lock of the books, as the next ones are."""
+        self.in_forward = self.computing = True
 
     def end_forward(self) -> None:
         """Leave a forward: no module computes any more, in any thread."""
-        self.change(PhaseChange.END_FORWARD)
+        self.in_forward = False
+        self._look()
 
     def begin_backward(self) -> None:
         """Enter a backward: its first gradient arrives."""
-        self.change(PhaseChange.BEGIN_BACKWARD)
+        self.in_backward = self.computing = True
         self.backward_number += 1
         self.num_open = max(self.num_open, 1)  # one, with the forward that it belongs to
 
     def end_backward(self) -> None:
         """Leave a backward: the whole graph is done, or was abandoned."""
-        self.change(PhaseChange.END_BACKWARD)
-        self.takes_gradients = False
+        self.in_backward = self.takes_gradients = False
+        self._look()
+
+    def _look(self) -> None:
+        self.computing = self.in_forward or self.in_backward or self.num_gathered > 0
 
     def close(self) -> None:
         """Count one thing less that has begun and not ended in order."""
@@ -441,16 +377,6 @@ class StepState:
         self.settled_in = self.settled_for = 0
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Add up gradients of backwards inside, and use none."""
-        # What was before, not False: no_sync() may stand inside no_sync().
-        before, self.accumulating = self.accumulating, True
-        try:
-            yield
-        finally:
-            self.accumulating = before
-
-    @contextmanager
     def gathering(self) -> Iterator[None]:
         """Count as computing while weights are shown, or read by an operation, outside of their modules."""
         self.num_gathered += 1
@@ -459,17 +385,8 @@ class StepState:
             yield
         finally:
             self.num_gathered -= 1
-            # By the phase as it is now: a forward may have begun inside the block, and still run in another thread.
-            self.computing = self._phase is not StepPhase.REST or self.num_gathered > 0
-
-    @contextmanager
-    def method(self) -> Iterator[None]:
-        """Note that a method of the model runs as its forward: calls of the model inside are parts of it."""
-        self.in_method = True
-        try:
-            yield
-        finally:
-            self.in_method = False
+            # Not as it was before: a forward may have begun inside the block, and still run in another thread.
+            self._look()
 
     # ---- updates ------------------------------------------------------------------------------------------------
 
@@ -485,35 +402,12 @@ class StepState:
         self.clip_coefficient *= coefficient
         self.has_clipped = True
 
-    def clip_on_device(self, clip: ClipFactor) -> None:
-        """Multiply gradients by what a device has found and no host has read; nothing was clipped before."""
-        assert not self.has_clipped
-        self.clip_there, self.has_clipped = clip, True
-
     def take_clipping(self) -> float | None:
         """Return the coefficient of clipping, which from now on is 1; None if nothing was clipped."""
         self.fetch_clipping()
         coefficient, self.clip_coefficient = self.clip_coefficient, 1.0
         was_clipped, self.has_clipped = self.has_clipped, False
         return coefficient if was_clipped else None
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Measure gradients inside, and throw them away."""
-        self.measuring, self.clip_in_backward = True, 1.0
-        try:
-            yield
-        finally:
-            self.measuring = False
-
-    def forget_clipping(self) -> None:
-        """Forget clipping: every gradient that was clipped is used, or gone. A number on the device stays unread."""
-        self.clip_coefficient, self.clip_there, self.has_clipped = 1.0, None, False
-
-    def take_flips(self) -> bool:
-        """Whether ``requires_grad`` of a param changed since the last call; the caller deals with it."""
-        changed, self.requires_grad_changed = self.requires_grad_changed, False
-        return changed
 
     # ---- an update that broke off -------------------------------------------------------------------------------
 

@@ -164,9 +164,6 @@ def test_a_model_may_end_on_the_lane_that_updates_it(tmp_path: Path, monkeypatch
         def after_write(self, chunk: Any) -> None:
             pass
 
-        def step_ended(self) -> None:
-            pass
-
         def close(self) -> None:
             pass
 

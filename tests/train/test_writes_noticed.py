@@ -245,7 +245,6 @@ class Watching:
         self._open = dict.fromkeys(self._whole, 0)
         self.changed: set[int] = set()
         self.unannounced: list[int] = []
-        self.num_steps = 0
         self.closed = False
 
     def before_updates(self) -> None:
@@ -265,9 +264,6 @@ class Watching:
             if bits != self._whole[index]:
                 self.changed.add(index)
             self._whole[index] = bits
-
-    def step_ended(self) -> None:
-        self.num_steps += 1
 
     def close(self) -> None:
         self.closed = True
@@ -346,7 +342,7 @@ def test_every_change_is_announced_and_said_to_be_whole(
         assert watching.look(world) == every, change.__name__
     model(**BATCHES[0])
     model.full_param("lm_head.weight")
-    assert watching.look(world) == set() and watching.num_steps == 2
+    assert watching.look(world) == set()
     world.close()
     assert watching.closed
 
@@ -367,9 +363,6 @@ def test_two_observers_are_told_and_one_may_go_while_it_is(tmp_path: Path) -> No
 
         def after_write(self, chunk: Any) -> None:
             told.append(f"{self.name} after")
-
-        def step_ended(self) -> None:
-            pass
 
         def close(self) -> None:
             pass

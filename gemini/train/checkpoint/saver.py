@@ -140,12 +140,6 @@ class PendingCheckpoint(WriteObserver):
             with transfers.about("checkpoint", f"wait for the checkpoint of {chunk.name}", index):
                 await_latch(saved, lambda: f"chunk {index}, which the checkpoint {self._final} needs as it is")
 
-    def after_write(self, chunk: Chunk) -> None:
-        """Do nothing: what is written is the state of before."""
-
-    def step_ended(self) -> None:
-        """Do nothing."""
-
     def done(self) -> bool:
         """Whether writing has ended, successfully or not."""
         return self._transfer is None or self._transfer.is_complete()

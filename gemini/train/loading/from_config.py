@@ -21,6 +21,7 @@ from torch import nn
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError
+from gemini.patches import replaced
 from gemini.ranks.group import Ranks
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.paging import Pager
@@ -30,7 +31,6 @@ from gemini.train.loading.skeleton import (
     generators_kept,
     need_transformers,
     replace_by_stand_ins,
-    replaced,
 )
 from gemini.train.params.by_name import ByName
 

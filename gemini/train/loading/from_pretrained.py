@@ -21,9 +21,10 @@ import torch
 
 from gemini.config import GeminiConfig
 from gemini.errors import GeminiError, StorageError
+from gemini.patches import replaced
 from gemini.train.loading.attention import Attention
 from gemini.train.loading.from_config import class_of
-from gemini.train.loading.skeleton import Skeleton, generators_kept, need_transformers, replaced
+from gemini.train.loading.skeleton import Skeleton, generators_kept, need_transformers
 from gemini.train.loading.stored_model import (
     LOCK,
     Made,

@@ -93,19 +93,3 @@ def generator_of_first(ranks: Ranks) -> Iterator[None]:
     finally:
         if not torch.equal(own, shared):
             torch.set_rng_state(own)
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Let ``owner`` have another attribute inside the block."""
-    own = vars(owner)
-    # An inherited attribute is not set on the owner afterwards.
-    before, was_own = own.get(name), name in own
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if was_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -24,10 +24,11 @@ import torch
 from torch import nn
 
 from gemini.errors import GeminiError
+from gemini.patches import replaced
 from gemini.ranks.group import Ranks
 from gemini.train.ddp import managed_class
 from gemini.train.loading.paging import Away, PagedParameter, Pager
-from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins, replaced
+from gemini.train.loading.skeleton import Skeleton, generator_of_first, replace_by_stand_ins
 from gemini.train.modules.reading import Structure, own_buffers
 from gemini.train.params.by_name import ByName, same_bits
 from gemini.train.params.handle import ParamHandle

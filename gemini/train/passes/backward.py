@@ -342,7 +342,8 @@ class BackwardPass:
     def fold_clipping(self) -> None:
         """Note the clipping of the whole model beside each gradient that is there, for it is not of those to come."""
         if self._state.has_clipped and not any(handle.has_grad for handle in self._params.handles):
-            self._state.forget_clipping()  # unread, if it is on the device still
+            self._state.clip_coefficient, self._state.clip_there = 1.0, None  # unread, if it is on the device still
+            self._state.has_clipped = False
         coefficient = self._state.take_clipping()
         if coefficient is not None:
             self.gradients.fold_clipping(coefficient)

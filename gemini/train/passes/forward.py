@@ -224,7 +224,8 @@ class ForwardPass:
 
     def follow_flips(self) -> None:
         """Give params that became trained (``requires_grad`` was flipped) the planes and hooks that they lack."""
-        if self._state.take_flips():
+        if self._state.requires_grad_changed:
+            self._state.requires_grad_changed = False
             self._trained.follow()
 
     @contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from gemini.memory.chunks.chunk import COMPUTE_DTYPES, Chunk
+from gemini.patches import replaced
 from gemini.train.modules import injected
 from gemini.train.modules.calls import begin_backward_of, refuse_deleted
 from gemini.train.modules.compiled import (
@@ -317,7 +318,7 @@ def call_as_forward(model: nn.Module, state: StepState, method: Callable[..., An
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         restore()
-        with state.method():
+        with replaced(state, "in_method", True):
             return method(*args, **kwargs)
 
     model.__dict__["forward"] = forward

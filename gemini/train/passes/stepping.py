@@ -15,6 +15,7 @@ import torch
 
 from gemini import kernels
 from gemini.errors import GeminiError, warn
+from gemini.patches import replaced
 from gemini.rules import UpdateRule
 from gemini.tiers import Tier
 from gemini.train.params.handle import (
@@ -60,7 +61,6 @@ class Stepping:
         self._params, self._store, self._mode, self._moves = parts.params, store, mode, store.moves
         self._gradients, self._sink, self._slices = parts.gradients, parts.sink, parts.slices
         self._backward, self._exposure, self._recovery = backward, parts.exposure, recovery
-        self._observers = parts.writes
         self._may_guess = (
             store.durable is not None and updates.runs_beside and mode != "transient" and not self._sink.has_replicas
         )
@@ -181,7 +181,7 @@ class Stepping:
         clip = self._gradients.norms.clip_factor(max_norm)
         if clip is None:
             return None
-        self.state.clip_on_device(clip)
+        self.state.clip_there, self.state.has_clipped = clip, True
         return clip.norm.float().view(())
 
     @alone
@@ -222,7 +222,8 @@ class Stepping:
             )
         handles, measured = self._params.handles, MeasuredNorm()
         try:
-            with self.state.measure():
+            self.state.clip_in_backward = 1.0
+            with replaced(self.state, "measuring", True):
                 yield measured
             if not self._backward.has_gradients:
                 raise GeminiError("measuring_grad_norm(): no backward gave a gradient inside of it")
@@ -397,8 +398,6 @@ class Stepping:
         self.company.end_step()
         if self._backward.observers.recording is not None:
             self._backward.observers.recording.end_step()
-        if self._observers:
-            self._observers.step_ended()
         # Last: the next forward's weights are fetched behind what the program does between steps.
         if self._moves:
             self._store.manager.look_ahead()
