@@ -17,7 +17,7 @@ import json
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,21 +26,19 @@ from gemini import errors
 from gemini.errors import GeminiError, RankLost, RankMismatch
 from gemini.ranks.wire import Tag, Wire, guarded
 
-_COLUMNS: dict[str, Callable[[str], str]] = {
-    "the gradient": lambda value: "there" if value == "1" else "none",
-    "what zero_grad(set_to_none=False) left": lambda value: "zeros" if value == "1" else "nothing",
-    "the param group": lambda value: "none" if value == "-1" else value,
-    "requires_grad": lambda value: str(value == "1"),
-    "the number of updates": str,
-    "the clipping": str,
+_SAID: dict[str, dict[int, str]] = {
+    "the gradient": {0: "none", 1: "there"},
+    "what zero_grad(set_to_none=False) left": {0: "nothing", 1: "zeros"},
+    "the param group": {-1: "none"},
+    "requires_grad": {0: "False", 1: "True"},
 }
-"""Columns by name, and how their values read."""
+"""How values of columns read, where not as numbers."""
 
 
 class Facts:
     """Values (as in JSON) by what they are called, in the order in which an error looks for one that differs.
 
-    A value that is an array is a column: it has an item for each param. ``names``: of these, the same on all ranks.
+    A value that is an array is a column: it has an item for each of ``names``, the same params on all ranks.
     """
 
     def __init__(self, values: Mapping[str, Any], names: Sequence[str] = ()):
@@ -62,25 +60,12 @@ class Facts:
         return found or 1
 
     def told(self) -> dict[str, Any]:
-        """The values as the other ranks with the same params hear them."""
-        return {name: list(map(repr, v)) if isinstance(v, array) else v for name, v in self.values.items()}
+        """The values as the other ranks hear them: a column is a table of words by param."""
+        return {what: self._table(what, v) if isinstance(v, array) else v for what, v in self.values.items()}
 
-
-class Difference(NamedTuple):
-    """A fact that two ranks differ in, with the value of each."""
-
-    what: str
-    first: Any
-    other: Any
-
-    @property
-    def against(self) -> str:
-        """Both values; of a table, how many of its entries differ, and the first of them."""
-        a, b = self.first, self.other
-        if isinstance(a, dict) and isinstance(b, dict):
-            keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
-            return f"{len(keys)} differ, the first is {keys[0]!r}: {b.get(keys[0])} against {a.get(keys[0])}"
-        return f"{b!r} against {a!r}"
+    def _table(self, what: str, column: array[Any]) -> dict[str, str]:
+        words = _SAID.get(what, {})
+        return {name: words.get(value, str(value)) for name, value in zip(self.names, column, strict=True)}
 
 
 def value_facts(values: Iterable[tuple[str, torch.Tensor]]) -> Facts:
@@ -112,25 +97,26 @@ def plain(value: Any) -> Any:
         return str(value)
 
 
-def first_difference(first: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> Difference | None:
-    """Find the first fact that two ranks differ in, by what :meth:`Facts.told` says; ``names`` of the params."""
+def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The first fact that two ranks differ in, by what :meth:`Facts.told` says, as ``WORDS`` tell it; of a table its
+    first entry.
+    """
     # In the order of the facts: a cause stands before what follows from it.
-    for label in {**first, **other}:
-        a, b = first.get(label, "none"), other.get(label, "none")
+    for fact in {**first, **other}:
+        a, b = first.get(fact, "none"), other.get(fact, "none")
         if a == b:
             continue
-        if label not in _COLUMNS:
-            return Difference(label, a, b)
-        # A column is told as the words of its items: the first that differ name the param.
-        name, a, b = next(of for of in zip(names, a, b, strict=True) if of[1] != of[2])
-        return Difference(f"{label} of {name!r}", _COLUMNS[label](a), _COLUMNS[label](b))
+        if not (isinstance(a, dict) and isinstance(b, dict)):
+            return {"fact": fact, "what": fact, "first": a, "other": b, "against": f"{b!r} against {a!r}"}
+        keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+        a, b = a.get(keys[0]), b.get(keys[0])
+        against = f"{len(keys)} differ, the first is {keys[0]!r}: {b} against {a}"
+        return {"fact": fact, "what": f"{fact} of {keys[0]!r}", "first": a, "other": b, "against": against}
     return None
 
 
 T = TypeVar("T")
 R = TypeVar("R")
-Failure = tuple[str, str]
-"""A failure as other ranks hear of it: the class of the error it becomes there, and its text."""
 
 
 class Handshake:
@@ -158,63 +144,50 @@ class Handshake:
             return conclude([work()])
         # A failure is kept until the others have heard of it: raised here, they would wait for this rank until the
         # timeout.
-        given: Any = None
+        given, failure = _tried(work)
+        # torch wants the global rank of the receiver, also in a group of some ranks.
+        ranks = dist.get_process_group_ranks(self._group)
+        rows: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with guarded(self._doing):
+            dist.gather_object((given, failure and _as_failure(failure)), rows, dst=ranks[0], group=self._group)
         concluded: Any = None
-        failure: BaseException | None = None
-        try:
-            given = work()
-        except BaseException as e:
-            failure = e
-        rows = self._gather((given, None if failure is None else _as_failure(failure)))
-        failures = {rank: failed for rank, (_, failed) in enumerate(rows) if failed is not None}
-        # What fails on the first rank now goes out with the result that the others wait for.
-        if self.rank == 0 and not failures:
-            try:
-                concluded = conclude([given for given, _ in rows])
-            except BaseException as e:
-                failure, failures = e, {0: _as_failure(e)}
-        concluded, failures = self._broadcast((concluded, failures))
+        failed: Any = None
+        if rows is not None:
+            failed = [(rank, *why) for rank, (_, why) in zip(ranks, rows, strict=True) if why is not None]
+            # What fails on the first rank now goes out with the result that the others wait for.
+            if not failed:
+                concluded, failure = _tried(lambda: conclude([given for given, _ in rows]))
+                failed = [(ranks[0], *_as_failure(failure))] if failure is not None else []
+        heard = [concluded, failed]
+        with guarded(self._doing):
+            dist.broadcast_object_list(heard, src=ranks[0], group=self._group)
+        concluded, failed = heard
         # An interrupt is this program's own: the others get an error that names this rank, here it stays what it is.
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        if failures:
-            raise self._error(failures) from failure
-        return concluded
-
-    def _gather(self, said: Any) -> list[Any]:
-        """Collect what each rank says, on the first one; elsewhere nothing."""
-        # torch wants the global rank of the receiver, also in a group of some ranks.
-        heard: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        first = self._global_rank(0)
-        with guarded(self._doing):
-            dist.gather_object(said, heard, dst=first, group=self._group)
-        return heard or []
-
-    def _broadcast(self, said: Any) -> Any:
-        """Hear what the first rank says."""
-        heard = [said]
-        first = self._global_rank(0)
-        with guarded(self._doing):
-            dist.broadcast_object_list(heard, src=first, group=self._group)
-        return heard[0]
-
-    def _error(self, failures: dict[int, Failure]) -> GeminiError:
-        rank, (kind, why) = min(failures.items())
-        others = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        return error_called(kind)(f"{self._doing} failed on rank {self._global_rank(rank)}{others}: {why}")
-
-    def _global_rank(self, rank: int) -> int:
-        assert self._group is not None
-        return dist.get_global_rank(self._group, rank)
+        if failed:
+            rank, kind, why = failed[0]
+            others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+            raise error_called(kind)(f"{self._doing} failed on rank {rank}{others}: {why}") from failure
+        return concluded  # type: ignore[no-any-return]
 
 
-def error_called(name: str, default: type[GeminiError] = GeminiError) -> type[GeminiError]:
-    """The class of ours with that name, else ``default``: what another rank raised, raised here."""
+def _tried(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """What ``work`` gives, or what it raises."""
+    try:
+        return work(), None
+    except BaseException as e:
+        return None, e
+
+
+def error_called(name: str) -> type[GeminiError]:
+    """The class of ours with that name, else that of ranks that differ: what another rank raised, raised here."""
     found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, GeminiError) else default
+    return found if isinstance(found, type) and issubclass(found, GeminiError) else RankMismatch
 
 
-def _as_failure(cause: BaseException) -> Failure:
+def _as_failure(cause: BaseException) -> tuple[str, str]:
+    """A failure as other ranks hear of it: the class of the error it becomes there, and its text."""
     if isinstance(cause, OSError):
         return "StorageError", str(cause.strerror or cause)
     if isinstance(cause, GeminiError):
@@ -225,22 +198,17 @@ def _as_failure(cause: BaseException) -> Failure:
 _REFUSES = -1  # where others say a checksum, which is positive, or 0 for no facts
 
 
-_ALIKE = "What is done on one rank must be done on all of them, with the same values"
 WORDS = {
     "values": "{doing}: the ranks disagree about {what}: {first} on rank {rank}, {other} on rank {other_rank}. Nothing "
-    f"was changed. {_ALIKE}",
-    "step": "{doing}: the ranks disagree about {what}: {first} on rank {rank}, {other} on rank {other_rank}. No weight "
-    f"was changed. {_ALIKE}",
-    "slices": "{doing}: ranks with slices of one model disagree about {what}: {first} on rank {rank}, {other} on rank "
-    f"{{other_rank}}. No weight was changed. {_ALIKE}",
-    "start": "rank {other_rank} was started with another {what} than rank {rank}: {against}. All ranks must run the "
+    "was changed. What is done on one rank must be done on all of them, with the same values",
+    "start": "rank {other_rank} was started with another {fact} than rank {rank}: {against}. All ranks must run the "
     "same program with the same settings on the same versions",
-    "folder": "{doing} was called with another {what} on rank {other_rank} than on rank {rank}: {against}. Give all "
+    "folder": "{doing} was called with another {fact} on rank {other_rank} than on rank {rank}: {against}. Give all "
     "ranks the same (a name with the time in it differs: let one rank choose it)",
-    "batch": "{doing} of rank {other_rank} has another {what} than that of rank {rank} ({against}): ranks that differ "
+    "batch": "{doing} of rank {other_rank} has another {fact} than that of rank {rank} ({against}): ranks that differ "
     "in tp or pp alone compute with the same batch. Give the sampler rank, world = gemini.data_rank(mesh)",
 }
-"""How an error says that two ranks differ in ``what``; ``against`` is both values in few words."""
+"""How an error says that two ranks differ in a fact; ``against`` is both values in few words."""
 
 
 class Attempt:
@@ -272,7 +240,6 @@ def agree(
     *,
     swap: Callable[[int], list[int]] | None = None,
     words: str = "values",
-    refused: type[GeminiError] = GeminiError,
 ) -> None:
     """Let all ranks of ``wire``, which all come here, go on together or not at all.
 
@@ -281,11 +248,10 @@ def agree(
         refusal: why this rank will not.
         swap: how each rank's number reaches all, where they travel in other messages; else on the wire.
         words: which of ``WORDS`` say what differs.
-        refused: what a refusal that is no error of ours becomes on the other ranks.
 
     Raises:
         RankMismatch: on every rank, naming what differs.
-        GeminiError: naming the rank that refuses, of the type of its refusal; on that rank the refusal itself.
+        GeminiError: naming the rank that refuses, of the type of its refusal if that is ours; there the refusal itself.
         RankLost: if a rank does not answer.
     """
     if wire.size == 1:
@@ -295,10 +261,13 @@ def agree(
     # A rank that refuses may be in no state to say its facts.
     found = Facts({}) if facts is None or refusal is not None else facts()
     own = _REFUSES if refusal is not None else 0 if facts is None else found.checksum
-    heard = _swap(wire, own, doing) if swap is None else swap(own)
+    if swap is None:
+        heard = wire.swap(Tag.AGREEMENT, torch.tensor([own], device="cpu"), doing).view(-1).tolist()
+    else:
+        heard = swap(own)
     # All ranks hear the same numbers: either all of them tell, or none does.
     if _REFUSES in heard or len(set(heard)) > 1:
-        tell(wire, doing, found, refusal, words=words, refused=refused)
+        tell(wire, doing, found, refusal, words=words)
 
 
 def tell(
@@ -308,7 +277,6 @@ def tell(
     refusal: BaseException | None = None,
     *,
     words: str = "values",
-    refused: type[GeminiError] = GeminiError,
 ) -> NoReturn:
     """Raise as :func:`agree` does, always: all ranks of ``wire`` come here when they do not agree."""
     said = [facts.told(), None if refusal is None else [type(refusal).__name__, str(refusal)]]
@@ -318,16 +286,11 @@ def tell(
         raise refusal
     for rank, (_, why) in zip(wire.global_ranks, heard, strict=True):
         if why is not None:
-            raise error_called(why[0], refused)(f"rank {rank} refused {doing}: {why[1]}")
+            raise error_called(why[0])(f"rank {rank} refused {doing}: {why[1]}")
     # Everyone is compared with the first rank, so that all ranks raise the same words.
     for rank, (other, _) in zip(wire.global_ranks, heard, strict=True):
-        if (found := first_difference(heard[0][0], other, facts.names)) is not None:
-            where = {"doing": doing, "rank": wire.global_ranks[0], "other_rank": rank, "against": found.against}
-            raise RankMismatch(WORDS[words].format(**where, **found._asdict()))
+        if (found := _difference(heard[0][0], other)) is not None:
+            found |= {"doing": doing, "rank": wire.global_ranks[0], "other_rank": rank}
+            raise RankMismatch(WORDS[words].format(**found))
     # Bits that no words tell apart, such as two kinds of NaN.
     raise RankMismatch(f"{doing}: the ranks disagree. Nothing was changed")
-
-
-def _swap(wire: Wire, number: int, doing: str) -> list[int]:
-    heard: list[int] = wire.swap(Tag.AGREEMENT, torch.tensor([number], device="cpu"), doing).view(-1).tolist()
-    return heard

@@ -283,7 +283,7 @@ def test_what_is_loaded_must_be_the_same_on_every_rank(
 )
 def test_what_one_rank_refuses_to_load_no_rank_loads(what: str, kind: str, said: str, pool_of: Pools) -> None:
     first, second = pool_of(2).run(load, what, None)
-    assert first[0].startswith("GeminiError: rank 1 refused") and said in first[0] and not first[1], first
+    assert first[0].startswith("RankMismatch: rank 1 refused") and said in first[0] and not first[1], first
     assert second[0].startswith(kind) and said in second[0] and not second[1], second
 
 

@@ -80,7 +80,7 @@ class Company:
 
     def refuse_differing(self, doing: str, facts: Facts) -> None:
         """Say what differs, on all ranks with the same params, when their checksums do: raises as ``agree``."""
-        tell(self.ranks.everyone, doing, facts, words="step")
+        tell(self.ranks.everyone, doing, facts)
 
     def meet_all(self, point: Point, detail: int = 0) -> list[list[int]]:
         """Wait until every rank of the model stands at ``point``; what each of them says, by replica."""

@@ -194,7 +194,7 @@ class StepSync:
         self.sync_grads(whole)
         # Gradients first: where they differ, that is what an error should name.
         facts = facts_of_gradients(self._params.handles) | self._facts_of_step([optimizer])
-        self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts, words="step")
+        self._shards.agree(Point.STEP, "optimizer.step()", lambda: facts)
 
     def undo(self) -> None:
         """Go back to this rank's part of a norm that all ranks know, for a backward after ``clip_grad_norm_``."""

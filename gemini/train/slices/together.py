@@ -112,7 +112,7 @@ class OtherSlices:
         Raises:
             RankMismatch: on every rank, naming the first fact that differs; no weight was changed.
         """
-        agree(self._wire, "optimizer.step()", lambda: facts, words="slices")
+        agree(self._wire, "optimizer.step()", lambda: facts)
 
     def join(self, handle: ParamHandle, own: torch.Tensor) -> torch.Tensor:
         """The whole value of a param, of which ``own`` (in its shape, on the CPU) is this rank's slice."""
@@ -151,7 +151,7 @@ def compare_batches(wire: Wire, named: Mapping[str, Any], *, values: bool, refus
         return Facts({name: sums for name, sums in said.items() if sums})
 
     doing = "the first batch" if values else "the batch"
-    agree(wire, doing, facts, refusal, words="batch", refused=RankMismatch)
+    agree(wire, doing, facts, refusal, words="batch")
 
 
 def _said(tensor: torch.Tensor, values: bool) -> str:
