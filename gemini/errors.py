@@ -7,9 +7,11 @@ of the world that a correct program can meet.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 # Code between the program and a warning: a warning names the program's line, however deep the one is that gives it.
@@ -49,6 +51,15 @@ class MissingFigure(GeminiError):
 
 class StorageError(GeminiError):
     """The spill file or a checkpoint could not be created, written or read."""
+
+
+@contextlib.contextmanager
+def of_storage(what: str) -> Iterator[None]:
+    """Turn what the system says of a file inside into a StorageError that begins with ``what``."""
+    try:
+        yield
+    except OSError as e:
+        raise StorageError(f"{what}: {e.strerror or e}") from e
 
 
 class ParamAccessError(GeminiError):

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 
 _WRITTEN_HERE: set[str] = set()
 """What this process is writing; the rest of what bears its number was left by one that had it before."""
@@ -146,14 +146,12 @@ def find(final: Path) -> Path:
     Raises:
         StorageError: if there is none.
     """
-    try:
+    with of_storage(f"cannot read {final}"):
         for path in (final, _old_name(final), final):  # again: it may have been renamed while we looked
             if _stands(path):
                 return path
         if final.is_dir():
             return final
-    except OSError as e:
-        raise StorageError(f"cannot read {final}: {e.strerror or e}") from e
     raise StorageError(
         f"there is no checkpoint at {final}; one that another model writes in the background is there when wait() of "
         "what save_checkpoint(wait=False) returned has ended"

@@ -49,7 +49,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gemini import replacing
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 from gemini.memory.durable.slots import Runs, SlotFile, barrier
 from gemini.memory.nvme import striped_bytes
 
@@ -142,10 +142,8 @@ def read_layout(store: Path, rank: int, checksum: int) -> dict[str, Any]:
         StorageError: if it is missing or damaged.
     """
     path = layout_path(store, rank, checksum)
-    try:
+    with of_storage(f"{path} is missing or damaged"):
         data = path.read_bytes()
-    except OSError as e:
-        raise StorageError(f"{path} is missing or damaged: {e}") from e
     if zlib.crc32(data) != checksum:
         raise StorageError(f"{path} is missing or damaged: it is not what was written")
     return json.loads(data)  # type: ignore[no-any-return]
@@ -239,12 +237,10 @@ class StoreFolder:
         self._place = 0  # which of the two record files is written next
         self.committed: CommitRecord | None = None
         """The commit that the slots of this rank hold."""
-        try:
+        with of_storage(f"{self.folder} cannot be made"):
             self.folder.mkdir(exist_ok=True)
             # A record in a folder whose name is not on the drive would be lost with it.
-            sync_folder(self.directory)
-        except OSError as e:
-            raise StorageError(f"{self.folder} cannot be made: {e.strerror}") from e
+            replacing.sync(self.directory)
         self.slots = SlotFile(self._link(), sizes)
         if taken is not None and whole:
             self._take(taken)
@@ -270,15 +266,13 @@ class StoreFolder:
             link.unlink()
         for drive, path in enumerate(paths[1:], 1):
             link = slots_path(self.folder, self.rank, drive)
-            try:
+            with of_storage(f"{path} cannot be made"):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 for folder in (path.parents[1], path.parents[2]):
-                    sync_folder(folder)
+                    replacing.sync(folder)
                 if not link.is_symlink() or os.readlink(link) != str(path):
                     link.unlink(missing_ok=True)
                     link.symlink_to(path)
-            except OSError as e:
-                raise StorageError(f"{path} cannot be made: {e.strerror}") from e
         return paths
 
     def _is_alike(self, store: Path, sizes: Mapping[str, int]) -> bool:
@@ -317,11 +311,9 @@ class StoreFolder:
         checksum = zlib.crc32(data)
         path = layout_path(self.folder, self.rank, checksum)
         if not path.exists() or path.read_bytes() != data:
-            try:
+            with of_storage(f"could not write {path}"):
                 path.write_bytes(data)
                 replacing.sync(path)
-            except OSError as e:
-                raise StorageError(f"could not write {path}: {e.strerror}") from e
         return checksum
 
     def commit(self, record: CommitRecord) -> None:
@@ -334,8 +326,9 @@ class StoreFolder:
         try:
             write_record(record_path(self.folder, self.rank, self._place), record)
             # The first record makes its file: its name must be on the drive as well, and those of slots.
-            for folder in {self.folder, *(path.parent for path in self._paths(self.folder))}:
-                sync_folder(folder)
+            with of_storage(f"could not write {self.folder}"):
+                for folder in {self.folder, *(path.parent for path in self._paths(self.folder))}:
+                    replacing.sync(folder)
         except StorageError as e:
             # It may have reached the drive: slots of both commits must stay as they are.
             self.slots.refuse_writes(e)
@@ -386,24 +379,10 @@ def runs_of(body: list[list[int]]) -> Runs:
     return [(count, slot, sums[0] if sums else None) for count, slot, *sums in body]
 
 
-def sync_folder(folder: Path) -> None:
-    """Names that were made in a folder are on the drive.
-
-    Raises:
-        StorageError: if they are not.
-    """
-    try:
-        replacing.sync(folder)
-    except OSError as e:
-        raise StorageError(f"could not write {folder}: {e.strerror}") from e
-
-
 def _locked(directory: Path, rank: int, *, shared: bool = False) -> int:
     """A descriptor that holds the lock of a rank. The system lets go of it when the process ends, in whatever way."""
-    try:
+    with of_storage(f"the durable store in {directory} cannot be used"):
         fd = os.open(directory / f"LOCK-{rank:05d}", os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as e:
-        raise StorageError(f"the durable store in {directory} cannot be used: {e.strerror}") from e
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as e:
@@ -427,10 +406,8 @@ def holder(directory: Path) -> str | None:
         StorageError: if a lock cannot be read.
     """
     for path in sorted(directory.glob("LOCK-*")):
-        try:
+        with of_storage(f"{path} cannot be read"):
             fd = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise StorageError(f"{path} cannot be read: {e.strerror}") from e
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
@@ -457,10 +434,8 @@ def stores(directory: Path) -> list[Path]:
     Raises:
         StorageError: if it cannot be read.
     """
-    try:
+    with of_storage(f"nvme_path {directory} cannot be read"):
         found = [path for path in directory.iterdir() if _STORE.fullmatch(path.name) and path.is_dir()]
-    except OSError as e:
-        raise StorageError(f"nvme_path {directory} cannot be read: {e.strerror}") from e
     return sorted(found, key=_number)
 
 
@@ -488,22 +463,17 @@ class CommitRecord(NamedTuple):
     """Of the format that it was read in."""
 
 
-def _bytes_of(record: CommitRecord) -> bytes:
-    """The bytes of a record."""
-    # Level 1: a commit waits for it.
-    text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
-    rest = struct.pack("<QQQ", record.sequence, len(text), len(record.tensors)) + text + record.tensors
-    return MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
-
-
 def write_record(path: Path, record: CommitRecord) -> None:
     """Put a record into its file; it is on the drive when this returns.
 
     Raises:
         StorageError: if it cannot be written. It may be there nevertheless.
     """
-    data = _bytes_of(record)
-    try:
+    # Level 1: a commit waits for it.
+    text = zlib.compress(json.dumps(record.text, separators=(",", ":")).encode(), 1)
+    rest = struct.pack("<QQQ", record.sequence, len(text), len(record.tensors)) + text + record.tensors
+    data = MAGIC + struct.pack("<II", VERSION, zlib.crc32(rest)) + rest
+    with of_storage(f"could not write the commit record {path}"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             done = 0
@@ -513,8 +483,6 @@ def write_record(path: Path, record: CommitRecord) -> None:
             barrier(fd)
         finally:
             os.close(fd)
-    except OSError as e:
-        raise StorageError(f"could not write the commit record {path}: {e.strerror}") from e
 
 
 def read_record(path: Path) -> CommitRecord | None:
@@ -523,12 +491,10 @@ def read_record(path: Path) -> CommitRecord | None:
     Raises:
         StorageError: if the file cannot be read, or was written in a newer format.
     """
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as e:
-        raise StorageError(f"the commit record {path} cannot be read: {e.strerror}") from e
+    with of_storage(f"the commit record {path} cannot be read"):
+        data = path.read_bytes()
     if len(data) < _HEAD.size:
         return None
     magic, version, checksum, sequence, text, tensors = _HEAD.unpack_from(data)

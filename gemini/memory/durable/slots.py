@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 from gemini.kernels import crc32
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import PAGE, host_bytes
@@ -227,10 +227,8 @@ class NamedFile(SpillFile):
     def _open_file(self) -> tuple[int, bool]:
         direct = probe(self.path.parent).direct
         flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
-        try:
+        with of_storage(f"{self.path} cannot be opened"):
             return os.open(self.path, flags, 0o600), direct
-        except OSError as e:
-            raise StorageError(f"{self.path} cannot be opened: {e.strerror}") from e
 
     def sync(self) -> None:
         """As :meth:`SlotFile.sync`, of this file."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from gemini.errors import GeminiError, StorageError
+from gemini.errors import GeminiError, StorageError, of_storage
 from gemini.kernels import crc32
 from gemini.memory.chunks.chunk import Chunk, DurablePlane
 from gemini.memory.devices.device import Device, Event
@@ -216,10 +216,8 @@ class SlotReader(TensorFile):
             # Each plane has two slots, one behind the other; its runs say in which of them a page was written last.
             offset += 2 * size
         for drive, file in enumerate(paths):
-            try:
+            with of_storage(f"{file} cannot be read"):
                 there = os.stat(file).st_size
-            except OSError as e:
-                raise StorageError(f"{file} cannot be read: {e.strerror}") from e
             wanted = striped_bytes(offset, drive, len(paths))
             if there < wanted:
                 raise StorageError(f"{file} is cut short: it has {there} bytes of {wanted}. Use a checkpoint")
@@ -353,7 +351,7 @@ def open_store(directory: Path) -> Stored:
         bytes_of(value)[:] = first.tensors[at : at + spec.num_bytes]
         values.append(value)
         at += spec.num_bytes
-    return Stored(commit, manifest_of({**first.text["manifest"], "files": files}), opened, values)
+    return Stored(commit, manifest_of({**first.text["manifest"], "files": files}, commit.folder), opened, values)
 
 
 def committed_extra(directory: Path) -> Any:

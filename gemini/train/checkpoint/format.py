@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from gemini import schema
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 from gemini.planning.planes import ADAM, RuleSpec
 from gemini.replacing import check_renamable, sync
 from gemini.train.checkpoint.tensor_file import TensorFile
@@ -120,7 +120,7 @@ def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: saying which.
     """
-    try:
+    with of_storage(f"cannot save a checkpoint as {final}"):
         check_renamable(final, asked)
         there = final.exists()
         if there and not (final.is_dir() and (not any(final.iterdir()) or (final / MANIFEST).exists())):
@@ -129,8 +129,6 @@ def check_target(final: Path, asked: str | os.PathLike[str]) -> None:
             )
         if not final.parent.is_dir():
             raise StorageError(f"cannot save a checkpoint in {final.parent}: no such directory; create it")
-    except OSError as e:
-        raise StorageError(f"cannot save a checkpoint as {final}: {e.strerror or e}") from e
 
 
 def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
@@ -163,13 +161,18 @@ def read_manifest(path: Path) -> Manifest:
     # It is over everything else in the manifest.
     if data.pop("checksum", None) != _checksum(data):
         raise StorageError(f"{path / MANIFEST} is damaged: it is not what was written. Use an older checkpoint")
-    return manifest_of(data)
+    return manifest_of(data, path)
 
 
-def manifest_of(data: dict[str, Any]) -> Manifest:
-    """The manifest that ``data``, as JSON has it, stands for."""
-    rule = {"rule": RuleSpec.from_body(data["rule"])} if "rule" in data else {}
-    return schema.read({**data, **rule}, Manifest, "the manifest")
+def manifest_of(data: dict[str, Any], path: Path) -> Manifest:
+    """The manifest that ``data``, as JSON has it, stands for. Raises StorageError for one that a later Gemini wrote."""
+    try:
+        rule = {"rule": RuleSpec.from_body(data["rule"])} if "rule" in data else {}
+        return schema.read({**data, **rule}, Manifest, "the manifest")
+    except (TypeError, ValueError) as e:
+        raise StorageError(
+            f"{path} has what this Gemini does not know ({e}): load it with the one that wrote it"
+        ) from e
 
 
 def open_files(path: Path, manifest: Manifest) -> dict[str, TensorFile]:

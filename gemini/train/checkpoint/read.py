@@ -6,14 +6,13 @@ has been refused.
 
 States may have been saved in one form and be kept in another: exact ones read into a compact model, masters in two
 halves into a param that stays in fp32, and the other way. Such a param is converted tile by tile, master and states
-together. From compact to exact nothing is lost that was there; what exact states lose is counted, and told.
+together. From compact to exact nothing is lost that was there; that exact states lose something is told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,28 +98,7 @@ class Form(NamedTuple):
         return [*([PlaneSpec(WEIGHTS, "float32")] if self.fp32 else halves), *self.rule.planes]
 
 
-@dataclass
-class Loss:
-    """Counts what exact states lost in becoming compact."""
-
-    params: int = 0
-    elements: int = 0
-    rounded: int = 0
-    """Masters that have more than 24 bits."""
-    to_zero: int = 0
-    """States that were not 0 and are."""
-
-    def tell(self, path: Path) -> None:
-        """Warn, if there is anything to be told."""
-        if self.params:
-            warn(
-                f"{path} was saved with exact states, and the model keeps compact ones: of {self.elements:,} elements "
-                f"in {self.params} params {self.rounded:,} masters were rounded to 24 bits and {self.to_zero:,} states "
-                "became 0; all other states have 8 bits now. The run goes on close to what it was, not with its bits"
-            )
-
-
-def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor], loss: Loss) -> Values:
+def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]) -> Values:
     """The planes, as ``here`` has them, of elements whose saved planes ``read`` gives; they begin with a block."""
     there = {spec.kind: read(spec) for spec in saved.specs}
     n = there[WEIGHTS].numel()
@@ -133,11 +111,6 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
         made[WEIGHTS] = master
     else:
         kernels.split_master(master, made[WEIGHTS], made[RESIDUAL])
-    loss.elements += n
-    if saved.fp32 or there[RESIDUAL].dtype is torch.int16:
-        # bf16 weights and an int8 residual have 24 of a master's 32 bits: its low byte is what is lost.
-        lost = not here.fp32 and made[RESIDUAL].dtype is torch.int8
-        loss.rounded += int(torch.count_nonzero(master.view(torch.int32) & 0xFF)) if lost else 0
     # The states have the same names in both rules; compact ones come with scales.
     for kind in (spec.kind for spec in face_of(saved.rule).planes):
         values = there[kind]
@@ -147,7 +120,6 @@ def converted(saved: Form, here: Form, read: Callable[[PlaneSpec], torch.Tensor]
             made[kind] = values
         else:
             reference.encode(values, made[kind], made[scale_of(kind)])
-            loss.to_zero += int(torch.count_nonzero((made[kind] == 0) & (values != 0)))
     return made
 
 
@@ -169,7 +141,7 @@ class _SavedRange(NamedTuple):
 class Reader:
     """Masters and states of one checkpoint, for the ``sources`` of this rank.
 
-    ``started``: they are being overwritten. ``loss``: what was lost, where the model keeps states in another form.
+    ``started``: they are being overwritten.
     """
 
     def __init__(
@@ -184,7 +156,8 @@ class Reader:
         exact = frozenset(manifest.exact)
         self._rule, self._params, self._is_bf16 = rule, manifest.params, manifest.precision == "bf16"
         self._forms = {name: Form(manifest.rule.of(name in exact), p.fp32) for name, p in manifest.params.items()}
-        self.loss = Loss()
+        self._num_rounded = 0
+        """Params whose states were exact and are compact here."""
         # In one order on every rank: each compares its share of them.
         self._entries = [
             (opened[file], name, entry)
@@ -228,6 +201,14 @@ class Reader:
         for chunk in chunks:
             observers.after_write(chunk)
 
+    def tell_loss(self, path: Path) -> None:
+        """Warn, if states have lost precision."""
+        if self._num_rounded:
+            warn(
+                f"{path} was saved with exact states, and the model keeps compact ones: in {self._num_rounded} params "
+                "masters have 24 bits now and states 8. The run goes on close to what it was, not with its bits"
+            )
+
     def _other_form(self, handle: ParamHandle) -> bool:
         """Whether a param was saved with states in another form than it keeps here."""
         both = self._params[handle.whole_name].trained and handle.chunk.trained
@@ -239,13 +220,11 @@ class Reader:
     def _convert(self, handle: ParamHandle) -> None:
         """Overwrite all planes of a param, tile by tile."""
         saved, here, part = self._forms[handle.whole_name], self._form_here(handle), handle.part
-        lossy = saved.rule.exact is None and here.rule.exact is not None
-        self.loss.params += lossy and part.numel > 0
+        # Only from exact to compact is anything lost that is worth telling.
+        self._num_rounded += saved.rule.exact is None and here.rule.exact is not None and part.numel > 0
         for start, stop in tiles(0, part.numel, self._mover.tile):
             read = partial(self._saved_part, handle, part.offset + start, part.offset + stop)
-            # Only from exact to compact is anything lost that is worth telling.
-            loss = self.loss if lossy else Loss()
-            for kind, values in converted(saved, here, read, loss).items():
+            for kind, values in converted(saved, here, read).items():
                 store_range(self._mover, handle.chunk.planes[kind], part.start + start, values)
 
     def _saved_part(self, handle: ParamHandle, start: int, stop: int, spec: PlaneSpec) -> torch.Tensor:

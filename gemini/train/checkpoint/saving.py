@@ -169,7 +169,7 @@ def load_checkpoint(
     of its modules. Gradients that the model has are dropped, for it had none when it was saved.
 
     A checkpoint with exact states can be loaded into a model with compact ones, and the other way round. The former
-    warns how much precision was lost.
+    warns that precision was lost.
 
     Raises:
         StorageError: if the checkpoint is missing, damaged, or not one. Nothing was changed, on any rank.
@@ -225,7 +225,7 @@ def _load(
             if reader.started:
                 engine.state.mark_corrupted(e)
             raise
-    reader.loss.tell(path)
+    reader.tell_loss(path)
     return rest.extra
 
 

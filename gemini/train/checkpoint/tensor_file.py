@@ -15,13 +15,12 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Self
 
 import torch
 
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 from gemini.replacing import sync
 
 _INTEGERS = {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
@@ -75,7 +74,7 @@ class TensorFileWriter:
         self._header = len(text).to_bytes(8, "little") + text
         self.header_checksum = zlib.crc32(self._header)
         self._remaining = offset
-        with self._writing():
+        with of_storage(f"could not write {path}"):
             self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abandon()
             self._put(memoryview(self._header), 0)
 
@@ -84,7 +83,7 @@ class TensorFileWriter:
         view = bytes_of(piece)
         # Of memory, not of what the disk has: what it did to the bytes shows when they are read.
         checksum = zlib.crc32(view)
-        with self._writing():
+        with of_storage(f"could not write {self.path}"):
             self._put(view, len(self._header) + self._offsets[name] + start * piece.element_size())
         self._remaining -= len(view)
         return checksum
@@ -94,7 +93,7 @@ class TensorFileWriter:
         # Counted in bytes: a hole in the file would read as zeros.
         assert self._remaining == 0, (self.path, self._remaining)
         # On the disk before the manifest names its checksums.
-        with self._writing():
+        with of_storage(f"could not write {self.path}"):
             sync(self.path)
             self.abandon()
 
@@ -107,14 +106,6 @@ class TensorFileWriter:
             # The system may write less than it is asked to.
             done = os.pwrite(self._file.fileno(), view, position)
             view, position = view[done:], position + done
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Turn what the system says inside into our error."""
-        try:
-            yield
-        except OSError as e:
-            raise StorageError(f"could not write {self.path}: {e.strerror}") from e
 
 
 class TensorFile:
@@ -177,10 +168,8 @@ def opened(path: Path) -> BinaryIO:
     Raises:
         StorageError: if it cannot be.
     """
-    try:
+    with of_storage(f"cannot read {path}"):
         return open(path, "rb")
-    except OSError as e:
-        raise StorageError(f"cannot read {path}: {e.strerror}") from e
 
 
 def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_short: str) -> None:
@@ -190,10 +179,8 @@ def read_all(file: BinaryIO, path: Path, position: int, view: memoryview, too_sh
         StorageError: if the drive refuses; or with the words ``too_short``, if the file ends before.
     """
     while view:
-        try:
+        with of_storage(f"cannot read {path}"):
             done = os.preadv(file.fileno(), [view], position)
-        except OSError as e:
-            raise StorageError(f"cannot read {path}: {e.strerror}") from e
         if not done:
             raise StorageError(f"{path} {too_short}")
         view, position = view[done:], position + done

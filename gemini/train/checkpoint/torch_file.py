@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gemini.errors import GeminiError, StorageError
+from gemini.errors import GeminiError, of_storage
 from gemini.planning.planes import PlaneKind
 from gemini.replacing import atomic_write
 from gemini.rules import UpdateRule, rule_of
@@ -82,12 +82,9 @@ def write(content: Any, path: Path) -> None:
         StorageError: if it cannot be written; an existing file is as it was.
         GeminiError: if somebody has computed with a promise.
     """
-    try:
-        with atomic_write(path) as draft:
-            if not _write_streamed(content, draft):
-                _save(keep_promises(content), draft)
-    except OSError as e:
-        raise StorageError(f"could not save {path}: {e.strerror or e}") from e
+    with of_storage(f"could not save {path}"), atomic_write(path) as draft:
+        if not _write_streamed(content, draft):
+            _save(keep_promises(content), draft)
 
 
 def keep_promises(content: Any) -> Any:

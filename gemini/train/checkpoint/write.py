@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gemini import replacing
-from gemini.errors import StorageError
+from gemini.errors import StorageError, of_storage
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE
@@ -225,12 +225,11 @@ def write(
         home.flush()  # last of all: nobody who waits for a piece waits for the disk itself
 
     try:
-        # In this order on every rank: none commits before all have flushed.
-        home.begin(ranks)
-        ranks.step(put_all, lambda _: None)
-        home.commit(ranks)
-    except OSError as e:
-        raise StorageError(f"could not save the checkpoint {home.place}: {e.strerror or e}") from e
+        with of_storage(f"could not save the checkpoint {home.place}"):
+            # In this order on every rank: none commits before all have flushed.
+            home.begin(ranks)
+            ranks.step(put_all, lambda _: None)
+            home.commit(ranks)
     finally:
         home.end()
 
