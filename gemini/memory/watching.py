@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -49,15 +49,6 @@ _BOUNDARIES = {track: str(boundary) for boundary, track in TRACKS.items()}
 Held = Mapping[Tier, Mapping[str, int]]
 
 
-class _Change(NamedTuple):
-    """A change of what some holders of a tier hold, from ``seconds`` on."""
-
-    seconds: float  # since the step began
-    moment: int  # -1 outside of computing
-    tier: Tier
-    held: Mapping[str, int]
-
-
 @dataclass
 class RecordedStep:
     """One whole step as it was recorded.
@@ -70,42 +61,39 @@ class RecordedStep:
     at_start: Held
     spans: list[Span] = field(default_factory=list)
     stalls: dict[str, float] = field(default_factory=dict)
-    moved: Counter[str] = field(default_factory=Counter)
-    changes: list[_Change] = field(default_factory=list)
+    changes: list[Sample] = field(default_factory=list)
+    """Of what some holders of one tier hold."""
     moments: list[str] = field(default_factory=list)
     stop: float = 0.0
     next_start: float | None = None
 
-    @property
-    def end(self) -> float:
-        """The beginning of the next step; as long as there is none, the end of the last thing that was done for it."""
-        if self.next_start is not None:
-            return self.next_start
-        return max(self.stop, self.start + max((span.stop for span in self.spans), default=0.0))
-
-    def samples(self) -> tuple[Sample, ...]:
-        """Samples of what is held, from the beginning and after every change."""
-        held: dict[Tier, Mapping[str, int]] = {tier: dict(holders) for tier, holders in self.at_start.items()}
-        found = [Sample(0.0, 0 if self.moments else -1, dict(held))]
-        for change in self.changes:
-            # A change has the holders that changed; the others hold what they held.
-            merged = {**held.get(change.tier, {}), **change.held}
-            held[change.tier] = {holder: num_bytes for holder, num_bytes in merged.items() if num_bytes}
-            found.append(Sample(min(change.seconds, self.end - self.start), change.moment, dict(held)))
-        return tuple(found)
-
     def timeline(self, *, title: str, tokens: int, flops: int, budgets: Mapping[Tier, int]) -> Timeline:
-        """The step as a value."""
+        """The step as a value. As long as there is no next step it ends with the last thing that was done for it."""
+        seconds = max(self.stop - self.start, *(span.stop for span in self.spans), 0.0)
+        if self.next_start is not None:
+            seconds = self.next_start - self.start
+        moved: Counter[str] = Counter()
+        for span in self.spans:
+            if span.num_bytes and span.track in _BOUNDARIES:
+                moved[_BOUNDARIES[span.track]] += span.num_bytes
+        held: dict[Tier, Mapping[str, int]] = {tier: dict(holders) for tier, holders in self.at_start.items()}
+        samples = [Sample(0.0, 0 if self.moments else -1, dict(held))]
+        for change in self.changes:
+            for tier, holders in change.held.items():
+                # The others hold what they held.
+                merged = {**held.get(tier, {}), **holders}
+                held[tier] = {holder: num_bytes for holder, num_bytes in merged.items() if num_bytes}
+            samples.append(Sample(min(change.seconds, seconds), change.moment, dict(held)))
         return Timeline(
             source="measured",
             title=title,
-            step_seconds=self.end - self.start,
+            step_seconds=seconds,
             tokens=tokens,
             flops=flops,
             spans=tuple(sorted(self.spans, key=lambda span: (span.start, span.stop))),
             stalls=dict(sorted(self.stalls.items(), key=lambda item: -item[1])),
-            moved=dict(sorted(self.moved.items())),
-            samples=self.samples(),
+            moved=dict(sorted(moved.items())),
+            samples=tuple(samples),
             budgets=dict(budgets),
             moments=tuple(self.moments),
         )
@@ -125,7 +113,7 @@ class Activity:
         name: str,
         cause: str,
         chunk: int,
-        num_bytes: int,
+        num_bytes: int = 0,
         around: AbstractContextManager[None] = NOTHING,
     ):
         self.recorder, self.track, self.name, self.cause = recorder, track, name, cause
@@ -173,8 +161,8 @@ class Recorder:
         self._workers: dict[int, _Thread] = {}
         self._computing: Activity | None = None
         self._step: RecordedStep | None = None
+        # The step before: until the next one begins, other threads may still do something for it.
         self._last: RecordedStep | None = None
-        """The step before: until the next one begins, other threads may still do something for it."""
         self._held: dict[Tier, dict[str, int]] = {}
 
     # ---- activities ---------------------------------------------------------------------------------------------
@@ -187,27 +175,18 @@ class Recorder:
         self._finish_device()
         with self._lock:
             self._cut_training()
-            self._computing = None if name is None else Activity(self, Track.COMPUTE, name, "", -1, 0)
+            self._computing = None if name is None else Activity(self, Track.COMPUTE, name, "", -1)
 
     def span(
-        self,
-        track: Track,
-        name: str | None = None,
-        chunk: int | None = None,
-        num_bytes: int = 0,
-        *,
-        cause: str | None = None,
+        self, track: Track, name: str | None = None, chunk: int | None = None, num_bytes: int = 0
     ) -> AbstractContextManager[None]:
-        """``track`` is at work; name, chunk and cause are by default those of what is under way on this thread."""
+        """``track`` is at work; name and chunk are by default those of what is under way on this thread."""
         thread = self._training if trains_here(self._trainer) else self._workers.get(threading.get_ident())
         around = thread.stack[-1] if thread is not None and thread.stack else None
-        if name is None:
-            name = track.value if around is None else around.name
-        if chunk is None:
-            chunk = -1 if around is None else around.chunk
-        if cause is None:
-            cause = "other" if around is None else around.cause
-        return Activity(self, track, name, cause, chunk, num_bytes)
+        if around is None:
+            around = Activity(self, None, track.value, "other", -1)
+        chunk = around.chunk if chunk is None else chunk
+        return Activity(self, track, name or around.name, around.cause, chunk, num_bytes)
 
     def about(
         self,
@@ -218,17 +197,13 @@ class Recorder:
         track: Track | None = None,
         around: AbstractContextManager[None] = NOTHING,
     ) -> AbstractContextManager[None]:
-        """Record that what happens inside is done for ``name``; on the training thread computing waits for it, by
-        ``cause``.
-
-        Args:
-            track: at work meanwhile, if one is.
-            around: who else is told when it begins and ends.
+        """What happens inside is done for ``name``, by ``track`` if one is given; on the training thread computing
+        waits for it, by ``cause``. ``around``: who else is told when it begins and ends.
         """
-        return Activity(self, track, name, cause, chunk, 0, around)
+        return Activity(self, track, name, cause, chunk, around=around)
 
     def move(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
-        """A copy between two neighbouring tiers, or within one: that keeps no track busy."""
+        """A copy between two neighbouring tiers; one within a tier keeps no track busy."""
         track = TRACKS.get(Boundary(source, target))
         return NOTHING if track is None else self.span(track, num_bytes=num_bytes)
 
@@ -249,7 +224,7 @@ class Recorder:
             # What a worker gives back between two steps belongs to the step that it worked for.
             step = self._step if trains_here(self._trainer) else self._collecting
             if step is not None:
-                step.changes.append(_Change(self.clock() - step.start, self._moment(), tier, holders))
+                step.changes.append(Sample(self.clock() - step.start, self._moment(), {tier: holders}))
 
     # ---- steps --------------------------------------------------------------------------------------------------
 
@@ -384,8 +359,6 @@ class Recorder:
             return
         label = activity.name, activity.moment, activity.chunk, activity.num_bytes
         step.spans.append(Span(activity.track, start - step.start, stop - step.start, *label))
-        if activity.num_bytes and activity.track in _BOUNDARIES:
-            step.moved[_BOUNDARIES[activity.track]] += activity.num_bytes
         activity.num_bytes = 0  # what is interrupted has moved its bytes once
 
     def _moment(self) -> int:
@@ -434,14 +407,6 @@ class RecordedEvent(Event):
 
 
 # ---- stalls, and who listens -----------------------------------------------------------------------------------------
-
-# What is told of the work on one model's bytes, by whoever does it: activities, and the bytes that cross boundaries.
-#
-# An activity begins and ends (``with watch.about(...)``), on any thread. Two listen. The one that always does keeps how
-# long the training thread waited in a step, and for what: the figures under ``memory_report()["stalls"]``. Activities
-# nest (a fetch inside waiting for other ranks): the outermost one counts, once; threads that work beside the training
-# wait for nobody's step, and count nothing. The other one, if somebody records, is a :class:`Recorder`, which keeps all
-# of them as spans.
 
 
 @cache
@@ -501,10 +466,16 @@ class _Waiting:
 
 
 class Watch:
-    """One per engine. The training thread is the one that made it, then whichever ends steps."""
+    """Who is told of the work on one model's bytes, by whoever does it. The training thread is the one that made it,
+    then whichever ends steps.
+
+    It always keeps how long that thread waited in a step, and for what (``memory_report()["stalls"]``). Activities nest
+    (a fetch inside waiting for other ranks): the outermost one counts, once.
+    """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
+        """Whom every activity is sent to as well."""
         self.moved = Moved()
         """Of the step under way; an optimizer step puts a new one in its place."""
         self.moved_last_step = Moved()
@@ -516,10 +487,6 @@ class Watch:
         self._since = 0.0
         self._stalls: dict[str, float] = {}
         self._known: dict[str, _Waiting] = {}
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Send every activity to ``recorder`` as well; None takes it away."""
-        self.recorder = recorder
 
     def about(
         self, cause: str, name: str, chunk: int = -1, *, track: Track | None = None
@@ -533,20 +500,6 @@ class Watch:
         if self.recorder is None:
             return waiting
         return self.recorder.about(cause, name, chunk, track=track, around=waiting)
-
-    def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
-        """Around one copy, of which ``moved`` knows already."""
-        return NOTHING if self.recorder is None else self.recorder.move(source, target, num_bytes)
-
-    def under_way(
-        self, source: Tier, target: Tier, num_bytes: int, begin: Callable[[], Event], name: str, chunk: int
-    ) -> Event:
-        """Begin with ``begin``; who records is told of it when its end is noticed. Returns that end."""
-        recorder, track = self.recorder, TRACKS.get(Boundary(source, target))
-        if recorder is None or track is None:
-            return begin()
-        start = recorder.clock()
-        return RecordedEvent(begin(), Activity(recorder, track, name, "", chunk, num_bytes), start)
 
     def end_step(self) -> None:
         """A step is over, called by the thread that trains: what is told from now on belongs to the next one."""

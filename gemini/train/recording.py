@@ -197,7 +197,7 @@ class Recording:
         engine.forward.observers.record(self)
         # Hooks of a settled forward would tell nothing.
         engine.state.unsettle()
-        engine.store.mover.watch.record(self._recorder)
+        engine.store.mover.watch.recorder = self._recorder
         engine.store.ledger.on_change = self._recorder.held
         # Last: `drain` and hooks of graphs go by it.
         self._is_open = True
@@ -214,7 +214,7 @@ class Recording:
         engine = self._reference()
         if engine is not None:
             engine.forward.observers.record(None)
-            engine.store.mover.watch.record(None)
+            engine.store.mover.watch.recorder = None
             engine.store.ledger.on_change = None
         self._recorder.close()
 

@@ -543,7 +543,7 @@ def test_waits_are_known_whether_somebody_records_or_not() -> None:
     watch = watch_by(clock)
     mover = Mover(CpuDevice(), 1024, Ledger({Tier.CPU: 2**20}), watch=watch)
     for recorder in (None, recorder_by(clock)):
-        watch.record(recorder)
+        watch.recorder = recorder
         if recorder is not None:
             recorder.begin_step({})
         with mover.about("update", "wait for the update of chunk 3", 3):

@@ -23,9 +23,10 @@ from gemini.memory.devices.device import DONE, AllOf, Device, Event
 from gemini.memory.devices.pages import PAGE
 from gemini.memory.movement.staging import Staging, StagingSet
 from gemini.memory.nvme import SpillFile
-from gemini.memory.watching import Moved, Watch
+from gemini.memory.watching import NOTHING, Activity, Moved, RecordedEvent, Watch
 from gemini.planning.planes import ADAM, RuleSpec
-from gemini.tiers import Tier
+from gemini.planning.timeline import TRACKS
+from gemini.tiers import Boundary, Tier
 from gemini.waiting import PROGRESS
 
 
@@ -112,7 +113,7 @@ class Mover:
     def crossing(self, source: Tier, target: Tier, num_bytes: int) -> AbstractContextManager[None]:
         """Around one copy: counts its bytes, and records it where somebody does."""
         self.count(source, target, num_bytes)
-        return self.watch.crossing(source, target, num_bytes)
+        return NOTHING if self.watch.recorder is None else self.watch.recorder.move(source, target, num_bytes)
 
     def count(self, source: Tier, target: Tier, num_bytes: int) -> None:
         """Bytes that cross a boundary now."""
@@ -148,7 +149,11 @@ class Mover:
         end.
         """
         self.count(source, target, num_bytes)
-        return self.watch.under_way(source, target, num_bytes, begin, name, chunk)
+        recorder, track = self.watch.recorder, TRACKS.get(Boundary(source, target))
+        if recorder is None or track is None:
+            return begin()
+        start = recorder.clock()
+        return RecordedEvent(begin(), Activity(recorder, track, name, "", chunk, num_bytes), start)
 
     def load(self, plane: Plane, start: int, stop: int, into: torch.Tensor) -> torch.Tensor:
         """Fill the host tensor ``into`` from a plane."""
