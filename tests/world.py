@@ -45,7 +45,7 @@ WHERE = {
     "moved": "store.mover.watch.moved.counts",
     "moved_last_step": "store.mover.watch.moved_last_step.counts",
     "num_gathers": "store.manager.num_gathers",
-    "num_evictions": "store.manager.num_evictions",
+    "num_evictions": "store.manager.room.num_evictions",
     "tile": "store.mover.tile",  # elements that are moved and updated at a time
     # a step
     "has_gradients": "backward.has_gradients",

@@ -149,7 +149,7 @@ class Engine:
         # Updates first: they begin fetches (of lent windows) and end what the manager waits for.
         self.forward.let_go_of_transformed()
         self.updates.drain()
-        self.store.manager.drain()
+        self.store.manager.fetches.drain()
         self.activations.drain()
 
     def watch_apart(self, around: Callable[[], AbstractContextManager[None]] | None) -> None:
@@ -179,7 +179,7 @@ class Engine:
         self.forward.close()  # its hooks are over those of activations
         # The threads end here: from here on nobody but this one touches a chunk.
         self.store.transfers.close()
-        for part in (self.updates, self.store.manager, self.activations):
+        for part in (self.updates, self.store.manager.fetches, self.activations):
             part.close()
         # After all that may still write to planes.
         take_apart(self.store.chunks, self.params.handles)
@@ -318,5 +318,5 @@ def _company_of(
         sums_each_backward=config.gradients == "retain",
     )
     if ranks.size > 1:
-        store.manager.gather_from(shards)
+        store.manager.fetches.source = shards
     return shards, reduction

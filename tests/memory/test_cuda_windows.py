@@ -262,7 +262,7 @@ def test_a_manager_that_runs_ahead_of_a_card(runtime: Runtime, tmp_path: Path, s
     finally:
         transfers.close()
     world.device.close()
-    assert manager.num_evictions > 100 and ahead > 20 and runtime.num_queries > 0
+    assert manager.room.num_evictions > 100 and ahead > 20 and runtime.num_queries > 0
     assert not runtime.past_of_all, "nobody has seen the end of anything"
 
 

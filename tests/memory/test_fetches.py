@@ -169,7 +169,7 @@ def test_a_fetch_ahead_is_taken_while_its_copy_is_under_way(make_world: Callable
     world.manager.release(first)
     world.manager.look_ahead()
     assert third.use is Use.FETCHING and first.use is Use.FREE
-    world.manager.drain()
+    world.manager.fetches.drain()
     assert third.fetched.is_complete() and third.use is Use.FETCHING, "there, and nobody has asked for it"
     world.manager.acquire(third)
     assert third.flat.unique().tolist() == [3]

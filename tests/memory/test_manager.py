@@ -76,7 +76,7 @@ def test_acquire_shows_the_content_and_release_keeps_it(make_world: Callable[[li
     assert a.use is Use.COMPUTE, "someone else still reads it"
     world.manager.release(a)
     world.manager.release(b)
-    assert a.use is b.use is Use.HOLD and world.manager.num_evictions == 0
+    assert a.use is b.use is Use.HOLD and world.manager.room.num_evictions == 0
     world.manager.acquire(a)
     assert world.manager.num_gathers == 2, "still there: not fetched again"
     check(world)
@@ -345,8 +345,10 @@ def test_two_thousand_random_operations(make_world: Callable[[list[int], int], W
         check(world)
         for pinned, value in seen.items():
             assert shown(world, pinned) == value, f"operation {number} ({what}): chunk {pinned} lost its content"
-    assert done["acquire"] > 200 and done["acquire refused"] > 20 and manager.num_evictions > 100
-    summary(f"manager, seed {seed}, {type(world.device).__name__}: {dict(done)}, {manager.num_evictions} evictions")
+    assert done["acquire"] > 200 and done["acquire refused"] > 20 and manager.room.num_evictions > 100
+    summary(
+        f"manager, seed {seed}, {type(world.device).__name__}: {dict(done)}, {manager.room.num_evictions} evictions"
+    )
     for chunk in world.chunks:
         while chunk.pins:
             manager.release(chunk)
@@ -361,12 +363,12 @@ def test_every_ledger_call_may_fail(make_world: Callable[[list[int], int], World
     class Refusing(Ledger):
         left = -1
 
-        def reserve(self, tier: Tier, num_bytes: int, holder: str) -> None:
+        def take(self, tier: Tier, num_bytes: int, holder: str) -> bool:
             if self.left == 0:
                 self.left = -1
                 raise BudgetExceeded("this one was chosen to fail")
             self.left -= self.left > 0
-            super().reserve(tier, num_bytes, holder)
+            return super().take(tier, num_bytes, holder)
 
     def play(world: World) -> None:
         for index in (0, 1, 2, 0, 3, 1):

@@ -22,7 +22,7 @@ from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.devices.device import DONE, Event
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover, Working
-from gemini.memory.movement.transfers import Lane, Transfer, Transfers
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.planning.timeline import Track
 
 
@@ -36,7 +36,7 @@ class WeightSource(Protocol):
         """Start to fill the populated window of a chunk: the end of that."""
 
     def upcoming(self) -> Iterable[tuple[int, int]]:
-        """Say what is fetched ahead from here on, (moment, chunk)."""
+        """What is fetched ahead from here on, (moment, chunk)."""
 
     def follow(self) -> None:
         """Do what comes behind the chunk that was just acquired."""
@@ -57,21 +57,19 @@ class Homes:
 class Fetches:
     """The fetches of one manager. Called by the training thread alone; what runs on the lane's thread is ``fetch`` in
     :meth:`begin`, which takes no lock of it.
-
-    Args:
-        source: where the weights come from.
     """
 
     def __init__(self, mover: Mover, source: WeightSource, transfers: Transfers):
-        self.source, self.begins_ahead = source, transfers.beside
-        """``begins_ahead``: whether there are fetches ahead of their use."""
+        self.source = source
+        """Where weights come from. Another one is set before the first fetch."""
+        self.begins_ahead = transfers.beside
         self.ahead = transfers.open[Lane.FETCH]
         """Those that nobody has asked for yet, by chunk."""
         self._mover, self._transfers = mover, transfers
         self._staging = transfers.staging.get(Lane.FETCH)
 
     def can_begin(self, chunk: Chunk) -> bool:
-        """Say whether it can be fetched ahead."""
+        """Whether it can be fetched ahead."""
         # A guess may be undone, and then what was fetched is not what the step left. Without staging of its own the
         # lane would share the training thread's areas.
         if chunk.is_guessed or not self.begins_ahead or (self._staging is None and self._mover.needs_staging(chunk)):
@@ -116,7 +114,8 @@ class Fetches:
 
     def arrive(self, chunk: Chunk) -> bool:
         """Somebody needs a chunk that is fetched ahead: let computing wait for it; False if it failed."""
-        arriving = self._arriving(chunk)
+        arriving = chunk.arriving
+        assert arriving is not None, chunk.name
         if not arriving.is_complete():
             # The lane waits for the update of this chunk. Waiting here moves that update to the front, and tells its
             # error where it belongs.
@@ -125,21 +124,18 @@ class Fetches:
             if not self.source.in_order:
                 self._transfers.hurry(arriving)
         arrived = self._transfers.wait(arriving, *self._what(chunk)) is None
-        if arrived:
-            try:
+        try:
+            if arrived:
                 self._wait_on_device(chunk)
-            except Exception:  # it is tried again, and then told
-                arrived = False
+        except Exception:  # it is tried again, and then told
+            arrived = False
         self._end(chunk)
         return arrived
 
     def let_compute_wait(self, chunk: Chunk) -> None:
-        """Let whatever is computed from now on, on whichever stream, read the window.
-
-        The device must know of that stream also where there is nothing to wait for: when the window goes, its memory is
-        not written before the stream is done with it.
-        """
-        # Whether or not anything is waited for.
+        """Let whatever is computed from now on, on whichever stream, read the window."""
+        # Also where there is nothing to wait for: when the window goes, its memory is not written before this stream is
+        # done with it.
         self._mover.device.computes_here()
         if chunk.fetched is not DONE:
             if not chunk.fetched.is_complete():
@@ -148,9 +144,9 @@ class Fetches:
 
     def call_back(self, chunk: Chunk) -> None:
         """Give up a fetch ahead that is not wanted any more: the window may be given back afterwards."""
-        arriving = self._arriving(chunk)
-        self._transfers.take_back(arriving, *self._what(chunk))
-        if not arriving.taken_back:
+        assert chunk.arriving is not None, chunk.name
+        self._transfers.take_back(chunk.arriving, *self._what(chunk))
+        if not chunk.arriving.taken_back:
             # A GPU's window goes behind the copies into it by itself; elsewhere they must be over first.
             with contextlib.suppress(Exception):
                 chunk.fetched.wait_on_device()
@@ -173,7 +169,7 @@ class Fetches:
         lines of them.
         """
         if chunk.arriving is not None:
-            self._transfers.take_back(self._arriving(chunk), *self._what(chunk))
+            self._transfers.take_back(chunk.arriving, *self._what(chunk))
         chunk.fetched.wait_until_over()
         self._end(chunk)
 
@@ -183,11 +179,8 @@ class Fetches:
             self._end(arriving.of)
 
     def _wait_on_device(self, chunk: Chunk) -> None:
-        with self._waiting_for(chunk):
+        with self._mover.about(*self._what(chunk)):
             chunk.fetched.wait_on_device()
-
-    def _waiting_for(self, chunk: Chunk) -> contextlib.AbstractContextManager[None]:
-        return self._mover.about(*self._what(chunk))
 
     def _what(self, chunk: Chunk) -> tuple[str, str, int]:
         """Cause, name and index of a wait."""
@@ -199,11 +192,6 @@ class Fetches:
         _forget_if_over(chunk)
         chunk.arriving = None
         self.ahead.pop(chunk.spec.index, None)
-
-    @staticmethod
-    def _arriving(chunk: Chunk) -> Transfer:
-        assert isinstance(chunk.arriving, Transfer), chunk.name
-        return chunk.arriving
 
 
 def _forget_if_over(chunk: Chunk) -> None:

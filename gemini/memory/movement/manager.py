@@ -20,7 +20,7 @@ from gemini.ledger import Ledger, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device
-from gemini.memory.movement.fetches import Fetches, Homes, WeightSource
+from gemini.memory.movement.fetches import Fetches, Homes
 from gemini.memory.movement.foresight import Foresight
 from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.room import Room
@@ -31,9 +31,6 @@ from gemini.planning.policy import EvictionPolicy
 class Manager:
     """Owns the windows of ``chunks``. Called by the training thread alone, or by autograd's, for which it waits: its
     books have no lock.
-
-    Args:
-        transfers: where fetches ahead begin; without any, every fetch begins when it is needed.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Manager:
         self.chunks = chunks
         self.foresight = foresight or Foresight()
         self.num_gathers = 0
-        # Without lanes these begin nothing ahead, and every fetch is made where it is needed.
+        # Transfers without lanes begin nothing ahead, and every fetch is made where it is needed.
         self.fetches = Fetches(mover, Homes(mover, self.foresight), transfers or Transfers(mover))
         self._device = device
         self._clock = 0
@@ -62,14 +59,6 @@ class Manager:
         """Lent chunks whose content an update has overtaken."""
         self._updating: dict[int, Chunk] = {}
         """Chunks whose window an update reads, in the order in which they were handed over."""
-
-    @property
-    def num_evictions(self) -> int:
-        return self.room.num_evictions
-
-    def gather_from(self, source: WeightSource) -> None:
-        """Fill windows from another source than the chunks' homes, from the first one on."""
-        self.fetches.source = source
 
     def acquire(self, chunk: Chunk) -> None:
         """Make the gathered weights of ``chunk`` readable and keep them until the matching :meth:`release`.
@@ -147,10 +136,7 @@ class Manager:
             chunk.step(UseChange.GRADS)
 
     def drop(self, chunks: Iterable[Chunk]) -> None:
-        """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use.
-
-        Those that are lent get their new content with :meth:`refresh_lent`.
-        """
+        """Forget gathered copies that an update of the weights has overtaken; at their release if they are in use."""
         for chunk in chunks:
             # Resident weights are the home itself. UPDATING goes with the end of its update.
             if chunk.resident or chunk.use in (Use.FREE, Use.UPDATING):
@@ -170,8 +156,8 @@ class Manager:
     # ---- updates that read windows ------------------------------------------------------------------------------
 
     def is_current(self, chunk: Chunk) -> bool:
-        """Whether the window holds what the home does, for nobody but the program's own calls. An update may then read
-        the weights here and spare the drive.
+        """Whether an update may read the weights in the window, and spare the drive: it holds what the home does, and
+        nobody else looks into it.
         """
         there = chunk.use in (Use.HOLD, Use.COMPUTE, Use.GRAD_READY)
         return chunk.window is not None and there and not (chunk.stale or chunk.is_lent)
@@ -244,8 +230,8 @@ class Manager:
     # ---- ahead of time ------------------------------------------------------------------------------------------
 
     def look_ahead(self) -> None:
-        """Begin the fetches that come next, in their planned order, as far as there is room for them. Returns at the
-        first one without room: a later one that is smaller would take the place of what is read before it.
+        """Begin the fetches that come next, in their planned order, up to the first one without room: a later one that
+        is smaller would take the place of what is read before it.
         """
         if not self.fetches.begins_ahead:
             return
@@ -280,11 +266,7 @@ class Manager:
             raise
 
     def _await_arrival(self, chunk: Chunk) -> None:
-        """Take a fetch ahead as it is; one that failed is tried again here and now.
-
-        Raises:
-            StorageError: if that fails too; the chunk is as it was before.
-        """
+        """Take a fetch ahead as it is; one that failed is tried again here and now."""
         if self.fetches.arrive(chunk):
             chunk.step(UseChange.ARRIVE)
             self._count_arrival(chunk)
@@ -299,10 +281,10 @@ class Manager:
 
     def _call_last_back(self, want: Want) -> bool:
         """Give up the last of what is fetched ahead, which is needed latest; False if there is nothing."""
-        if not self.fetches.ahead:
-            return False
-        self._call_back(next(reversed(self.fetches.ahead.values())).of)
-        return True
+        last = next(reversed(self.fetches.ahead.values()), None)
+        if last is not None:
+            self._call_back(last.of)
+        return last is not None
 
     def _fail(self, chunk: Chunk) -> None:
         assert chunk.window is not None
@@ -310,10 +292,6 @@ class Manager:
         with WHOLE:
             chunk.step(UseChange.FAIL)
             self.room.depopulate(chunk.window, "windows")
-
-    def drain(self) -> None:
-        """Wait until nothing is on its way; what failed is told when it is needed."""
-        self.fetches.drain()
 
     def is_balanced(self) -> bool:
         """Whether the books say what there is, where nobody computes: nothing pinned, every window accounted for."""
@@ -325,9 +303,8 @@ class Manager:
         return self.room.is_balanced()
 
     def start_over(self) -> None:
-        """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them.
-
-        Copies are clean, so nothing is lost but the time to gather them again. Those that are lent keep their memory.
+        """Forget every gathered copy and what the books say of them: an interrupt came between two lines of them. Those
+        that are lent keep their memory.
         """
         kept = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
         # Updates first: they read windows that are discarded below.
@@ -346,10 +323,6 @@ class Manager:
         self.room.start_over()
         # An update may have overtaken them, and what the books said of that is lost: they are fetched anew.
         self._overtaken.update((chunk.spec.index, chunk) for chunk in kept)
-
-    def close(self) -> None:
-        """The model ends."""
-        self.fetches.close()
 
     # ---- inside -------------------------------------------------------------------------------------------------
 

@@ -71,11 +71,10 @@ class _ForWindow(Want):
     def take(self) -> int:
         if missing := self.missing():
             return missing
+        if not self.is_parked:
+            return super().take()
         # Bytes of a parked frame are in the ledger already: they change their holder, and the total stays.
-        if self.is_parked:
-            self.ledger.pass_on(self.tier, self.num_bytes, "pool", self.holder)
-        else:
-            self.ledger.reserve(self.tier, self.num_bytes, self.holder)
+        self.ledger.pass_on(self.tier, self.num_bytes, "pool", self.holder)
         return 0
 
 
@@ -177,9 +176,8 @@ class Room:
         """Evict windows that the plan fetches again anyway; with ``want.after`` only those that are read later than
         that. For another model, which computes while this one does not, any.
         """
-        if want.ledger is not self.ledger:
-            return self._give(want, self._evictable())
-        return self._give(want, self._evictable(only_unkept=True, after=want.after))
+        is_own = want.ledger is self.ledger
+        return self._give(want, self._evictable(only_unkept=is_own, after=want.after if is_own else None))
 
     def _evict_kept(self, want: Want) -> bool:
         """Evict any window that nobody reads, those that the plan keeps too."""
@@ -209,8 +207,8 @@ class Room:
         return num_bytes > 0
 
     def _collect_lent(self, want: Want) -> bool:
-        """Run the garbage collector: what was lent may be held by nothing but a cycle, or by a thread that ends. False
-        if nothing is lent.
+        """Run the garbage collector, if anything is lent: it may be held by nothing but a cycle, or by a thread that
+        ends.
         """
         is_any = any(chunk.is_lent for chunk in self.chunks if chunk.window is not None)
         if is_any:
@@ -260,9 +258,7 @@ class Room:
         """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory
         is one piece, and a shorter one is got in its place.
         """
-        if not self.is_apart:
-            return False
-        if self.pool + self.ledger.held(self.tier, "windows") < num_bytes or not self.evict_all():
+        if not self.is_apart or self.ledger.of_windows(self.tier) < num_bytes or not self.evict_all():
             return False
         # Behind the eviction of all: this gives the old piece back to the driver.
         self._device.reserve_windows(self.pool - num_bytes)
@@ -302,15 +298,12 @@ class Room:
         """Bytes that have to go before so many are there, and ``leave``, of the windows' own memory; 1 if they are, and
         not in one piece.
         """
-        missing = num_bytes + leave - self.ledger.held(self.tier, "pool")
+        missing = num_bytes + leave - self.pool
         return missing if missing > 0 else int(not self._device.has_place(num_bytes))
 
     def _evictable(self, *, only_unkept: bool = False, after: int | None = None) -> list[Candidate]:
-        """The windows that may go, with all that the policy asks of them.
-
-        Args:
-            only_unkept: no windows that should stay until they are needed: so plans the plan, or they came for that.
-            after: with ``only_unkept``, only those that are read later than this moment.
+        """The windows that may go, with all that the policy asks of them. ``only_unkept``: none that should stay until
+        it is needed (so plans the plan, or it came for that), and with ``after`` none that is read sooner.
         """
         # COMPUTE and UPDATING are read. FETCHING is given back by its own turn, lent ones by nobody.
         there = [c for c in self.chunks if c.window is not None and c.use in (Use.HOLD, Use.GRAD_READY)]
@@ -332,7 +325,7 @@ class Room:
 
     def spare(self, working_set: int) -> int:
         """Bytes of the windows' own memory beyond what they need; none where it is not their own."""
-        return max(self.ledger.held(self.tier, "windows") + self.pool - working_set, 0) if self.is_apart else 0
+        return max(self.ledger.of_windows(self.tier) - working_set, 0) if self.is_apart else 0
 
     # ---- the books ----------------------------------------------------------------------------------------------
 
@@ -347,13 +340,12 @@ class Room:
         """The ledger's equations, and those of :meth:`is_balanced`, for the allocator too."""
         self.ledger.check_invariants()
         assert self.is_balanced()
-        windows = self._windows()
-        gathered = sum(window.num_bytes for window in windows)
-        behind = self._device.bytes_behind(window.bytes for window in windows)
+        gathered = self.ledger.held(self.tier, "windows")
+        behind = self._device.bytes_behind(window.bytes for window in self._windows())
         assert behind in (None, gathered), f"{gathered} bytes of windows are {behind} bytes of the allocator's"
 
     def start_over(self) -> None:
-        """Windows have what the chunks say that is gathered, and nothing else; no frame is parked."""
+        """Windows have what the chunks say that is gathered, and nothing else."""
         if self.frames is not None:
             # No frame is parked afterwards, so the pool is what windows on a GPU have free, or empty.
             self.frames.trim()
@@ -373,13 +365,11 @@ class Room:
         """The refusal of a window: what is read now, and what the program holds itself."""
         tier = self.tier
         missing = want.num_bytes - self.ledger.free(tier) if self.is_apart else want.missing()
-        pinned = [c for c in self.chunks if c.window is not None and c.pins]
-        held = sum(c.window.num_bytes for c in pinned if c.window is not None)
+        pinned = [c.window.num_bytes for c in self.chunks if c.window is not None and c.pins]
         lent = [c for c in self.chunks if c.window is not None and c.gathered and c.is_lent]
         by_others = ""
         if self.is_apart:
-            of_windows = self.pool + self.ledger.held(tier, "windows")
-            by_others = f"; {human_bytes(of_windows)} are for gathered weights only"
+            by_others = f"; {human_bytes(self.ledger.of_windows(tier))} are for gathered weights only"
         if lent:
             names = " or ".join(repr(slot.name) for slot in lent[0].spec.slots[:3])
             by_others += (
@@ -390,6 +380,6 @@ class Room:
         return BudgetExceeded(
             f"{want.what} needs {human_bytes(want.num_bytes)} of {tier.value}: "
             f"budget {human_bytes(self.ledger.budget(tier))}, used {human_bytes(self.ledger.used(tier))}, of which "
-            f"{human_bytes(held)} are {len(pinned)} gathered chunks in use{by_others}. Raise the {tier.value} budget "
-            f"by {human_bytes(missing)}, or gather fewer params at once"
+            f"{human_bytes(sum(pinned))} are {len(pinned)} gathered chunks in use{by_others}. Raise the {tier.value} "
+            f"budget by {human_bytes(missing)}, or gather fewer params at once"
         )
