@@ -1,11 +1,9 @@
 """What of one model moves beside its training: one list of what is in flight, and the threads on which it is made.
 
     begin      queue a transfer on its lane, the one that is needed first before others (``submit``, if it is made)
-    hurry      somebody waits for it: it is the next one
     wait       until it is over
     take_back  it is not wanted any more: what has not begun never does, what has is waited for
     end        who began it has noted how it ended; from here on it is no more in flight
-    close      the model ends
 
 A transfer has two ends. It is *under way* when its job is done: what can go wrong on the host has, and its copies were
 given to the device. It is *over* with those as well. What stands in the list has memory, which is in the ledger, and
@@ -17,17 +15,14 @@ queuing is one thing to Ctrl-C (:data:`gemini.interrupts.WHOLE`): nothing is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Hashable
 from enum import Enum
 from typing import Any, NamedTuple
-
-import torch
 
 from gemini.interrupts import WHOLE
 from gemini.ledger import Ledger
 from gemini.memory.devices.device import DONE, AllOf, Event
-from gemini.memory.movement.mover import Mover, Working
+from gemini.memory.movement.mover import Mover
 from gemini.memory.movement.worker import Errand, Job, JobThread, Worker
 from gemini.tiers import Tier
 
@@ -96,11 +91,11 @@ class Transfer(Job):
             self.held = None
 
     def is_over(self) -> bool:
-        """Say whether it is done, and its copies are. Never blocks."""
+        """Whether it is done, and its copies are. Never blocks."""
         return self.is_complete() and self.copies.is_complete()
 
     def is_done_in(self, timeout: float) -> bool:
-        """Block until its job is done, for ``timeout`` seconds at most: whether it is."""
+        """Block until its job is done, for ``timeout`` seconds at most."""
         return self._done.wait(timeout)
 
     def outcome(self) -> Exception | None:
@@ -125,10 +120,8 @@ class Transfer(Job):
 
 
 class Transfers:
-    """The transfers of one model. The list is the training thread's; threads of lanes never look at it.
-
-    Args:
-        lanes: those that there are; without any nothing moves beside training.
+    """The transfers of one model, on the lanes that there are. The list is the training thread's; threads of lanes
+    never look at it.
     """
 
     def __init__(self, mover: Mover, lanes: Collection[Lane] = ()):
@@ -143,7 +136,7 @@ class Transfers:
         """Of the other lanes that need it; None where none was left."""
         self.open: dict[Lane, dict[Any, Transfer]] = {lane: {} for lane in Lane}
         """What is in flight, by lane and key, in the order in which it was submitted."""
-        self._mover = mover
+        self.about = mover.about
         self._threads: dict[Lane, JobThread] = {}
 
     def use(self, lane: Lane, thread: JobThread) -> None:
@@ -168,12 +161,7 @@ class Transfers:
         of: Any = None,
         held: Held | None = None,
     ) -> Transfer:
-        """Make a transfer and :meth:`submit` it.
-
-        Args:
-            run: what it does on its lane's thread.
-            held: what it holds, until it is over or taken back.
-        """
+        """Make a transfer that does ``run`` on its lane's thread, and :meth:`submit` it."""
         transfer = Transfer(lane, deadline, key=key, of=of)
         transfer.run, transfer.held = run, held
         self.submit(transfer)
@@ -209,36 +197,17 @@ class Transfers:
         transfer.finish()
         self.open[transfer.lane][transfer.key] = transfer
 
-    @contextmanager
-    def working(self, label: str, working: Working) -> Iterator[None]:
-        """Around the job of a transfer, on its lane's thread.
-
-        Args:
-            label: of a profiler's range.
-            working: what it moves for, and with which staging.
-        """
-        with torch.profiler.record_function(label), self._mover.working(working):
-            yield
-
     def hurry(self, transfer: Transfer) -> None:
         """Have a transfer that somebody waits for taken next, unless it is under way."""
         self.thread(transfer.lane).hurry(transfer)
 
     def wait(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> Exception | None:
-        """Block until it is over, which counts as a stall of the step: what went wrong.
-
-        Args:
-            cause: of the stall; ``name`` of what is waited for, and ``index`` of its chunk.
-        """
+        """Block until it is over, which counts as a stall of the step by ``cause``: what went wrong."""
         # Only a wait that blocks is a stall of the step.
         if not transfer.is_over():
             with self.about(cause, name, index):
                 return transfer.outcome()
         return transfer.outcome()
-
-    def about(self, cause: str, name: str, index: int = -1) -> AbstractContextManager[None]:
-        """Count the time of a wait inside as a stall of the step, if it is the training thread that waits."""
-        return self._mover.about(cause, name, index)
 
     def take_back(self, transfer: Transfer, cause: str, name: str, index: int = -1) -> None:
         """Give up a transfer that nobody wants: cancel it, or wait until it is over, however that went."""
@@ -260,9 +229,7 @@ class Transfers:
             transfer.give_back()
 
     def end_of(self, lane: Lane, of: Any) -> Event:
-        """The end of what a lane has in flight for ``of``, if there is anything. Asked by the training thread;
-        anybody may wait for it.
-        """
+        """The end of what a lane has in flight for ``of``. Asked by the training thread; anybody may wait for it."""
         # Of one without a job its copies alone: who waits does not keep what it holds.
         flights = [transfer for transfer in self.open[lane].values() if transfer.of is of]
         return AllOf([transfer if transfer.copies is DONE else transfer.copies for transfer in flights])

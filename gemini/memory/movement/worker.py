@@ -74,11 +74,8 @@ class Job(Event):
             GeminiError: if its thread is gone, or nothing goes on.
         """
         if not self._done.is_set:
-            await_latch(self._done, lambda: f"{self.what} of {self._worker_name}", self._look)
-
-    @property
-    def _worker_name(self) -> str:
-        return "a thread that never got it" if self.worker is None else self.worker.name
+            name = "a thread that never got it" if self.worker is None else self.worker.name
+            await_latch(self._done, lambda: f"{self.what} of {name}", self._look)
 
     def _look(self) -> None:
         # The last look at `_done`: the thread may have finished the job and ended between two looks.
@@ -235,9 +232,8 @@ class Worker(JobThread):
             self._running.finish(GeminiError(f"{self.name} was closed: its model was deleted"))
 
     def submit(self, run: Callable[[], None], urgency: float = 0.0) -> Job:
-        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where the job has to be
-        known to somebody, that belongs into one ``WHOLE`` with this: an interrupt that waits for the end of it comes
-        when the job is on its way.
+        """Run ``run`` on the worker's thread, before what is less urgent (a larger number). Where somebody has to know
+        the job, that belongs into one ``WHOLE`` with this: an interrupt comes when it is on its way.
         """
         job = Job(urgency)
         job.run = run

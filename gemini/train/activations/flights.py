@@ -282,11 +282,12 @@ class Flights:
         """Copy what the tensor holds, and begin to move the copy."""
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
         file, buffer, place = self._file, flight.buffer, offloaded.place
-        transfers, working = self._transfers, Working(mover.watch.moved)
+        working = Working(mover.watch.moved)
 
         def write() -> None:
             assert file is not None and buffer is not None
-            with transfers.working("gemini::offload_activation", working), mover.about("activation", _SAVE):
+            label = torch.profiler.record_function("gemini::offload_activation")
+            with label, mover.working(working), mover.about("activation", _SAVE):
                 # The buffer is whole when the device has copied into it.
                 flight.copies.wait()
                 with mover.crossing(Tier.CPU, file.tier, num_bytes):
@@ -417,13 +418,14 @@ class Flights:
     def _read_back(self, flight: Flight, offloaded: Offloaded) -> None:
         mover, device, computing, num_bytes = self._mover, self._device, self._computing, flight.num_bytes
         file, buffer, place = self._file, flight.buffer, offloaded.place
-        transfers, working = self._transfers, Working(mover.watch.moved)
+        working = Working(mover.watch.moved)
         into = None if flight.on_device is None else _bytes(flight.on_device)
         free = device.mark()  # behind it nobody uses what is the memory of ``into`` now; the worker comes much later
 
         def read() -> None:
             assert file is not None and buffer is not None
-            with transfers.working("gemini::fetch_activation", working), mover.about("activation", _RESTORE):
+            label = torch.profiler.record_function("gemini::fetch_activation")
+            with label, mover.working(working), mover.about("activation", _RESTORE):
                 with mover.crossing(file.tier, Tier.CPU, num_bytes):
                     file.read(buffer, place)
                 if into is not None:

@@ -240,8 +240,8 @@ class GradientStore:
 
     def _leave_to_worker(self, handle: ParamHandle, flat: torch.Tensor, adding: bool) -> None:
         """Let the lane's thread land a gradient, whose bytes are reserved."""
-        transfers, held = self._transfers, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
-        working, chunk, at = Working(self._mover.watch.moved, staging=self._staging), handle.chunk, handle.slot.start
+        mover, held = self._mover, Held(self._ledger, self._device.tier, flat.nbytes, HOLDER)
+        working, chunk, at = Working(mover.watch.moved, staging=self._staging), handle.chunk, handle.slot.start
         # Now: behind it the gradient is there. Its copies wait for this and not for what is computed afterwards.
         written, before = self._device.mark(), handle.norm_sums
         sums: kernels.Sums = []
@@ -251,7 +251,7 @@ class GradientStore:
                 # Landings are in order, so the one that this adds to is over, and has left sums if it went well.
                 if adding and not before:
                     raise GeminiError(f"the gradient of {handle.name!r} that this one adds to has not landed")
-                with transfers.working("gemini::land", working):
+                with torch.profiler.record_function("gemini::land"), mover.working(working):
                     # In place: by now the gradient may be that of an update, and the param have none.
                     sums.extend(self.land_piece(chunk, flat, at, adding, written))
             except BaseException:
@@ -265,7 +265,7 @@ class GradientStore:
         with WHOLE:
             handle.norm_sums = sums  # it is there; its sums come with it
             # In the order of arrival.
-            transfers.begin(Lane.LANDING, land, self._number, of=chunk, held=held)
+            self._transfers.begin(Lane.LANDING, land, self._number, of=chunk, held=held)
 
     def _views(self, chunk: Chunk, start: int, stop: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The views in which gradients land, and what rounding their sum loses; None where that is not within the
