@@ -12,7 +12,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -55,16 +55,6 @@ class Pieces:
                 return arena, address
         self._arenas.append(Arena(num_bytes))
         return self.take(num_bytes)
-
-    def move_together(self, windows: Sequence[Window]) -> None:
-        """As :meth:`gemini.memory.devices.device.Device.move_windows_together`."""
-        self.num_moves += 1
-        kept = [(window, window.bytes.clone()) for window in windows]
-        for window, _ in kept:
-            window.depopulate()
-        for window, content in kept:
-            window.populate()
-            window.bytes.copy_(content)
 
 
 class PieceWindow(PageWindow):
@@ -180,9 +170,10 @@ class StandinDevice(HostMemoryDevice):
     def has_place(self, num_bytes: int) -> bool:
         return self.pieces is None or self.pieces.has_place(num_bytes)
 
-    def move_windows_together(self, windows: Sequence[Window]) -> None:
+    def move_windows_together(self, windows: Iterable[Window]) -> None:
+        super().move_windows_together(windows)
         if self.pieces is not None:
-            self.pieces.move_together(windows)
+            self.pieces.num_moves += 1
 
     def free_bytes(self) -> int:
         return self._memory

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from gemini.memory.devices.cuda_streams import CudaEvent
+from gemini.memory.devices.cuda_windows import CudaEvent
 
 _runtime = ctypes.PyDLL(None)
 _runtime.fake_alias.restype = ctypes.c_void_p

@@ -14,8 +14,7 @@ import torch
 
 import gemini
 from gemini.memory.devices.cuda import CudaDevice
-from gemini.memory.devices.cuda_streams import CudaEvent
-from gemini.memory.devices.cuda_windows import LastUses
+from gemini.memory.devices.cuda_windows import CudaEvent, LastUses
 from gemini.memory.devices.device import DONE
 from gemini.memory.devices.pinned import PinnedArena
 from gemini.memory.movement import fetches

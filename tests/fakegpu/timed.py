@@ -13,7 +13,7 @@ from typing import Any
 
 from gemini.kernels.cuda import CudaKernels
 from gemini.memory.devices.cuda import CudaDevice
-from gemini.memory.devices.cuda_streams import CudaEvent
+from gemini.memory.devices.cuda_windows import CudaEvent
 from tests.fakegpu import computing
 from tests.virtual_time import Rates, Span, TimedThread, VirtualClock
 

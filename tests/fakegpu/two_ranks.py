@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import gemini
 from benchmarks._processes import serve
-from gemini.memory.devices.cuda_streams import CudaEvent
+from gemini.memory.devices.cuda_windows import CudaEvent
 from gemini.planning.placement import bytes_per_tier
 from gemini.ranks import group
 from gemini.ranks.process_groups import make_subgroup

@@ -18,7 +18,7 @@ from cuda_runtime import Runtime, Tensor
 
 from gemini import waiting
 from gemini.errors import GeminiError
-from gemini.memory.devices import cuda, cuda_streams
+from gemini.memory.devices import cuda, cuda_windows
 from gemini.memory.devices.cuda import CudaDevice
 from gemini.memory.devices.device import Event
 from gemini.memory.devices.pages import Pages
@@ -379,7 +379,7 @@ def test_a_wait_sees_the_end_soon(
     runtime: Runtime, device: CudaDevice, tensors: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(cuda_streams, "time", clock)
+    monkeypatch.setattr(cuda_windows, "time", clock)
     event = device.copy(*tensors, "fetch")
     over = clock.now + seconds
     monkeypatch.setattr(event._event, "query", lambda: clock.now >= over)

@@ -30,8 +30,7 @@ import torch
 from gemini import kernels
 from gemini.errors import BudgetExceeded, GeminiError, human_bytes, warn
 from gemini.interrupts import call_without_grad
-from gemini.memory.devices.cuda_streams import CopyStreams, CudaEvent
-from gemini.memory.devices.cuda_windows import SMALL, CudaWindow, WindowMemory, move_together
+from gemini.memory.devices.cuda_windows import SMALL, CopyStreams, CudaEvent, CudaWindow, WindowMemory
 from gemini.memory.devices.device import Device, Event
 from gemini.memory.devices.pages import PAGE, host_bytes
 from gemini.memory.devices.pinned import PinnedArena
@@ -62,7 +61,7 @@ class CudaDevice(Device):
         self.pinned = PinnedArena(self.torch_device, _node_of(self.torch_device))
         self._nodes = memory_nodes()
         # Reentrant: `copy` and `mark` ask for the computing streams under it.
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._copying: dict[str, CopyStreams] = {}
         self._beside: dict[str, torch.cuda.Stream] = {}
         self._own: set[int] = set()  # handles of the streams that were made here
@@ -70,7 +69,7 @@ class CudaDevice(Device):
         # By storage: a copy finds the window whose memory it touches, to wait for the last use of it.
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
-        self._memory = WindowMemory(self.torch_device, self, self._lock)
+        self._memory = WindowMemory(self)
         self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
         self._before = 0
         """Bytes of tensors that were there before the model."""
@@ -88,11 +87,6 @@ class CudaDevice(Device):
 
     def has_place(self, num_bytes: int) -> bool:
         return self._memory.has_place(num_bytes)
-
-    def move_windows_together(self, windows: Sequence[Window]) -> None:
-        # What was computed may still read the windows where they are.
-        self.synchronize()
-        move_together(windows)
 
     def make_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
@@ -203,7 +197,7 @@ class CudaDevice(Device):
         if after is not None and not isinstance(after, CudaEvent):
             after.wait()  # of the host: nothing on the GPU could wait for it
         direction = f"{source.device.type} to {into.device.type}"
-        with self._lock, torch.cuda.device(self.torch_device):
+        with self.lock, torch.cuda.device(self.torch_device):
             streams = self._copying.setdefault(stream, CopyStreams())
             # Here, and not when copies end: nobody is told of that.
             streams.let_go()
@@ -242,7 +236,7 @@ class CudaDevice(Device):
         return event
 
     def mark(self) -> Event:
-        with self._lock, torch.cuda.device(self.torch_device):
+        with self.lock, torch.cuda.device(self.torch_device):
             # So that this thread's stream is known: windows that go later are behind it.
             self.computing_streams()
             return CudaEvent(self.torch_device, torch.cuda.current_stream(self.torch_device), "the computation")
@@ -255,7 +249,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def beside(self, name: str) -> Iterator[None]:
-        with self._lock, torch.cuda.device(self.torch_device):
+        with self.lock, torch.cuda.device(self.torch_device):
             if name not in self._beside:
                 self._beside[name] = self.new_stream()
             # One stream for each name, for all threads: work of one name is in order.
@@ -272,12 +266,12 @@ class CudaDevice(Device):
         with self.beside(stream):
             after.wait_on_device()
             on = torch.cuda.current_stream(self.torch_device)
-            with self._lock:
+            with self.lock:
                 window = self._windows.get(_storage(memory))
                 if window is not None:
                     window.let_follow(on)
             call()  # not under the lock: it may wait for other processes
-            with self._lock:
+            with self.lock:
                 event = CudaEvent(self.torch_device, on, "a collective")
                 if window is not None:
                     window.touched[stream] = event
@@ -289,7 +283,7 @@ class CudaDevice(Device):
     def close(self) -> None:
         # First, and whatever fails below: the limit of the allocator is the process's.
         lift(self, self.torch_device)
-        with self._lock:
+        with self.lock:
             copying, self._copying = self._copying, {}
         try:
             if copying or self._computing:
@@ -306,7 +300,7 @@ class CudaDevice(Device):
 
         A worker thread's current stream is the default one, whichever the training thread chose for itself.
         """
-        with self._lock:
+        with self.lock:
             if not self._of_thread.is_beside:
                 stream = torch.cuda.current_stream(self.torch_device)
                 # Kept for good: a stream that has computed once may still have work that reads a window.
@@ -315,7 +309,7 @@ class CudaDevice(Device):
 
     def new_stream(self) -> torch.cuda.Stream:
         """One that nothing of this device runs on: torch hands out a few dozen in turn, and then the first again."""
-        with self._lock:
+        with self.lock:
             taken = self._own | set(self._computing)
             stream = torch.cuda.Stream(self.torch_device)
             # Once around all that torch has; then two share one, which costs time and no correctness.

@@ -1,4 +1,8 @@
-"""Windows on a GPU: blocks of a pool of their own, each written again only behind the last use of just that block.
+"""Streams, events and windows of a GPU: blocks of a pool of their own, each written again only behind its last use.
+
+An error of the GPU belongs to the whole process: CUDA tells it in whichever call comes next, and nothing works
+afterwards. So a copy that failed there surfaces in the next wait of anybody, not only in its own, and trying it again
+fails like everything else; what can fail on its own (a file, a refused copy) is told before the copy is under way.
 
 The caching allocator orders the reuse of a block on the stream that it was allocated for: whoever works on that stream
 finds all earlier uses behind it. Windows are filled by copies on other streams, long before the computing stream has
@@ -24,34 +28,125 @@ that the computing stream was given waits for layers that never saw its block. H
 Blocks are of few sizes (same-shaped layers make same-shaped chunks), cut out of one segment that is allocated
 beforehand, so that neighbours that are free make one long block again and no step asks the driver for memory. Where
 sizes differ, what is free may be in pieces that are all too short. So who makes room asks for a place and not only for
-bytes (:meth:`WindowMemory.has_place`), and when nothing else may go the windows in use are moved together
-(:func:`move_together`). Nothing of this was run on a GPU yet.
+bytes (:meth:`WindowMemory.has_place`), and when nothing else may go the windows in use are moved together. Nothing of this was run on a GPU yet.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from gemini.interrupts import WHOLE, call_without_grad
-from gemini.memory.devices.cuda_streams import CudaEvent
-from gemini.memory.devices.windows import StorageWindow, Window
+from gemini import waiting
+from gemini.errors import GeminiError
+from gemini.memory.devices.device import Event
+from gemini.memory.devices.windows import StorageWindow
+from gemini.waiting import PROGRESS
+
+if TYPE_CHECKING:
+    from gemini.memory.devices.cuda import CudaDevice
+
+SPIN_SECONDS = 50e-6
+"""How long a wait asks without a pause: about what it takes to be woken up once."""
+
+_SHORTEST, _LONGEST = 20e-6, 100e-6
+"""Seconds between two questions after that: a sixteenth of what was waited so far, within these bounds."""
 
 SMALL = 2**20
 """Bytes up to which torch's allocator takes memory from other segments than larger ones."""
 
-_WITHOUT_TRACES = {"include_traces": False}
-"""Without what was allocated when, a list of blocks takes 10 us and not 200 (torch from 2.12 on has a choice)."""
+_HAS_CHOICE = "include_traces" in inspect.signature(torch.cuda.MemPool.snapshot).parameters  # torch from 2.12 on
+_WITHOUT_TRACES = {"include_traces": False} if _HAS_CHOICE else {}
+"""Without what was allocated when, a list of blocks takes 10 us and not 200."""
 
 _MANY = 256
 """Free ranges, above which those whose uses are all over are forgotten."""
+
+
+class CudaEvent(Event):
+    """A point in a stream. CUDA's own wait has no limit, so the host asks again and again."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, what: str):
+        self.what = what
+        self.stream = stream.cuda_stream
+        """Which stream it is a point of."""
+        self._device = device
+        self._event = torch.cuda.Event()
+        # Recorded here and never again: an event that is recorded anew would be another point.
+        self._event.record(stream)
+
+    def is_complete(self) -> bool:
+        try:
+            return self._event.query()
+        except RuntimeError:  # over, though not well: wait() says how
+            return True
+
+    def wait(self) -> None:
+        try:
+            # No clock is read where it is over already.
+            if self._event.query():
+                return
+            since = time.perf_counter()
+            # Asked and not synchronized with: `synchronize` of CUDA has no limit, and Ctrl-C waits for it.
+            while not self._event.query():
+                waited = time.perf_counter() - since
+                if waited > waiting.LOOK_SECONDS:
+                    with PROGRESS.elsewhere():
+                        self._wait_long()
+                    return
+                # 0 lets other threads of Python run; a sleep also gives the processor away, and costs a wake-up.
+                time.sleep(0 if waited < SPIN_SECONDS else min(max(waited / 16, _SHORTEST), _LONGEST))
+        except GeminiError:
+            raise
+        except RuntimeError as e:  # an error of the GPU, of this work or of any before it
+            raise GeminiError(f"{self.what} failed: {e}") from e
+
+    def _wait_long(self) -> None:
+        looks = waiting.patience(lambda: self.what, is_elsewhere=True)
+        looked = time.perf_counter()
+        while not self._event.query():
+            time.sleep(_LONGEST)
+            if time.perf_counter() - looked > waiting.LOOK_SECONDS:
+                next(looks)
+                looked = time.perf_counter()
+
+    def wait_on_device(self) -> None:
+        with torch.cuda.device(self._device):
+            # The current stream of the calling thread: each thread has its own.
+            self.hold_back(torch.cuda.current_stream(self._device))
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """Let what ``stream`` is given from now on come after this event."""
+        if stream.cuda_stream != self.stream:  # of its own points each stream is past
+            stream.wait_event(self._event)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        raise AssertionError("the GPU says when its work is over")
+
+
+class CopyStreams:
+    """The CUDA streams of one copy stream, one for each direction. Its copies are in order, in both directions
+    together. Changed under the lock of its device.
+    """
+
+    def __init__(self) -> None:
+        self.by_direction: dict[str, torch.cuda.Stream] = {}
+        self.last: tuple[str, CudaEvent] | None = None  # direction and end of the copy that was given last
+        # Host memory of copies under way: the GPU's engines use it and hold no reference.
+        self.in_flight: deque[tuple[CudaEvent, torch.Tensor, torch.Tensor]] = deque()
+
+    def let_go(self) -> None:
+        """Drop the references to tensors whose copies are over. In order: a stream ends its copies in the order of
+        their beginning.
+        """
+        while self.in_flight and self.in_flight[0][0].is_complete():
+            self.in_flight.popleft()
 
 
 class LastUses:
@@ -92,31 +187,12 @@ class LastUses:
         return list(found.values())
 
 
-class Streams(Protocol):
-    """The streams of one device."""
-
-    def computing_streams(self) -> list[torch.cuda.Stream]:
-        """Return those on which it computes."""
-
-    def new_stream(self) -> torch.cuda.Stream:
-        """Make one that nobody else of this device has."""
-
-
 class WindowMemory:
-    """The pool of one device's windows.
+    """The pool of one device's windows. Changed under the lock of that device."""
 
-    Args:
-        streams: the device's.
-        lock: the device's.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        streams: Streams,
-        lock: threading.RLock,
-    ):
-        self._device, self._streams, self._lock = device, streams, lock
+    def __init__(self, device: CudaDevice):
+        self._device, self.computing_streams, self._lock = device.torch_device, device.computing_streams, device.lock
+        self._new_stream = device.new_stream
         self._stream: torch.cuda.Stream | None = None
         self._pool: torch.cuda.MemPool | None = None
         self._last_uses = LastUses()
@@ -124,17 +200,13 @@ class WindowMemory:
         self.is_private = torch.cuda.get_allocator_backend() == "native"
         """Whether there is a pool, whose memory nothing else gets."""
 
-    def computing(self) -> list[torch.cuda.Stream]:
-        """The streams on which the device computes."""
-        return self._streams.computing_streams()
-
     @contextmanager
     def own(self) -> Iterator[None]:
         """Let what the calling thread allocates inside be of the pool. The allocator demands one thread at a time."""
         with self._lock, torch.cuda.device(self._device):
             if self._stream is None:
                 # Computes nothing, so that the order in which the allocator hands blocks on waits for no layer.
-                self._stream = self._streams.new_stream()
+                self._stream = self._new_stream()
             if self._pool is None and self.is_private:
                 self._pool = torch.cuda.MemPool()
             pool: AbstractContextManager[None] = contextlib.nullcontext()
@@ -168,7 +240,7 @@ class WindowMemory:
         if self._pool is None or num_bytes <= SMALL:
             return True
         # In memory of the pool alone: the rest of the allocator's has nothing for windows.
-        segments = [s for s in self._pool.snapshot(**_how_to_list()) if s["segment_type"] == "large"]
+        segments = [s for s in self._pool.snapshot(**_WITHOUT_TRACES) if s["segment_type"] == "large"]
         free = [block["size"] for s in segments for block in s["blocks"] if block["state"] == "inactive"]
         got = sum(segment["total_size"] for segment in segments)
         return max(free, default=0) >= num_bytes or got + num_bytes <= self._planned
@@ -188,7 +260,9 @@ class WindowMemory:
         with self._lock, torch.cuda.device(self._device):
             assert self._stream is not None
             # Marks of now: everything that read the window was given to these streams before.
-            events = [CudaEvent(self._device, stream, "the computation") for stream in self.computing()] + touched
+            events = [
+                CudaEvent(self._device, stream, "the computation") for stream in self.computing_streams()
+            ] + touched
             for event in events:
                 # For the allocator, which waits for this stream before it unmaps memory.
                 event.hold_back(self._stream)
@@ -220,7 +294,7 @@ class CudaWindow(StorageWindow):
         self._ready = self._memory.begin(self._address, self.num_bytes)
         self._followers = set()
         # Computing streams at once: they wait for copies of long ago. Copy streams wait when they touch the window.
-        for stream in self._memory.computing():
+        for stream in self._memory.computing_streams():
             self.let_follow(stream)
 
     def let_follow(self, stream: torch.cuda.Stream) -> None:
@@ -237,27 +311,6 @@ class CudaWindow(StorageWindow):
             self._address = 0
         self._ready, self.touched = [], {}
         return super().depopulate()
-
-
-def move_together(windows: Iterable[Window]) -> None:
-    """Give these windows, which have memory, new places one behind the other. Through host memory: there is no room
-    beside them. The caller has seen to it that nothing is under way.
-    """
-    # All of them are copied out before the first one goes, or there would be no piece long enough.
-    kept = [(window, window.bytes.cpu()) for window in windows]
-    # An interrupt in here would leave windows that are read without memory.
-    with WHOLE:
-        for window, _ in kept:
-            # All go before any comes back: the free pieces become one.
-            window.depopulate()
-        for window, content in kept:
-            window.populate()
-            call_without_grad(window.bytes.copy_, content)
-
-
-@functools.cache
-def _how_to_list() -> dict[str, bool]:
-    return _WITHOUT_TRACES if "include_traces" in inspect.signature(torch.cuda.MemPool.snapshot).parameters else {}
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from gemini.errors import GeminiError
+from gemini.interrupts import WHOLE, call_without_grad
 from gemini.memory.devices.pages import can_move_pages, host_bytes
 from gemini.memory.devices.windows import FramePool, PageWindow, StorageWindow, Window
 from gemini.tiers import Tier
@@ -143,10 +144,23 @@ class Device(ABC):
         """Whether what is free of the windows' own memory has so many bytes in one piece, or need not have them."""
         return True
 
-    def move_windows_together(self, windows: Sequence[Window]) -> None:  # noqa: B027 - pages need not be in one piece
+    def move_windows_together(self, windows: Iterable[Window]) -> None:
         """Give these windows other places, one behind the other, so that what is free is in one piece. They have
-        memory, no copy of it is under way, and nobody but the calling thread reads it. Waits for all that was computed.
+        memory, no copy of it is under way, and nobody but the calling thread reads it.
         """
+        # What was computed may still read the windows where they are.
+        self.synchronize()
+        # All of them are copied out before the first one goes, or there would be no piece long enough; through host
+        # memory, since there is no room beside them.
+        kept = [(window, window.bytes.to("cpu", copy=True)) for window in windows]
+        # An interrupt in here would leave windows that are read without memory.
+        with WHOLE:
+            for window, _ in kept:
+                # All go before any comes back: the free pieces become one.
+                window.depopulate()
+            for window, content in kept:
+                window.populate()
+                call_without_grad(window.bytes.copy_, content)
 
     def reserve_host(  # noqa: B027 - most devices copy from any memory alike
         self, num_bytes: int, planes: Sequence[tuple[str, int]] = ()
@@ -322,11 +336,6 @@ _registered: dict[Any, type[Device]] = {}
 def register_device(name: str, kind: type[Device]) -> None:
     """``device=name`` is a device of that class, from here on."""
     _registered[name] = kind
-
-
-def registered_device(name: Any) -> type[Device] | None:
-    """The class registered by that name, if there is one."""
-    return _registered.get(name)
 
 
 def torch_device_of(device: Any) -> torch.device:

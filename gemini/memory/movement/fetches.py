@@ -8,7 +8,7 @@ is given the work of many layers ahead. Who gives the memory back, or writes the
 
 A copy that fails says so in ``chunk.fetched``, if the computing thread can wait for it; then the fetch is tried again.
 On CUDA nobody knows until later: an error of the GPU comes up in whichever call is next, and ends the program's use of
-it (see :mod:`gemini.memory.devices.cuda_streams`). For the manager, which gives the windows their memory.
+it (see :mod:`gemini.memory.devices.cuda_windows`). For the manager, which gives the windows their memory.
 """
 
 from __future__ import annotations
