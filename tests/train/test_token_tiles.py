@@ -190,8 +190,9 @@ def test_what_cannot_be_tiled_is_refused_by_name_or_left_whole(tmp_path: Path) -
         "mean": lambda logits: logits.float().mean(),
         "softmax": lambda logits: torch.softmax(logits, -1),
         "a part of the vocabulary": lambda logits: logits[..., :5],
-        "a write into logits": lambda logits: logits.__setitem__(0, 1.0),
-        r"'>' not supported": lambda logits: logits > 0,
+        "mul_": lambda logits: (logits[:, 1:], logits.mul_(2)),
+        "__setitem__": lambda logits: logits.__setitem__(0, 1.0),
+        r"\(gt\)": lambda logits: logits > 0,
     }.items():
         model: Any = llama()
         model.loss_function = lambda logits, labels, of=named, **_: of(logits)
@@ -368,7 +369,7 @@ def _watched(model: Any) -> None:
 def _changed(model: Any) -> None:
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda layer, args: (args[0] * 0.7,))
-    head.register_forward_hook(lambda layer, args, logits: logits * 0.5 + 0.1)
+    head.register_forward_hook(lambda layer, args, logits: logits.mul_(0.5) + 0.1)
 
 
 def _with_bias(model: Any) -> None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from gemini.errors import GeminiError, warn
 from gemini.train.modules.tiled_loss import TILE, LogitStep, TiledLoss
+from gemini.train.params.guard import METADATA, iter_tensors
 
 _ELEMENTWISE = frozenset(
     (
@@ -31,95 +32,77 @@ _ELEMENTWISE = frozenset(
 )
 """Operations that change each logit by itself, by the names of torch's functions and methods."""
 
+_IN_PLACE = {"mul_": torch.mul, "div_": torch.div, "add_": torch.add, "sub_": torch.sub}
+"""Those of them that change logits where they are (``logits *= 2``)."""
+
 _OF_ROWS = frozenset({"view", "reshape", "flatten", "contiguous"})
 """Operations that arrange tokens anew and leave each token's logits together."""
 
 
-class Logits:
-    """A stand-in for the logits of ``hidden``, which torch's functions take as they take a tensor.
+class Logits(torch.Tensor):
+    """A stand-in for the logits of some hidden states: a tensor without values, which notes what is done with it.
 
-    Args:
+    Attributes:
+        hidden: the hidden states.
         steps: what is done with a tile of logits (tokens x vocabulary), in order.
+        has_views: whether there are others of the same logits, which a step in place would change as well.
     """
 
-    def __init__(self, head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[LogitStep, ...] = ()):
-        self._head, self._hidden, self._steps, self.dtype = head, hidden, steps, dtype
+    head: Head
+    hidden: torch.Tensor
+    steps: tuple[LogitStep, ...]
+    has_views: bool
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._head.layer.out_features))
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self._hidden.dim()
-
-    @property
-    def ndim(self) -> int:
-        return self._hidden.dim()
-
-    @property
-    def device(self) -> torch.device:
-        return self._hidden.device
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or (name not in _ELEMENTWISE and name not in _OF_ROWS):
-            self._refuse(name)
-        func = getattr(torch.Tensor, name)
-        return lambda *args, **kwargs: self.__torch_function__(func, (), (self, *args), kwargs)
-
-    def __getitem__(self, index: Any) -> Logits:
-        found = index if isinstance(index, tuple) else (index,)
-        after = found[next(i for i, at in enumerate(found) if at is Ellipsis) + 1 :] if _has_ellipsis(found) else None
-        taken = sum(at.dim() if _is_mask(at) else at is not None and at is not Ellipsis for at in found)
-        of_last = found[-1] if (after or (after is None and taken >= self.dim())) else slice(None)
-        if not (isinstance(of_last, slice) and of_last == slice(None)):
-            self._refuse("a part of the vocabulary")
-        return self._with(self._hidden[index])
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self._refuse("a write into logits")
-
-    def __iter__(self) -> Any:
-        self._refuse("iteration")
-
-    def __mul__(self, other: Any) -> Logits:
-        return self._then(torch.mul, (self, other), {})
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Logits:
-        return self._then(torch.div, (self, other), {})
-
-    def __add__(self, other: Any) -> Logits:
-        return self._then(torch.add, (self, other), {})
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Logits:
-        return self._then(torch.sub, (self, other), {})
-
-    def __neg__(self) -> Logits:
-        return self._then(torch.neg, (self,), {})
+    @staticmethod
+    def of(head: Head, hidden: torch.Tensor, dtype: torch.dtype, steps: tuple[LogitStep, ...] = ()) -> Logits:
+        shape = (*hidden.shape[:-1], head.layer.out_features)
+        made: Logits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            Logits, shape, dtype=dtype, device=hidden.device
+        )
+        made.head, made.hidden, made.steps, made.has_views = head, hidden, steps, False
+        return made
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        own = next(value for value in (*args, *kwargs.values()) if isinstance(value, Logits))
+        own = next(value for value in iter_tensors((args, kwargs)) if isinstance(value, Logits))
         name = getattr(func, "__name__", str(func))
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func is functional.cross_entropy:
             return own._cross_entropy(*args, **kwargs)
+        if func is torch.Tensor.__getitem__:
+            return own._part(args[1])
         if name in _OF_ROWS:
             return own._rows(name, args, kwargs)
+        if name in _IN_PLACE and args[0] is own and not own.has_views:
+            made = own._then(_IN_PLACE[name], args, kwargs)
+            if made.dtype is own.dtype:
+                own.steps = made.steps
+                return own
         if name in _ELEMENTWISE:
             return own._then(func, args, kwargs)
         own._refuse(name)
 
+    __torch_dispatch__ = __torch_function__  # type: ignore[assignment]  # torch makes no stand-in without it; nothing comes there
+
     # ---- what the model does with them -------------------------------------------------------------------------------
 
     def _with(self, hidden: torch.Tensor) -> Logits:
-        return Logits(self._head, hidden, self.dtype, self._steps)
+        view = Logits.of(self.head, hidden, self.dtype, self.steps)
+        self.has_views = view.has_views = True
+        return view
+
+    def _part(self, index: Any) -> Logits:
+        found = index if isinstance(index, tuple) else (index,)
+        dots = [i for i, at in enumerate(found) if at is Ellipsis]
+        masks = [at.dim() for at in found if isinstance(at, torch.Tensor) and at.dtype is torch.bool]
+        taken = sum(masks) + sum(at is not None for at in found) - len(masks) - len(dots)
+        names_last = found[dots[0] + 1 :] if dots else taken >= self.dim()
+        if names_last and not (isinstance(found[-1], slice) and found[-1] == slice(None)):
+            self._refuse("a part of the vocabulary")
+        return self._with(self.hidden[index])
 
     def _rows(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
         """Arrange the same tokens anew."""
@@ -137,7 +120,7 @@ class Logits:
             after = [math.prod(before) // max(rest, 1) if size == -1 else size for size in after]
         if not after or after[-1] != before[-1] or math.prod(after) != math.prod(before):
             self._refuse(f"{name} of logits {tuple(before)} to {tuple(after)}")
-        return self._with(self._hidden.reshape(*after[:-1], self._hidden.shape[-1]))
+        return self._with(self.hidden.reshape(*after[:-1], self.hidden.shape[-1]))
 
     def _then(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
         """Note one more step, a function of each logit by itself."""
@@ -147,7 +130,7 @@ class Logits:
         for value in args:
             if value is self:
                 kept.append(TILE)
-            elif isinstance(value, torch.Tensor) and value.numel() in (1, vocabulary):
+            elif isinstance(value, torch.Tensor) and type(value) is not Logits and value.numel() in (1, vocabulary):
                 is_each = value.numel() == vocabulary and value.shape[-1] == vocabulary
                 kept.append(value.reshape(vocabulary if is_each else (1,) * min(value.dim(), 1)))
             elif isinstance(value, (numbers.Number, str, bool, torch.dtype, torch.device)):
@@ -163,7 +146,9 @@ class Logits:
         sample = step(torch.empty(0, vocabulary, dtype=dtype, device=self.device))
         if not isinstance(sample, torch.Tensor) or sample.shape != (0, vocabulary):
             self._refuse(name)
-        return Logits(self._head, self._hidden, sample.dtype, (*self._steps, step))
+        if sample.dtype is dtype and name in ("float", "double", "half", "bfloat16", "to", "type"):
+            return self  # as in torch
+        return Logits.of(self.head, self.hidden, sample.dtype, (*self.steps, step))
 
     def _cross_entropy(
         self,
@@ -179,25 +164,17 @@ class Logits:
         """Add up, or average, the losses of all tokens, as torch does of whole logits."""
         if input is not self or weight is not None or label_smoothing or size_average is not None or reduce is not None:
             self._refuse("a cross entropy with weights or label smoothing")
-        hidden = self._hidden
+        hidden = self.hidden
         if hidden.dim() != 2 or target.shape != hidden.shape[:1] or target.is_floating_point():
             self._refuse(f"a cross entropy of logits {tuple(self.shape)} and targets {tuple(target.shape)}")
-        loss = TiledLoss(self._head.tokens, self._steps, self.dtype, target, ignore_index, reduction)
-        return self._head.loss_of(hidden, loss)
+        loss = TiledLoss(self.head.tokens, self.steps, self.dtype, target, ignore_index, reduction)
+        return self.head.loss_of(hidden, loss)
 
     def _refuse(self, what: str) -> NoReturn:
         raise GeminiError(
-            f"{self._head.label} may mix the logits of different tokens ({what}), so "
+            f"{self.head.label} may mix the logits of different tokens ({what}), so "
             "head and loss cannot be computed in tiles. Leave tile_tokens out"
         )
-
-
-def _has_ellipsis(index: tuple[Any, ...]) -> bool:
-    return any(at is Ellipsis for at in index)
-
-
-def _is_mask(at: Any) -> bool:
-    return isinstance(at, torch.Tensor) and at.dtype is torch.bool
 
 
 class Head:
@@ -207,7 +184,7 @@ class Head:
         self.model, self.layer, self.tokens = model, layer, tokens
         self.label = f"tile_tokens={tokens}: {type(model).__name__}"
         self._promises = False
-        self._has_promised = self._has_warned = False
+        self._has_warned = False
         self._asked: TiledLoss | None = None
         """The loss that the next call of the layer is to give in place of logits."""
         self._divisor: Any = 1
@@ -258,9 +235,7 @@ class Head:
             return asked.at_once(hidden, self.layer, functools.partial(asked.whole, head=self.whole))
         if not self._promises:
             return type(self.layer).forward(self.layer, hidden)
-        # From here on an error of the model's may be due to what was put in the place of logits.
-        self._has_promised = True
-        return Logits(self, hidden, hidden.dtype)
+        return Logits.of(self, hidden, hidden.dtype)
 
     def model_forward(self) -> Callable[..., Any]:
         """The forward of the model."""
@@ -281,17 +256,10 @@ class Head:
                         "need them. Leave them out, or the head's tiles. This is said once per model"
                     )
                 return whole(*args, **kwargs)
-            self._promises, self._has_promised = True, False
+            self._promises = True
             self._divisor = _divisor_of(given)
             try:
                 return _without_logits(whole(*args, **kwargs))
-            except (TypeError, AttributeError, ValueError) as e:
-                if not self._has_promised:
-                    raise
-                raise GeminiError(
-                    f"{self.label} computes its loss by operations that may mix the logits of different tokens "
-                    f"({type(e).__name__}: {e}), so head and loss cannot be computed in tiles. Leave tile_tokens out"
-                ) from e
             finally:
                 # On errors too: the layer would go on giving stand-ins to whoever calls it.
                 self._promises = False
