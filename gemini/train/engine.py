@@ -20,15 +20,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gemini.config import GeminiConfig
 from gemini.ledger import Turn
-from gemini.memory.devices.device import Device, make_device
-from gemini.memory.movement.manager import Manager
-from gemini.memory.movement.mover import Mover
-from gemini.memory.movement.transfers import Lane, Transfers
-from gemini.memory.store import ChunkStore
+from gemini.memory.devices.device import make_device
 from gemini.optim.compact import rule_for
 from gemini.ranks.group import Ranks, join
 from gemini.rules import UpdateRule
-from gemini.tiers import Tier
 from gemini.train.activations.store import make_activation_store
 from gemini.train.gradients.norms import GradientNorms
 from gemini.train.gradients.scaling import Scaling
@@ -40,7 +35,7 @@ from gemini.train.observers import ChangedChunks, Observers, WriteObservers
 from gemini.train.params.by_name import ByName
 from gemini.train.params.exposure import Exposure
 from gemini.train.params.guard import ManagedParameter
-from gemini.train.params.handle import ParamSet, StageParam
+from gemini.train.params.handle import StageParam
 from gemini.train.params.tensor_slice import TensorSlice
 from gemini.train.passes.again import Again
 from gemini.train.passes.backward import BackwardPass, Recovery
@@ -92,17 +87,18 @@ class Engine:
         if not ranks.are_alone:
             # A collective, before anything is allocated: ranks that differ in model or config find out here.
             prepare(structure, config, ranks, filled=is_filled, cuts=cuts)
-        others = _other_slices(config, rule, ranks, in_stages=in_stages) if cuts else None
+        others = None
+        if cuts and ranks.slices.size > 1:
+            refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
+            others = OtherSlices(ranks.slices)
 
-        # Where the bytes are, and what moves them.
-        built = build(structure, config, device, own, ranks, cuts)
+        # Where the bytes are, and what moves them; then what computes with them, and the passes of a step.
+        built = build(structure, config, device, own, ranks, rule, cuts)
         self.decision = built.decision
         params = self.params = built.params
         params.of_stages = of_stages or {}
-        store = self.store = _make_store(built, config, device, rule, _lanes(config, ranks, device))
-
-        # What computes with them, and the passes of a step.
-        parts = _make_parts(built, config, store, ranks, rule, others)
+        store = self.store = built.store
+        parts = _make_parts(built, config, ranks, rule, others)
         self.state = parts.state
         self.write_observers = parts.writes
         self.updates = parts.updates
@@ -200,51 +196,15 @@ class Engine:
                 self.close()
 
 
-def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
-    """Say what moves beside training."""
-    lanes = set(Lane) if config.overlap else set()
-    if ranks.size == 1:
-        lanes.discard(Lane.REDUCE)
-    if ranks.shares_params or device.tier is not Tier.GPU:
-        lanes.discard(Lane.LANDING)  # what ranks add up lands behind that; elsewhere gradients are at home at once
-    return lanes
-
-
-def _make_store(built: Built, config: GeminiConfig, device: Device, rule: UpdateRule, lanes: set[Lane]) -> ChunkStore:
-    """Make what moves the bytes that :func:`build` has laid out."""
-    ledger, chunks = built.ledger, built.chunks
-    mover = Mover(device, built.tile, ledger, device_tile=built.device_tile, rule=rule.spec)
-    transfers = Transfers(mover, lanes)
-    manager = Manager(
-        chunks,
-        ledger=ledger,
-        device=device,
-        mover=mover,
-        policy=config.eviction_policy,
-        foresight=built.foresight,
-        transfers=transfers,
-    )
-    return ChunkStore(chunks, device, ledger, mover, transfers, manager, built.files, built.working_set, built.durable)
-
-
-def _other_slices(config: GeminiConfig, rule: UpdateRule, ranks: Ranks, *, in_stages: bool) -> OtherSlices | None:
-    """Find the ranks with the other slices of the same params; None if there are none."""
-    if ranks.slices.size == 1:
-        return None
-    refuse_unsuited(config, rule.spec, ranks, in_stages=in_stages)
-    return OtherSlices(ranks.slices)
-
-
 def _make_parts(
     built: Built,
     config: GeminiConfig,
-    store: ChunkStore,
     ranks: Ranks,
     rule: UpdateRule,
     others: OtherSlices | None,
 ) -> Parts:
     """Make what computes with weights out of their homes, gradients and activations in, updates between."""
-    params, state, shared = built.params, StepState(), ranks.shares_params
+    params, store, state, shared = built.params, built.store, StepState(), ranks.shares_params
     store.ledger.if_alone = state.occupancy.if_alone
     # Of the books. An RLock: what is gathered under it may meet a stray read, which takes it again.
     lock, observers = threading.RLock(), Observers()
@@ -256,11 +216,16 @@ def _make_parts(
     updates = Updates(store, state, exposure, writes, rule, alone=not shared, threads=config.update_threads)
     # Room that gathered weights need at once, which gradients on the same tier must leave free.
     working_set = store.working_set if shared or store.moves else 0
-    gradients = GradientStore(params.handles, store, _norms_of(params, ranks, others), working_set=working_set)
+    # Other slices and stages may have a part of the norms.
+    stages = ranks.stages if params.of_stages else None
+    copies = [] if stages is None else params.copies(stages.rank)
+    knows_all = not ranks.slice_ or ranks.is_one_model
+    norms = GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
+    gradients = GradientStore(params.handles, store, norms, working_set=working_set)
     activations = make_activation_store(store, calls, built.decision.offload_activations)
     scaling = Scaling(params, state, gradients, is_needed=config.precision == "fp16")
     in_backward = InBackward(params, state, updates, gradients, scaling, transient=config.gradients == "transient")
-    company, sink = _company_of(ranks, config, built, store, state, rule, in_backward)
+    company, sink = _company_of(ranks, config, built, state, rule, in_backward)
     return Parts(
         params=params,
         store=store,
@@ -283,19 +248,10 @@ def _make_parts(
     )
 
 
-def _norms_of(params: ParamSet, ranks: Ranks, others: OtherSlices | None) -> GradientNorms:
-    """Make the norms of gradients, of which other slices and stages may have a part."""
-    stages = ranks.stages if params.of_stages else None
-    copies = [] if stages is None else params.copies(stages.rank)
-    knows_all = not ranks.slice_ or ranks.is_one_model
-    return GradientNorms(params.handles, others, stages, copies=copies, knows_all=knows_all)
-
-
 def _company_of(
     ranks: Ranks,
     config: GeminiConfig,
     built: Built,
-    store: ChunkStore,
     state: StepState,
     rule: UpdateRule,
     in_backward: InBackward,
@@ -303,11 +259,11 @@ def _company_of(
     """Make the company of this rank, and what becomes of gradients: where other ranks have the same params, weights and
     gradients are divided among them; else they are whole at home.
     """
+    store, problem = built.store, built.decision.problem
     # Takes this rank's part of what was added up, or all.
     sink = (UsedAtOnce if in_backward.transient else GradientSink)(store, state, in_backward)
     if not ranks.shares_params:
         return Company(ranks, store.mover), sink
-    problem = built.decision.problem
     follows = store.transfers.beside and ranks.context.size == 1  # whose attention asks in between
     shards = Shards(ranks, built.params, store, exchange=problem.exchange, kinds=rule.spec.kinds, follows=follows)
     reduction = Reduction(

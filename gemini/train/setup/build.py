@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,8 +27,11 @@ from gemini.memory.devices.pages import PAGE
 from gemini.memory.durable.folder import StoreFolder
 from gemini.memory.durable.slots import slot_name
 from gemini.memory.movement.foresight import Foresight, Schedule
+from gemini.memory.movement.manager import Manager
+from gemini.memory.movement.mover import Mover
+from gemini.memory.movement.transfers import Lane, Transfers
 from gemini.memory.nvme import SpillFile, spill_file
-from gemini.optim.compact import rule_for
+from gemini.memory.store import ChunkStore
 from gemini.planning.layout import ChunkSpec, part_of
 from gemini.planning.placement import Placement, Problem, bytes_per_tier
 from gemini.planning.plan import Moves, window_room
@@ -38,33 +41,24 @@ from gemini.planning.policy import EvictionPolicy
 from gemini.planning.trace import Access, Source, accesses
 from gemini.planning.working import device_tile_numel, tile_numel, whole_numel
 from gemini.ranks.group import Ranks
+from gemini.rules import UpdateRule, refuse_other
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.reading import Structure
-from gemini.train.params.handle import ParamHandle, ParamSet, make_factors
+from gemini.train.params.handle import ParamHandle, ParamSet, make_factors, optimizer_of
 from gemini.train.params.tensor_slice import TensorSlice
-from gemini.train.setup.problem import Decision, check_optimizers, collect_params, decide
+from gemini.train.setup.problem import Decision, collect_params, decide
 
 _CROSSING = (WEIGHTS, *GRADS)
 """Planes of the host that are copied to or from the device in every step; of streamed updates the others are, too."""
 
 
-@dataclass
-class Built:
-    """The parts that :func:`build` hands to the engine."""
+class Built(NamedTuple):
+    """What :func:`build` hands to the engine."""
 
     decision: Decision
-    ledger: Ledger
-    files: Mapping[Tier, SpillFile]
-    durable: StoreFolder | None
-    chunks: list[Chunk]
     params: ParamSet
-    tile: int
-    device_tile: int
-    """Elements of a tile that passes through the device."""
-    working_set: int
-    """Bytes of the computing tier that a step takes at most beside planes."""
-    foresight: Foresight
+    store: ChunkStore
 
 
 def build(
@@ -73,6 +67,7 @@ def build(
     device: Device,
     owner: weakref.ref[Any],
     ranks: Ranks,
+    rule: UpdateRule,
     cuts: Mapping[int, TensorSlice] | None = None,
 ) -> Built:
     """Lay out, place, reserve and allocate. The params still hold their own memory afterwards.
@@ -80,7 +75,8 @@ def build(
     ``cuts``: by the id of a param, which slice it is.
     """
     named = collect_params(structure)
-    check_optimizers(named, rule_for(config.optimizer, config.states, config.precision))
+    for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
+        refuse_other(optimizer.rule, rule)
     size, rank = ranks.size, ranks.rank
     # Gradients of experts are added up among other ranks than those of the rest.
     spread = cuts if cuts and ranks.experts.size > 1 else ()
@@ -95,7 +91,11 @@ def build(
     whole = whole_numel(layout, problem.rule)
     tile, device_tile = tile_numel(largest, whole), device_tile_numel(largest, problem.rule, whole)
     moving = problem.moving(placement)
-    ledger = _make_ledger(config, problem, gathers=bool(moving))
+    pool = pool_of(config.memory)
+    ledger = Ledger(
+        dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}, pool
+    )
+    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if moving else 0)
     # Before anything is allocated: what does not fit is refused while the model is whole.
     _reserve(ledger, problem, placement)
     needed = bytes_per_tier(problem, placement)
@@ -118,7 +118,9 @@ def build(
     # Windows that are never given back count in full; others as they come and go.
     if device.keeps_windows:
         ledger.reserve(device.tier, of_windows, "pool")
-    device.reserve_buffers(_buffers(problem, placement))
+    planes = zip(placement.homes, problem.sizes, strict=True)
+    computing = [n for homes, sizes in planes for kind, n in sizes.items() if homes[kind] is problem.compute]
+    device.reserve_buffers(computing)
     # What is in the durable store needs no room in the spill file.
     durable = _open_store(config, problem, ranks)
     in_store = 0 if durable is None else durable.slots.num_bytes
@@ -150,15 +152,39 @@ def build(
     for handle in handles if problem.rule.factors else ():
         if handle.chunk.trained:
             handle.factors = make_factors(problem.rule, handle.param.shape)
-    params = ParamSet(handles, _by_chunk(handles))
-    for index, own in params.by_chunk.items():
+    by_chunk: dict[int, list[ParamHandle]] = {}
+    for handle in handles:
+        by_chunk.setdefault(handle.chunk.spec.index, []).append(handle)
+    for index, own in by_chunk.items():
         _make_views(chunks[index], own)
-    in_steps = problem.working_set + problem.in_flight
     for access in accesses(decision.trace, layout):
         for index in access.chunks:
             chunks[index].first_use = min(chunks[index].first_use, access.moment)
-    foresight = PlannedForesight(decision, owner, config.eviction_policy, ledger)
-    return Built(decision, ledger, files, durable, chunks, params, tile, device_tile, in_steps, foresight)
+    # What moves them.
+    mover = Mover(device, tile, ledger, device_tile=device_tile, rule=rule.spec)
+    transfers = Transfers(mover, _lanes(config, ranks, device))
+    manager = Manager(
+        chunks,
+        ledger=ledger,
+        device=device,
+        mover=mover,
+        policy=config.eviction_policy,
+        foresight=PlannedForesight(decision, owner, config.eviction_policy, ledger),
+        transfers=transfers,
+    )
+    in_steps = problem.working_set + problem.in_flight
+    store = ChunkStore(chunks, device, ledger, mover, transfers, manager, files, in_steps, durable)
+    return Built(decision, ParamSet(handles, by_chunk), store)
+
+
+def _lanes(config: GeminiConfig, ranks: Ranks, device: Device) -> set[Lane]:
+    """Say what moves beside training."""
+    lanes = set(Lane) if config.overlap else set()
+    if ranks.size == 1:
+        lanes.discard(Lane.REDUCE)
+    if ranks.shares_params or device.tier is not Tier.GPU:
+        lanes.discard(Lane.LANDING)  # what ranks add up lands behind that; elsewhere gradients are at home at once
+    return lanes
 
 
 def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed: int, there: int = 0) -> None:
@@ -172,14 +198,6 @@ def begin_budget(device: Device, config: GeminiConfig, problem: Problem, needed:
     # Of a budget that leaves activations no room nobody has said that it is all there may be.
     has_all = problem.activations > 0 or config.activations is not None
     device.begin_budget(problem.budgets[device.tier] if is_declared else None, needed, there, limited=has_all)
-
-
-def _make_ledger(config: GeminiConfig, problem: Problem, *, gathers: bool) -> Ledger:
-    pool = pool_of(config.memory)
-    budgets = dict(problem.budgets) if pool is None else {tier: pool.budget(tier) for tier in problem.budgets}
-    ledger = Ledger(budgets, pool)
-    ledger.needs[problem.compute] = problem.in_flight + (problem.working_set if gathers else 0)
-    return ledger
 
 
 def _open_store(config: GeminiConfig, problem: Problem, ranks: Ranks) -> StoreFolder | None:
@@ -285,12 +303,6 @@ def _host_planes(problem: Problem, placement: Placement) -> tuple[int, list[tupl
     return kept, crossing
 
 
-def _buffers(problem: Problem, placement: Placement) -> list[int]:
-    """Bytes of each plane that lives in the memory that computes."""
-    homes = zip(placement.homes, problem.sizes, strict=True)
-    return [size for at, sizes in homes for kind, size in sizes.items() if at[kind] is problem.compute]
-
-
 def _make_chunk(
     spec: ChunkSpec,
     problem: Problem,
@@ -320,11 +332,3 @@ def _make_chunk(
         chunk = Chunk(spec, planes, window.bytes.view(dtype), window, window.face().view(dtype))
     chunk.trained, chunk.streamed = spec.trainable, streamed
     return chunk
-
-
-def _by_chunk(handles: Iterable[ParamHandle]) -> dict[int, list[ParamHandle]]:
-    """Handles by the index of their chunk."""
-    by_chunk: dict[int, list[ParamHandle]] = {}
-    for handle in handles:
-        by_chunk.setdefault(handle.chunk.spec.index, []).append(handle)
-    return by_chunk

@@ -29,7 +29,6 @@ from gemini.planning.trace import MemoryTrace, Source
 from gemini.planning.working import MARGIN, with_staging, with_tiles
 from gemini.ranks.agree import checksum_of
 from gemini.ranks.group import Ranks
-from gemini.rules import UpdateRule, refuse_other
 from gemini.sharing import pool_of
 from gemini.tiers import DRIVE, FILED, Tier
 from gemini.train.modules.mixed import MADE, kept_in_fp32
@@ -98,16 +97,6 @@ def _refuse_renormalizing(structure: Structure) -> None:
                 "rows of its batch in every forward, and on several ranks each would rewrite others. Set max_norm=None "
                 "and renormalize between steps, inside model.gathered([weight], write=True)"
             )
-
-
-def check_optimizers(named: list[NamedParam], rule: UpdateRule) -> None:
-    """Refuse params that an optimizer of another rule has already.
-
-    Raises:
-        GeminiError: naming both rules.
-    """
-    for optimizer in filter(None, [optimizer_of(n.param) for n in named]):
-        refuse_other(optimizer.rule, rule)
 
 
 def prepare(
@@ -210,37 +199,28 @@ def _as_text(value: Any) -> str:
     return repr(value)
 
 
-def measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside: int = 0) -> dict[Tier, int]:
+def _measure_budgets(config: GeminiConfig, device: Device, ranks: Ranks, beside: int) -> dict[Tier, int]:
     """Bytes per existing tier for this process: as declared, else what is free now times ``MARGIN``; of a shared budget
-    what other models leave.
+    what other models leave, without ``beside`` bytes of the device that are nobody's.
 
     Host memory and disk are a machine's: the ranks on it divide them. What is measured is what the poorest rank has.
-
-    Args:
-        beside: bytes of the device that are nobody's, for all models of a shared budget.
 
     Raises:
         StorageError: if a directory cannot hold a spill file.
     """
-    memory = config.memory
-    budgets: dict[Tier, int] = {}
-    gpu = memory.bytes_of(Tier.GPU)
-    # A declared budget is taken as it is; of what is measured a margin stays for others.
+    memory, free = config.memory, {Tier.CPU: available_bytes()}
     if device.tier is Tier.GPU:
-        budgets[Tier.GPU] = int(device.free_bytes() * MARGIN) if gpu is None else gpu
-    elif gpu:
+        free = {Tier.GPU: device.free_bytes(), **free}
+    elif memory.bytes_of(Tier.GPU):
         warn(f"memory gpu={memory.gpu!r} has no effect: the device is {device.name}")
-    cpu = memory.bytes_of(Tier.CPU)
-    budgets[Tier.CPU] = int(available_bytes() * MARGIN) if cpu is None else cpu
     for tier in FILED:
-        paths, given = memory.paths_of(tier), memory.bytes_of(tier)
-        if not paths:
-            continue
-        directories = [probe(path, tier).directory for path in paths]
-        free = striped_free_bytes(directories)
-        if tier is DRIVE and memory.durable:  # the slots of an earlier run are used again
-            free += store_bytes(directories[0])
-        budgets[tier] = int(free * MARGIN) if given is None else given
+        if paths := memory.paths_of(tier):
+            directories = [probe(path, tier).directory for path in paths]
+            free[tier] = striped_free_bytes(directories)
+            if tier is DRIVE and memory.durable:  # the slots of an earlier run are used again
+                free[tier] += store_bytes(directories[0])
+    # A declared budget is taken as it is; of what is measured a margin stays for others.
+    budgets = {t: int(n * MARGIN) if (given := memory.bytes_of(t)) is None else given for t, n in free.items()}
     # A GPU is this process's alone; memory and disks are shared by all ranks of the machine.
     budgets = {tier: n if tier is Tier.GPU else n // ranks.local_size for tier, n in budgets.items()}
     pool = pool_of(memory)
@@ -263,17 +243,6 @@ class Decision(NamedTuple):
     """Why params stay in fp32, by their ``id``. What was made so can be seen no more when the model is managed."""
     tile_tokens: int | str | None = None
     """Tokens of the tiles in which MLPs and the head with its loss are computed; None for the model as it is."""
-
-
-def bytes_beside(config: GeminiConfig, device: Device, ranks: Ranks) -> int:
-    """Bytes of a declared ``gpu=`` that are the driver's and the allocator's, the same on all ranks. A budget that is
-    measured is what these leave.
-    """
-    if device.tier is not Tier.GPU or config.memory.bytes_of(Tier.GPU) is None:
-        return 0
-    beside = device.beside_bytes()
-    # The largest of all: the smallest of the negative values.
-    return -ranks.smallest([-beside])[0]
 
 
 def decide(
@@ -354,22 +323,16 @@ class _Chooser:
     """
 
     def __init__(self, config: GeminiConfig, device: Device, ranks: Ranks):
-        self._config = config
-        self._device = device
-        self._ranks = ranks
-        # In this order on all ranks, which meet in both.
-        beside, pool = bytes_beside(config, device, ranks), pool_of(config.memory)
-        self._budgets = measure_budgets(config, device, ranks, beside)
+        self._config, self._device, self._ranks = config, device, ranks
+        # In this order on all ranks, which meet in each; the largest of all is the smallest of the negative values.
+        beside, pool = 0, pool_of(config.memory)
+        if device.tier is Tier.GPU and config.memory.bytes_of(Tier.GPU) is not None:
+            # The driver's and the allocator's. A budget that is measured is what these leave.
+            beside = -ranks.smallest([-device.beside_bytes()])[0]
+        self._budgets = _measure_budgets(config, device, ranks, beside)
         self._beside = beside if pool is None else 0
         self._at_once = pool is not None and pool.at_once
-        # All ranks plan alike: with what the largest of the others needs.
         self._others = 0 if pool is None else -ranks.smallest([-pool.needed_by_others(None, device.tier)])[0]
-        if config.hardware is None:
-            self._speeds = Speeds.typical()
-        else:
-            self._speeds = Speeds.of(config.hardware, self._budgets, sharing=ranks.local_size)
-        given = config.placement
-        self._offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
 
     def choose(self, trace: MemoryTrace) -> Decision:
         """Choose with staging for every worker, or else with less of it.
@@ -380,41 +343,52 @@ class _Chooser:
         return with_staging(partial(self._choose, trace), overlap=self._config.overlap)
 
     def _choose(self, trace: MemoryTrace, overlap: bool) -> Decision:
-        problem = self._pose(trace, overlap=overlap)
-        given = self._config.placement
-        if isinstance(given, Plan):
-            check_fits(problem, given.placement)
-            return Decision(trace, problem, given.placement, given, self._offload)
+        config, given = self._config, self._config.placement
+        offload = given.offload_activations if isinstance(given, Plan) else config.offload_activations
+        problem = self._pose(trace, None if offload == "auto" else offload, overlap=overlap)
+        if isinstance(given, str):
+            plan = self._plan(trace, problem)
+            return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
         if isinstance(given, StaticPlacement):
-            by_share = by_fractions(problem, _without_gpu(given, problem))
-            return Decision(trace, problem, by_share, None, self._offload)
-        if isinstance(given, Placement):
-            check_fits(problem, given)
-            return Decision(trace, problem, given, None, self._offload)
-        plan = self._plan(trace, problem)
-        return Decision(trace, plan.problem, plan.placement, plan, plan.offload_activations)
+            return Decision(trace, problem, by_fractions(problem, _without_gpu(given, problem)), None, offload)
+        placement, of_plan = (given.placement, given) if isinstance(given, Plan) else (given, None)
+        check_fits(problem, placement)
+        return Decision(trace, problem, placement, of_plan, offload)
 
-    @property
-    def _offload_unless_auto(self) -> str | None:
-        return None if self._offload == "auto" else self._offload
-
-    def _pose(self, trace: MemoryTrace, *, overlap: bool) -> Problem:
-        problem = pose(
-            trace, self._config, self._device, self._budgets, self._ranks, self._offload_unless_auto, overlap=overlap
+    def _pose(self, trace: MemoryTrace, offload_activations: str | None, *, overlap: bool) -> Problem:
+        config, ranks = self._config, self._ranks
+        problem = pose_problem(
+            trace,
+            self._budgets,
+            precision=config.precision,
+            gradients=config.gradients,
+            compute=self._device.tier,
+            activations=_declared_activations(trace, config),
+            offload_activations=offload_activations,
+            ranks=ranks.size,
+            replicas=ranks.num_replicas,
+            reduce_itemsize=reduce_dtype(config).itemsize,
+            max_chunk=config.max_chunk,
+            overlap=overlap,
+            rule=config.rule_spec,
+            durable=config.memory.durable,
         )
         at_once = problem.working_set if self._at_once and self._others else 0
         return replace(problem, beside=self._beside, others=self._others + at_once)
 
     def _plan(self, trace: MemoryTrace, problem: Problem) -> Plan:
-        config = self._config
+        config, hardware = self._config, self._config.hardware
+        if hardware is None:
+            speeds = Speeds.typical()
+        else:
+            speeds = Speeds.of(hardware, self._budgets, sharing=self._ranks.local_size)
         schedule = "overlapped" if config.overlap else "serial"
-        planner = Planner(
-            trace, self._speeds, schedule=schedule, hardware=config.hardware, policy=config.eviction_policy
-        )
+        planner = Planner(trace, speeds, schedule=schedule, hardware=hardware, policy=config.eviction_policy)
+        offload = config.offload_activations
         if trace.source is Source.STRUCTURE:  # the first step that runs says what moves when
-            return planner.choose(problem, None, self._offload_unless_auto)
+            return planner.choose(problem, None, None if offload == "auto" else offload)
         explicit = _declared_activations(trace, config) is not None
-        return planner.best_of(problem, None, self._offload, explicit=explicit)
+        return planner.best_of(problem, None, offload, explicit=explicit)
 
 
 def _warn_of_no_compact(config: GeminiConfig, problem: Problem) -> None:
@@ -481,35 +455,6 @@ def _without_gpu(wanted: StaticPlacement, problem: Problem) -> StaticPlacement:
 def reduce_dtype(config: GeminiConfig) -> torch.dtype:
     """The dtype in which gradients are sent between ranks."""
     return COMPUTE_DTYPES[config.reduce_dtype or config.precision]
-
-
-def pose(
-    trace: MemoryTrace,
-    config: GeminiConfig,
-    device: Device,
-    budgets: dict[Tier, int],
-    ranks: Ranks,
-    offload_activations: str | None,
-    *,
-    overlap: bool,
-) -> Problem:
-    """Pose the problem: all that placing needs to know."""
-    return pose_problem(
-        trace,
-        budgets,
-        precision=config.precision,
-        gradients=config.gradients,
-        compute=device.tier,
-        activations=_declared_activations(trace, config),
-        offload_activations=offload_activations,
-        ranks=ranks.size,
-        replicas=ranks.num_replicas,
-        reduce_itemsize=reduce_dtype(config).itemsize,
-        max_chunk=config.max_chunk,
-        overlap=overlap,
-        rule=config.rule_spec,
-        durable=config.memory.durable,
-    )
 
 
 def _declared_activations(trace: MemoryTrace, config: GeminiConfig) -> int | None:
