@@ -53,7 +53,7 @@ WHERE = {
     # ranks
     "ranks": "ranks",
     "shards": "shards",
-    "replicas": "backward.sink._replicas",
+    "replicas": "backward.sink.replicas",
     # parts
     "state": "state",
     "device": "store.device",

@@ -169,7 +169,7 @@ def test_one_that_evaluates_alone_is_named(pool_of: Pools) -> None:
         assert "rank 1 is in the backward of model.layers.1.mlp.experts, before its experts" in outcome.text
 
 
-@pytest.mark.parametrize(("gradients", "says"), [("retain", "lr"), ("transient", "other hyperparameters")])
+@pytest.mark.parametrize(("gradients", "says"), [("retain", "lr"), ("transient", "the hyperparameters")])
 def test_ranks_with_other_settings_are_refused(gradients: str, says: str, pool_of: Pools) -> None:
     for outcome in pool_of(2).outcomes(disagreeing, gradients):
         assert isinstance(outcome, Failure) and "RankMismatch" in outcome.kind and says in outcome.text

@@ -45,20 +45,20 @@ def step() -> Iterator[ScriptedStep]:
 
 
 def test_one_order_of_both_kinds(step: ScriptedStep) -> None:
-    added: list[list[int]] = []
+    added: list[int] = []
     assert SCRIPT.gathers_before == (2,) and step.gather(CHUNKS[0]) is not None
-    job = step.reduce(1, added.append, lambda: DONE)
+    job = step.reduce(1, lambda: added.append(1), lambda: DONE)
     assert not job.is_complete(), "a gather stands before it"
     assert step.gather(CHUNKS[1]) is not None
     job.wait(5.0)
-    assert added == [[1, 1]] and step.finish()
+    assert added == [1] and step.finish()
 
 
 def test_who_waits_for_a_reduction_has_begun_what_stands_before_it(step: ScriptedStep) -> None:
     """Else nobody would ever launch it: this rank leaves, and what it has offered ends."""
-    added: list[list[int]] = []
+    added: list[int] = []
     step.gather(CHUNKS[0])
-    job = step.reduce(1, added.append, lambda: DONE)
+    job = step.reduce(1, lambda: added.append(1), lambda: DONE)
     step.before_waiting_for(job)
     job.wait_until_over(5.0)
     assert step.is_parted and not added and step.gather(CHUNKS[1]) is None and not step.finish()

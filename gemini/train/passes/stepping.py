@@ -273,11 +273,7 @@ class Stepping:
         # On all ranks, and before anything changes: one that disagrees raises on every rank.
         self._sink.agree_on_step(optimizer)
         if self._slices is not None:
-            handles = self._params.handles
-            facts = facts_of_step(
-                handles, [optimizer], self.scaling, self.state, clippings=(), num_backwards=0, num_dropped=0
-            )
-            self._slices.compare(facts)
+            self._slices.compare(facts_of_step(self._params.handles, [optimizer], self.scaling, self.state))
 
     def step(
         self,

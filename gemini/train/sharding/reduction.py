@@ -79,20 +79,6 @@ _PLAN = 8
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _detail(is_full: bool, dtype: torch.dtype, plan: int) -> int:
-    return int(is_full) | _DTYPES.index(dtype) << 1 | plan << _PLAN
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    """The number that a rank brings to a reduction behind backward: the dtype of its gradient, from 1 on."""
-    return 1 + _DTYPES.index(dtype)
-
-
-def _dtype_of_number(number: int) -> torch.dtype:
-    """The opposite of :func:`_number_of`."""
-    return _DTYPES[number - 1]
-
-
 class _WholeGradient:
     """The gradient of a whole chunk as this rank computed it, until it is reduced."""
 
@@ -103,34 +89,21 @@ class _WholeGradient:
         self.is_reduced = False
 
 
-class _PlannedUpdates(NamedTuple):
-    """The checksum of all that updates inside a backward depend on, and the number of that backward."""
-
-    backward: int
-    checksum: int
-
-
-def _is_any_off_device(chunks: Iterable[Chunk]) -> bool:
-    """Whether a plane of gradients is where the device does not see it: sums go there through staging."""
-    grads = [chunk.planes[GRAD] for chunk in chunks if GRAD in chunk.planes]
-    return any(plane.device_view(0, 0) is None for plane in grads)
-
-
 class _Landing(NamedTuple):
-    """A reduction behind backward, as the training thread has left it to the worker that lands it.
+    """A reduction as the training thread leaves it to whoever lands it, perhaps when another backward has begun.
 
     Attributes:
-        adding: by param, whether its plane has a gradient that this one is added to.
-        working: in which the worker moves and stages it.
-        backward: the number of the backward that it belongs to.
+        handles: of the gradients that arrive.
+        adding: by param of the chunk, whether its plane has a gradient.
+        flat: this rank's whole gradient, if it has any.
+        senders: the ranks that have one, and its dtype there.
     """
 
     chunk: Chunk
     handles: list[ParamHandle]
     adding: dict[str, bool]
-    whole: _WholeGradient
-    working: Working
-    backward: int
+    flat: torch.Tensor | None
+    senders: Mapping[int, torch.dtype]
 
 
 class Reduction(GradientSink):
@@ -159,8 +132,8 @@ class Reduction(GradientSink):
         self._mover = store.mover
         self._manager = store.manager
         self.has_replicas = self._ranks.num_replicas > 1
-        self._replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
-        self._sync = StepSync(shards, self._replicas, into.state, into.in_backward.scaling)
+        self.replicas = ReplicaSums(shards, store, each_backward=sums_each_backward)
+        self._sync = StepSync(shards, self.replicas, into.state, into.in_backward.scaling)
 
         # Whole gradients: those that are open, by chunk, the dtype and the share of the mean that each rank gives, and
         # the bytes that all of them may take.
@@ -175,11 +148,12 @@ class Reduction(GradientSink):
         # device does not see, and what the next backward is expected to complete.
         self._behind: dict[int, Job] = {}
         self._staging = store.transfers.staging.get(Lane.REDUCE)
-        self._needs_staging = _is_any_off_device(store.chunks)
+        grads = [chunk.planes[GRAD] for chunk in store.chunks if GRAD in chunk.planes]
+        self._needs_staging = any(plane.device_view(0, 0) is None for plane in grads)
         self._completions = Completions()
 
-        # Inside backward: what its updates depend on, once the first of them is planned.
-        self._plan: _PlannedUpdates | None = None
+        # Inside backward: its number, and the checksum of what its updates depend on, once the first is planned.
+        self._plan = (-1, 0)
 
         # Last: from here on others call this.
         shards.reducing = self
@@ -241,7 +215,7 @@ class Reduction(GradientSink):
         # A script that all have followed to its end has said all that this would ask.
         if not is_alike:
             self._check_plans(self._shards.meet(Point.END_BACKWARD, self._planned() << _PLAN))
-        self._replicas.end_backward()
+        self.replicas.end_backward()
         self._sync.backward_ended(is_alike=is_alike)
 
     def end_script(self, *, has_all: bool) -> bool:
@@ -251,8 +225,9 @@ class Reduction(GradientSink):
         return self._sync.end_script(has_all=has_all and not self._whole)
 
     def _reduce(self, index: int) -> None:
-        dtype = self._whole[index].flat.dtype
-        self._shards.reach(Request(Point.REDUCE, index, _detail(self._is_full(index), dtype, self._planned())))
+        dtype = _DTYPES.index(self._whole[index].flat.dtype)
+        detail = int(self._is_full(index)) | dtype << 1 | self._planned() << _PLAN
+        self._shards.reach(Request(Point.REDUCE, index, detail))
 
     def _is_full(self, index: int) -> bool:
         """Whether this rank has the gradients of all params of a chunk."""
@@ -282,44 +257,21 @@ class Reduction(GradientSink):
             return
         chunk.settle()
         whole = self._whole[index]
+        # All ranks bring the same dtype, or the script ends here.
+        dtype, backward = whole.flat.dtype, self.state.backward_number
+        landing = _Landing(chunk, handles, adding, whole.flat, dict.fromkeys(range(self._ranks.size), dtype))
         working = Working(self._mover.watch.moved, staging=self._staging)
-        landing = _Landing(chunk, handles, adding, whole, working, self.state.backward_number)
+
+        def add_up() -> None:  # runs on the landing worker
+            with self._mover.working(working):
+                self._land_sums(landing, is_launched=True)
+            whole.is_reduced = True
+            self.replicas.landed(index, backward)
+
         # What computes the gradient is on the device still: the collective comes behind it.
         ready = self._device.mark()
         launch = partial(self._channel.launch_reduce, chunk, whole.flat, ready)
-        self._behind[index] = step.reduce(_number_of(whole.flat.dtype), partial(self._add_up, landing), launch)
-
-    def _add_up(self, landing: _Landing, brought: list[int]) -> None:
-        """Add up a chunk and land it. Runs on the landing worker, with all that it needs of the training thread in
-        hand.
-
-        ``brought``: of each rank the number of the dtype in which it has its gradient.
-        """
-        chunk, whole = landing.chunk, landing.whole
-        for handle in landing.handles:
-            self.gradients.apply_clip(handle)
-            handle.norm_sums = []
-        senders = {rank: _dtype_of_number(number) for rank, number in enumerate(brought)}
-        failure: BaseException | None = None
-        with self._mover.working(landing.working), self._channel.reducing(chunk):
-            self._replicas.begin_landing(chunk, adding=any(landing.adding.values()))
-            for start, stop, total in self._channel.sums(chunk, whole.flat, senders, is_launched=True):
-                # After a failure the rest is taken all the same: the others must get what they wait for.
-                if failure is None:
-                    failure = self._try_to_land(landing, start, stop, total)
-        # Only now: all pieces were taken from the wire.
-        if failure is not None:
-            raise failure
-        whole.is_reduced = True
-        self._replicas.landed(chunk.spec.index, landing.backward)
-
-    def _try_to_land(self, landing: _Landing, start: int, stop: int, total: torch.Tensor) -> Exception | None:
-        """Land a piece of the sum; the error, if that fails."""
-        try:
-            self._land(landing.chunk, landing.handles, landing.adding, start, stop, total)
-        except Exception as e:
-            return e
-        return None
+        self._behind[index] = step.reduce(1 + _DTYPES.index(dtype), add_up, launch)
 
     def _wait_for_first(self) -> None:
         """Wait until the first reduction behind backward is over, or will not be."""
@@ -357,9 +309,9 @@ class Reduction(GradientSink):
             return 0
         # Once per backward, before its first update: all ranks must mean the same moment.
         backward = self.state.backward_number
-        if self._plan is None or self._plan.backward != backward:  # counters change with the first update
-            self._plan = _PlannedUpdates(backward, self._sync.facts_of_updates().checksum)
-        return self._plan.checksum
+        if self._plan[0] != backward:  # counters change with the first update
+            self._plan = backward, self._sync.facts_of_updates().checksum
+        return self._plan[1]
 
     def _check_plans(self, details: list[int]) -> None:
         """Refuse updates inside backward that ranks disagree about, before the first of them."""
@@ -388,28 +340,15 @@ class Reduction(GradientSink):
                 if handle.name not in whole.arrived:
                     # Another rank has this gradient: here it is zero, and not what the memory held before.
                     whole.flat[handle.slot.start : handle.slot.stop].zero_()
-        adding = {handle.name: handle.has_grad for handle in present}
-        self._replicas.begin_landing(chunk, adding=any(handle.has_grad for handle in handles))
-        for handle in present:
-            self.gradients.apply_clip(handle)
-        for handle in present:
-            handle.norm_sums = None if transient else []
-        shard = chunk.weights.numel
-        with self._channel.reducing(chunk):
-            for start, stop, total in self._channel.sums(chunk, None if whole is None else whole.flat, senders):
-                if transient:
-                    assert whole is not None
-                    at = self._ranks.rank * shard
-                    whole.flat[at + start : at + stop].copy_(total)
-                    continue
-                self._land(chunk, present, adding, start, stop, total)
-        if arrived.all():
-            self._replicas.landed(index, self.state.backward_number)
+        flat = None if whole is None else whole.flat
         if transient:
-            assert whole is not None
-            section = whole.flat[self._ranks.rank * shard : (self._ranks.rank + 1) * shard]
-            self._replicas.sum_now(chunk, section, present, self._planned())
-            self._update(chunk, present, whole)
+            assert flat is not None
+            self._use(chunk, present, flat, senders)
+        else:
+            adding = {handle.name: handle.has_grad for handle in handles}
+            self._land_sums(_Landing(chunk, present, adding, flat, senders))
+            if arrived.all():
+                self.replicas.landed(index, self.state.backward_number)
         if whole is not None:
             self._close(index)
         if arrived.all():
@@ -428,31 +367,52 @@ class Reduction(GradientSink):
         rows = self._ranks.wire.swap(Tag.AGREEMENT, own, "comparing which gradients there are")
         return rows[:, 1:].bool(), [_DTYPES[int(row[0])] for row in rows]
 
-    def _land(
-        self,
-        chunk: Chunk,
-        handles: list[ParamHandle],
-        adding: dict[str, bool],
-        start: int,
-        stop: int,
-        total: torch.Tensor,
-    ) -> None:
+    def _land_sums(self, landing: _Landing, *, is_launched: bool = False) -> None:
+        """Add up the gradients of a chunk, and keep this rank's shard of the sum."""
+        chunk, failure = landing.chunk, None
+        # First: sums over replicas that are under way read what is changed here.
+        self.replicas.begin_landing(chunk, adding=any(landing.adding.values()))
+        for handle in landing.handles:
+            self.gradients.apply_clip(handle)
+            handle.norm_sums = []
+        with self._channel.reducing(chunk):
+            for piece in self._channel.sums(chunk, landing.flat, landing.senders, is_launched=is_launched):
+                # After a failure the rest is taken all the same: the others must get what they wait for.
+                if failure is None:
+                    try:
+                        self._land(landing, *piece)
+                    except Exception as e:
+                        failure = e
+        if failure is not None:
+            raise failure
+
+    def _land(self, landing: _Landing, start: int, stop: int, total: torch.Tensor) -> None:
         """Keep a piece of the sum: elements ``[start, stop)`` of this rank's shard."""
+        chunk = landing.chunk
         dtype = chunk.planes[GRAD].dtype
         rounded = total if total.dtype == dtype or adds_up(chunk) else total.to(dtype)
-        for handle in handles:
+        for handle in landing.handles:
             first, last = max(handle.part.start, start), min(handle.part.stop, stop)
             if first < last:
                 piece = rounded[first - start : last - start]
-                sums = self.gradients.land_piece(chunk, piece, first, adding[handle.name])
+                sums = self.gradients.land_piece(chunk, piece, first, landing.adding[handle.name])
                 assert handle.norm_sums is not None
                 handle.norm_sums += sums
 
-    def _update(self, chunk: Chunk, handles: list[ParamHandle], whole: _WholeGradient) -> None:
-        """``step_in_backward``: the sums stand in this rank's section of the whole gradient."""
-        at = self._ranks.rank * chunk.weights.numel
+    def _use(
+        self, chunk: Chunk, handles: list[ParamHandle], flat: torch.Tensor, senders: Mapping[int, torch.dtype]
+    ) -> None:
+        """``gradients="transient"``: add up into this rank's section of the whole gradient, and update with that."""
+        section = flat.chunk(self._ranks.size)[self._ranks.rank]
         for handle in handles:
-            self.in_backward.use(handle, whole.flat[at + handle.part.start : at + handle.part.stop])
+            self.gradients.apply_clip(handle)
+            handle.norm_sums = None
+        with self._channel.reducing(chunk):
+            for start, stop, total in self._channel.sums(chunk, flat, senders):
+                section[start:stop].copy_(total)
+        self.replicas.sum_now(chunk, section, handles, self._planned())
+        for handle in handles:
+            self.in_backward.use(handle, section[handle.part.start : handle.part.stop])
         self.updates.complete(chunk, now=True)  # the whole gradient makes room for the next one
 
     def _dtype_of(self, chunk: Chunk) -> torch.dtype:
@@ -476,7 +436,7 @@ class Reduction(GradientSink):
             spare.append(window)
             if self.reduces:
                 raise
-            raise self.without_room(e) from e
+            raise self.explain(e) from e
         whole = _WholeGradient(window, dtype)
         self._whole[chunk.spec.index] = whole
         self.state.num_unreduced += 1
@@ -493,11 +453,9 @@ class Reduction(GradientSink):
         return True
 
     def explain(self, error: BudgetExceeded) -> BudgetExceeded:
-        """Say more of missing room for weights, where that is known."""
-        return error if self.reduces else self.without_room(error)
-
-    def without_room(self, error: BudgetExceeded) -> BudgetExceeded:
-        """Say more of it inside ``no_sync``: whole gradients may be what takes the room."""
+        """Say more of missing room inside ``no_sync``: whole gradients may be what takes it."""
+        if self.reduces:
+            return error
         return BudgetExceeded(
             f"{error}. Inside no_sync() whole gradients are kept on every rank, 4 bytes per param: leave it "
             "out (gradients are then divided after each backward) or raise the budget"
@@ -514,7 +472,7 @@ class Reduction(GradientSink):
         if self._behind:
             self._shards.finish()
         # Sums of the backward that is dropped must not land after it.
-        self._replicas.give_up()
+        self.replicas.give_up()
         self._sync.gradients_dropped(handles)
         for handle in handles:
             whole = self._whole.get(handle.chunk.spec.index)
@@ -528,11 +486,7 @@ class Reduction(GradientSink):
         """Note that an optimizer step is over, skipped or made."""
         has_gradients = self.has_gradients
         self._sync.end_step(has_gradients=has_gradients)
-        self._replicas.end_step(has_gradients=has_gradients)
-
-    def leave_replicas(self) -> None:
-        """This rank is about to meet the other replicas, not at the end of a backward."""
-        self._replicas.leave()
+        self.replicas.end_step(has_gradients=has_gradients)
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
         """Note a clipping, which ranks compare in the step."""

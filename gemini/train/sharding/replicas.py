@@ -33,6 +33,7 @@ from gemini.memory.movement.worker import Job, Worker
 from gemini.memory.store import ChunkStore
 from gemini.planning.planes import GRAD, GRAD_ERROR
 from gemini.planning.script import Reduce, Script
+from gemini.ranks.agree import Facts, agree
 from gemini.ranks.agreement import Point
 from gemini.ranks.wire import Tag, Wire
 from gemini.train.params.handle import ParamHandle
@@ -128,7 +129,7 @@ class ReplicaSums:
                 assert following is not None
                 self._jobs[following] = step.reduce(_GOES_ON, partial(self._sum_behind, following), lambda: DONE)
 
-    def _sum_behind(self, index: int, heard: list[int]) -> None:
+    def _sum_behind(self, index: int) -> None:
         """Add up one chunk behind backward. Runs on the replicas' worker, one chunk after the other."""
         with self._mover.working(Working(self._mover.watch.moved)):
             self._add_up(self._chunks[index], [])
@@ -161,15 +162,16 @@ class ReplicaSums:
         """
         if self.are_none:
             return
-        names = zlib.crc32(json.dumps([handle.name for handle in present]).encode())
-        said = torch.tensor([chunk.spec.index, names, plan], dtype=torch.int64, device="cpu")
-        heard = self._wire.swap(Tag.HEADER, said, f"the updates of {chunk.name} inside backward")
-        if not bool((heard == heard[0]).all()):
-            raise RankMismatch(
-                f"{chunk.name} is about to be updated inside backward, and ranks with other experts (ep) update "
-                "another chunk, have gradients of other params, or use other hyperparameters. Run the same forward "
-                "and backward with the same settings on all ranks"
-            )
+        names = [handle.name for handle in present]
+        facts = Facts({"the chunk": chunk.spec.index, "the gradients in it": names, "the hyperparameters": plan})
+        what = f"the update of {chunk.name} inside backward"
+
+        def swap(number: int) -> list[int]:
+            # Not as other agreements travel: a replica that stands elsewhere says more there.
+            heard: list[int] = self._wire.swap(Tag.HEADER, torch.tensor([number], device="cpu"), what).view(-1).tolist()
+            return heard
+
+        agree(self._wire, what, lambda: facts, swap=swap)
         across = self._wires.get(chunk.spec.index)
         if across is None:
             return

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -77,16 +76,6 @@ class Launch(Event):
     def wait_on_device(self) -> None:
         self.await_launch()
         self.end.wait_on_device()
-
-
-@dataclass
-class _Reduction:
-    """A reduction of a script. The launcher notes what all ranks bring and the end of the launch; then it lands."""
-
-    add_up: Callable[[list[int]], None]
-    launch: Callable[[], Event]
-    heard: list[int] = field(default_factory=list)
-    end: Event = DONE
 
 
 class ScriptedStep:
@@ -179,43 +168,38 @@ class ScriptedStep:
         reductions, begun = self.script.reductions, len(self._jobs)
         return reductions[begun].chunk if begun < len(reductions) and not self._leaves else None
 
-    def reduce(self, brings: int, add_up: Callable[[list[int]], None], launch: Callable[[], Event]) -> Job:
+    def reduce(self, brings: int, add_up: Callable[[], None], launch: Callable[[], Event]) -> Job:
         """Begin the next reduction.
 
         Args:
-            brings: a number for the others that says in which form, above 0.
-            add_up: called on a worker with the numbers of all ranks, if none has parted.
+            brings: a number above 0 that says in which form; all ranks must bring the same.
+            add_up: called on a worker if none has parted.
             launch: lets it begin, before ``add_up``; the end of that.
         """
-        number = len(self._jobs)
-        reduction = _Reduction(add_up, launch)
+        number, launched, device = len(self._jobs), Launch(), self._channel.device
 
         def run() -> None:
-            reduction.heard = self._hear(brings, "the beginning of a reduction")
+            self._hear(brings, "the beginning of a reduction")
             with self._launching():
-                reduction.end = reduction.launch()
+                launched.end = launch()
+
+        def land() -> None:
+            offered.wait_until_over()
+            if isinstance(offered.error, Parted):
+                return
+            launched.wait()
+            with device.beside(_STREAM):
+                add_up()
+                landed = device.mark()
+            landed.wait()
 
         with WHOLE:
-            offered = self._offer(number + self.script.gathers_before[number], run)
-            # Both or neither: an interrupt in between would leave a launch that nobody lands.
-            job = self._landing.submit(partial(self._land, reduction, offered), number)
+            launched.job = offered = self._offer(number + self.script.gathers_before[number], run)
+            # Both or neither: an interrupt in between would leave a launch that nobody lands. The worker takes one
+            # after the other, in the order of the script.
+            job = self._landing.submit(land, number)
             self._jobs.append(job)
         return job
-
-    def _land(self, reduction: _Reduction, offered: Job) -> None:
-        """Add up a reduction once it is over. Runs on the landing worker, in the order of the script: it takes one
-        after the other.
-        """
-        offered.wait_until_over()
-        if isinstance(offered.error, Parted):
-            return
-        offered.wait()
-        # Only behind the launch is its end known, and what the others bring.
-        reduction.end.wait()
-        with self._channel.device.beside(_STREAM):
-            reduction.add_up(reduction.heard)
-            landed = self._channel.device.mark()
-        landed.wait()
 
     def before_waiting_for(self, job: Job) -> None:
         """Part before this rank waits for a reduction whose gathers it has not begun: nobody else would begin them."""
@@ -254,8 +238,8 @@ class ScriptedStep:
             self.is_parted = True
             raise
 
-    def _hear(self, says: int, what: str) -> list[int]:
-        """Hear what all ranks say before a collective. Runs on the launcher's thread.
+    def _hear(self, says: int, what: str) -> None:
+        """Hear before a collective that all ranks say the same. Runs on the launcher's thread.
 
         Raises:
             Parted: if one of them parts, or has before, or they bring different things.
@@ -264,16 +248,13 @@ class ScriptedStep:
         if not self.is_parted:
             said, whole = torch.tensor([says], dtype=torch.int64, device="cpu"), False
             try:
-                heard: list[int] = self._channel.wire.swap(Tag.HEADER, said, what).view(-1).tolist()
-                whole = _PARTS not in heard and len(set(heard)) == 1
+                heard = self._channel.wire.swap(Tag.HEADER, said, what)
+                whole = says != _PARTS and bool((heard == says).all())
             finally:  # nor does anything come of what stands behind a rank that is lost
                 self.is_parted = not whole
             if whole:
-                return heard
+                return
         raise Parted("a rank has left the script of this step")
-
-    def _say_parting(self) -> None:
-        self._hear(_PARTS, "leaving a script")
 
     def part(self) -> None:
         """Leave the script where this rank has offered nothing any more; what it has offered behind that ends, too.
@@ -286,7 +267,7 @@ class ScriptedStep:
             # At the next place and no later one: what was launched before it ends on all ranks.
             if self._next < self._num_places:
                 job = Job(self._next)
-                job.run = self._say_parting
+                job.run = partial(self._hear, _PARTS, "leaving a script")
                 self._launches.append(job)
                 self._launcher.put(job)
             self._give()

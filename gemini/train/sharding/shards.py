@@ -296,7 +296,7 @@ class Shards(Company):
     def _tell_replicas(self, point: int, *details: int) -> list[list[int]]:
         """Hear where the ranks of one shard stand; always as many numbers, so that different points meet as well."""
         if point != Point.END_BACKWARD:
-            self.reducing.leave_replicas()
+            self.reducing.replicas.leave()
         said = torch.zeros(1 + self.ranks.size, dtype=torch.int64, device="cpu")
         said[: 1 + len(details)] = torch.tensor([point, *details], dtype=torch.int64, device="cpu")
         return self.ranks.replicas.swap(Tag.AGREEMENT, said, "comparing replicas").tolist()

@@ -25,25 +25,15 @@ from gemini.train.step import StepState
 
 def facts_of_gradients(handles: Sequence[ParamHandle]) -> Facts:
     """State which params have a gradient."""
-    return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, _names(handles))
+    names = [handle.name for handle in handles]
+    return Facts({"the gradient": array("b", [handle.has_grad for handle in handles])}, names)
 
 
 def facts_of_step(
-    handles: Sequence[ParamHandle],
-    optimizers: Sequence[Stepper],
-    scaling: Scaling,
-    state: StepState,
-    *,
-    clippings: Sequence[str],
-    num_backwards: int,
-    num_dropped: int,
+    handles: Sequence[ParamHandle], optimizers: Sequence[Stepper], scaling: Scaling, state: StepState
 ) -> Facts:
-    """State all that an update by these optimizers depends on, but the gradients themselves."""
-    values = {
-        "clip_grad_norm_": ", ".join(clippings) or "not called",
-        "the number of backwards since the last step": str(num_backwards),
-        "how often zero_grad() dropped gradients since the last step": str(num_dropped),
-    }
+    """State all that an update by these optimizers depends on, but the gradients and how they came."""
+    values: dict[str, str] = {}
     groups: dict[str, int] = {}
     number = 0
     for which, optimizer in enumerate(optimizers):
@@ -66,18 +56,8 @@ def facts_of_step(
             "the number of updates": array("q", [handle.num_steps for handle in handles]),
             "the clipping": array("d", [handle.clip for handle in handles]),
         },
-        _names(handles),
+        [handle.name for handle in handles],
     )
-
-
-def _names(handles: Sequence[ParamHandle]) -> list[str]:
-    return [handle.name for handle in handles]
-
-
-def owners(handles: Sequence[ParamHandle]) -> list[Stepper]:
-    """The optimizers of the params, in the order of the model."""
-    found = {id(o): o for handle in handles if (o := optimizer_of(handle.param)) is not None}
-    return list(found.values())
 
 
 class StepSync:
@@ -137,7 +117,12 @@ class StepSync:
         self._clippings.clear()
 
     def note_clipping(self, max_norm: float, handles: Sequence[ParamHandle] | None) -> None:
-        self._clippings.append(_called(max_norm, handles))
+        """Note a call of ``clip_grad_norm_``, for ranks to compare and errors to say."""
+        of = ""
+        if handles is not None:
+            first, *others = sorted(handle.name for handle in handles) or ["no param"]
+            of = f" of {first!r} {f'and {len(others)} more' if others else 'alone'}"
+        self._clippings.append(f"max_norm {max_norm!r}{of}")
 
     def end_step(self, *, has_gradients: bool) -> None:
         """Note that an optimizer step is over, skipped or made."""
@@ -207,24 +192,14 @@ class StepSync:
 
     def facts_of_updates(self) -> Facts:
         """Collect all that updates inside backward depend on."""
-        return self._facts_of_step(owners(self._params.handles))
+        # The optimizers of the params, in the order of the model.
+        owners = {id(o): o for handle in self._params.handles if (o := optimizer_of(handle.param)) is not None}
+        return self._facts_of_step(list(owners.values()))
 
     def _facts_of_step(self, optimizers: Sequence[Stepper]) -> Facts:
-        return facts_of_step(
-            self._params.handles,
-            optimizers,
-            self._scaling,
-            self._state,
-            clippings=self._clippings,
-            num_backwards=self._num_backwards,
-            num_dropped=self._num_dropped,
-        )
-
-
-def _called(max_norm: float, handles: Sequence[ParamHandle] | None) -> str:
-    """Describe a call of ``clip_grad_norm_``, for ranks to compare and errors to say."""
-    if handles is None:
-        return f"max_norm {max_norm!r}"
-    names = sorted(handle.name for handle in handles)
-    others = f"and {len(names) - 1} more" if len(names) > 1 else "alone"
-    return f"max_norm {max_norm!r} of {names[0]!r} {others}" if names else f"max_norm {max_norm!r} of no param"
+        before = {
+            "clip_grad_norm_": ", ".join(self._clippings) or "not called",
+            "the number of backwards since the last step": str(self._num_backwards),
+            "how often zero_grad() dropped gradients since the last step": str(self._num_dropped),
+        }
+        return Facts(before) | facts_of_step(self._params.handles, optimizers, self._scaling, self._state)
