@@ -27,7 +27,7 @@ from gemini.errors import StorageError, human_bytes, warn
 from gemini.interrupts import WHOLE
 from gemini.kernels import IoQueue
 from gemini.memory.devices.device import AllOf, Event
-from gemini.memory.devices.pages import PAGE, Pages, host_bytes
+from gemini.memory.devices.pages import PAGE, Pages, host_bytes, in_pages
 from gemini.tiers import DRIVE, Tier
 
 STRIPE = 4 * 2**20
@@ -167,7 +167,7 @@ class SpillFile:
             StorageError: if the file has to grow and the disk is full, or what a slot holds cannot be overwritten.
         """
         # Whole pages: O_DIRECT takes nothing else.
-        size = -(-num_bytes // PAGE) * PAGE
+        size = in_pages(num_bytes)
         if self._given_back.get(size):
             # It stays in the list until it is overwritten: after an error it is there for the next one.
             offset = self._given_back[size][-1]
@@ -186,7 +186,7 @@ class SpillFile:
         """Let a slot of the same size be allocated there again. The file keeps its size. No transfer there may be under
         way: the next owner writes at once.
         """
-        self._given_back.setdefault(-(-num_bytes // PAGE) * PAGE, []).append(offset)
+        self._given_back.setdefault(in_pages(num_bytes), []).append(offset)
 
     def _open_file(self) -> tuple[int, bool]:
         """The descriptor, and whether it has O_DIRECT."""
@@ -234,7 +234,7 @@ class SpillFile:
         Raises:
             StorageError: if the system refuses.
         """
-        pages = Pages(-(-num_bytes // PAGE) * PAGE)
+        pages = Pages(in_pages(num_bytes))
         for drive, at, start, size in self._parts(offset, num_bytes):
             try:
                 pages.show(start, size, drive._fd, at)

@@ -121,8 +121,8 @@ def test_discard_gives_memory_back_and_reads_as_zeros() -> None:
     assert int(tensor.count_nonzero()) == 0
 
 
-def test_host_bytes_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_LINUX", False)
+def test_host_bytes_where_pages_are_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages.mmap, "PAGESIZE", 2**16)
     monkeypatch.setattr(pages, "can_move_pages", can_move_pages.__wrapped__)
     assert not pages.can_move_pages()
     assert int(host_bytes(3 * PAGE).count_nonzero()) == 0

@@ -61,7 +61,7 @@ def test_a_system_that_cannot_populate_is_touched_byte_by_byte(error: int, monke
 
 
 def can_bind() -> bool:
-    return bool(system.memory_nodes()) and Pages(PAGE).prefer_node(system.memory_nodes()[0])
+    return bool(system.memory_nodes()) and Pages(PAGE).come_from(system.memory_nodes()[:1])
 
 
 needs_numa = pytest.mark.skipif(not can_bind(), reason="this system does not say where pages come from")
@@ -71,7 +71,7 @@ needs_numa = pytest.mark.skipif(not can_bind(), reason="this system does not say
 def test_the_system_notes_where_pages_are_to_come_from() -> None:
     node, *_ = nodes = system.memory_nodes()
     near, spread = Pages(SIZE), Pages(SIZE)
-    assert near.prefer_node(node) and spread.spread_over(nodes)
+    assert near.come_from((node,)) and spread.come_from(nodes * 2)  # several, where the machine has one
     near.touch(), spread.touch()
     listed = ",".join(map(str, nodes)) if len(nodes) < 3 else f"{nodes[0]}-{nodes[-1]}"
     assert said_of(near)["policy"].startswith(("prefer:", "prefer")) and str(node) in said_of(near)["policy"]
@@ -82,19 +82,14 @@ def test_the_system_notes_where_pages_are_to_come_from() -> None:
 @needs_numa
 def test_weights_are_near_the_card_and_states_everywhere(runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nodes of which the second is not there: only the calls tell."""
-    asked: list[tuple[str, tuple[int, ...]]] = []
-
-    def bind(made: Pages, policy: int, nodes: tuple[int, ...]) -> bool:
-        asked.append(({1: "near", 3: "spread"}[policy], tuple(nodes)))
-        return True
-
-    monkeypatch.setattr(Pages, "_bind", bind)
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(Pages, "come_from", lambda made, nodes: asked.append(tuple(nodes)))
     monkeypatch.setattr("gemini.memory.devices.cuda.memory_nodes", lambda: (0, 1))
     monkeypatch.setattr("gemini.memory.devices.cuda._node_of", lambda device: 1)
     device = CudaDevice(__import__("torch").device("cuda", 1))
     device.make_host_buffer(PAGE)
     device.make_kept_buffer(PAGE)
-    assert asked == [("near", (1,)), ("spread", (0, 1))]
+    assert asked == [(1,), (0, 1)]
     device.close()
     del asked[:]
     host_bytes(PAGE, (0,))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -70,7 +69,7 @@ class CudaDevice(Device):
         self._windows: weakref.WeakValueDictionary[int, CudaWindow] = weakref.WeakValueDictionary()
         self._computing: dict[int, torch.cuda.Stream] = {}
         self._memory = WindowMemory(self)
-        self._can_pin = sys.platform == "linux" and mmap.PAGESIZE == PAGE
+        self._can_pin = mmap.PAGESIZE == PAGE
         self._before = 0
         """Bytes of tensors that were there before the model."""
         self.keeps_windows = self._memory.is_private
@@ -123,7 +122,7 @@ class CudaDevice(Device):
             self._refuse_to_pin(
                 f"it took {human_bytes(num_bytes - left)}, and not the {human_bytes(left)} from {named[count][0]} on"
             )
-        elif self.pinned.num_refused:
+        else:  # refusals there may have been, of stretches that it took in smaller ones
             _forget_error(self.torch_device)
 
     def make_kept_buffer(self, num_bytes: int) -> torch.Tensor:
@@ -331,9 +330,6 @@ def prefer_expandable_segments() -> str:
     said = next((name for name in _CONFS if name in os.environ), None)
     if said is not None:
         return f"{said}={os.environ[said]}"
-    # Before 2.11 windows, which have a pool of their own, could not be in such segments (pytorch PR 185818).
-    if sys.platform != "linux" or torch.torch_version.TorchVersion(torch.__version__) < "2.11":
-        return "expandable segments are not there: they need Linux and torch 2.11"
     if torch.cuda.is_initialized():
         return "torch was in use before Gemini: set PYTORCH_ALLOC_CONF=expandable_segments:True against fragments"
     os.environ[_CONFS[1]] = "expandable_segments:True"

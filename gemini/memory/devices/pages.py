@@ -3,9 +3,8 @@
 On the CPU autograd saves *views* of weights, so evicted weights must come back at the same address. ``Pages`` is a
 range of addresses that is reserved once; ``Pages.move_to`` moves its *physical* pages under another range by ``mremap``
 (14 us for 64 MiB, no page faults afterwards), so one frame of memory serves many chunks in turn. Where the kernel lacks
-that (Linux before 5.7, other systems) ``can_move_pages()`` is False and resizable torch storages are used instead.
-
-Only Python and libc here, so that it works without a compiler.
+that (Linux before 5.7, pages of another size) ``can_move_pages()`` is False and resizable torch storages are used
+instead. Only Python and libc here, so that it works without a compiler.
 """
 
 from __future__ import annotations
@@ -38,18 +37,19 @@ _TOUCHED_AT_ONCE = 256 * 2**20
 _MOST_TOUCHING = 16
 """Threads that make pages present: the system's lock of an address space keeps more from going faster."""
 
-_LINUX = sys.platform == "linux"
-
-if _LINUX:
-    _libc = ctypes.CDLL(None, use_errno=True)
-    _libc.mmap.restype = ctypes.c_void_p
-    _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    _libc.mremap.restype = ctypes.c_void_p
-    _libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def in_pages(num_bytes: int) -> int:
+    """The bytes of the whole pages that hold ``num_bytes``."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 class Pages:
@@ -93,10 +93,8 @@ class Pages:
         if len(starts) == 1:  # in the middle of a step too: no thread is begun for it
             self._touch_from(0)
             return
-        threads = min(len(os.sched_getaffinity(0)), _MOST_TOUCHING, len(starts))
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(self._touch_from, starts):
-                pass
+        with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_TOUCHING)) as pool:
+            list(pool.map(self._touch_from, starts))
 
     def _touch_from(self, start: int) -> None:
         address, size = self.address + start, min(_TOUCHED_AT_ONCE, self.num_bytes - start)
@@ -105,15 +103,10 @@ class Pages:
                 raise MemoryError(f"no memory for {size} bytes of pages: {_errno_text()}")
             ctypes.memset(address, 0, size)  # Linux before 5.14; ctypes lets other threads run
 
-    def prefer_node(self, node: int) -> bool:
-        """Let pages that are not there yet come from one NUMA node while it has any; whether the system does that."""
-        return self._bind(_PREFERRED, (node,))
-
-    def spread_over(self, nodes: Collection[int]) -> bool:
-        """Let pages that are not there yet come from these NUMA nodes in turn; whether the system does that."""
-        return self._bind(_INTERLEAVE, nodes)
-
-    def _bind(self, policy: int, nodes: Collection[int]) -> bool:
+    def come_from(self, nodes: Collection[int]) -> bool:
+        """Let pages that are not there yet come from these NUMA nodes in turn, or from one while it has any; whether
+        the system does that.
+        """
         words = [0] * (max(nodes) // 64 + 1)
         for node in nodes:
             words[node // 64] |= 1 << node % 64
@@ -123,7 +116,7 @@ class Pages:
             ctypes.c_long(_MBIND),
             ctypes.c_void_p(self.address),
             ctypes.c_ulong(self.num_bytes),
-            ctypes.c_int(policy),
+            ctypes.c_int(_INTERLEAVE if len(nodes) > 1 else _PREFERRED),
             mask,
             ctypes.c_ulong(64 * len(words) + 1),
             ctypes.c_uint(0),
@@ -170,7 +163,7 @@ def _errno_text() -> str:
 @lru_cache(maxsize=1)
 def can_move_pages() -> bool:
     """Whether physical pages can be moved under a fixed address here (tried once, on one page)."""
-    if not _LINUX or mmap.PAGESIZE != PAGE:
+    if mmap.PAGESIZE != PAGE:
         return False
     here, there = Pages(PAGE), Pages(PAGE)
     # With content: the call must have moved the page, and not only have returned.
@@ -186,9 +179,9 @@ def host_bytes(num_bytes: int, nodes: Collection[int] = ()) -> torch.Tensor:
     """Zeroed page-aligned host memory as a uint8 tensor; physical pages come with the first touch, from the NUMA
     ``nodes`` in turn if there are several.
     """
-    if _LINUX and mmap.PAGESIZE == PAGE:
+    if mmap.PAGESIZE == PAGE:
         pages = Pages(num_bytes)
         if len(nodes) > 1:
-            pages.spread_over(nodes)
+            pages.come_from(nodes)
         return pages.tensor()
     return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")

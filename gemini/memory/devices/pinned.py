@@ -19,36 +19,25 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from gemini.errors import human_bytes
-from gemini.memory.devices.pages import HUGE_PAGE, PAGE, Pages
-
-# ---- who has which range, in integers --------------------------------------------------------------------------------
-
-# Who has which range of one long stretch of memory, in integers: the book behind the page-locked host arena.
-#
-# Registering memory with a driver is slow and wants few calls, so it is done once, for a stretch that holds all the
-# planes and the staging of a model, and buffers are cut out of it. An :class:`Arena` says where; it knows no memory and
-# no driver. A buffer is put into a free range of just its size if there is
-# one, so that those of one size class follow each other in the same places and cut nothing up; else into the first
-# range that is long enough. What comes back is joined with its free neighbours at once. Sizes are rounded up to whole
-# pages and to nothing else.
-#
-#     used = the sum of what was taken,   used + free = size,   no two free ranges touch            (checked in tests)
+from gemini.memory.devices.pages import HUGE_PAGE, PAGE, Pages, in_pages
 
 
 class Arena:
-    """``size`` bytes, a whole number of pages, of which ranges are taken and given back. Changed under the lock of its
-    owner.
+    """Who has which range of ``size`` bytes, a whole number of pages: it knows no memory and no driver. Changed under
+    the lock of its owner.
+
+        used = the sum of what was taken, in pages,   used + free = size,   no two free ranges touch   (in tests)
     """
 
     def __init__(self, size: int):
         assert size > 0 and size % PAGE == 0, size
         self.size = size
         self.used = 0
-        """Bytes that are taken, in whole pages."""
         self.fresh = 0
         """From here on nothing was ever taken."""
         self._free = [(0, size)]  # (offset, size), by offset
@@ -90,11 +79,6 @@ class Arena:
         self._free.insert(number, (start, stop - start))
 
 
-def in_pages(num_bytes: int) -> int:
-    """The bytes of the whole pages that hold ``num_bytes``."""
-    return -(-num_bytes // PAGE) * PAGE
-
-
 LARGEST = 64 * 2**30
 """Bytes that are registered in one call at most: 511.96 GiB went well and 512.15 GiB were refused on an H200 (vllm,
 pull request 51081).
@@ -126,7 +110,7 @@ class PinnedPages(Pages):
         if self.num_bytes > LARGEST:
             raise RuntimeError(f"{human_bytes(self.num_bytes)} in one piece are more than drivers take")
         if node is not None:
-            self.prefer_node(node)
+            self.come_from((node,))
         self.touch()
         check(torch.cuda.cudart().cudaHostRegister(self.address, self.num_bytes, _PORTABLE))
         self._registered = True
@@ -158,11 +142,12 @@ def _runs(sizes: Sequence[int]) -> Iterator[list[int]]:
         yield run
 
 
-class _Stretch:
+class _Stretch(NamedTuple):
     """A stretch of registered pages and the book of it. ``stays``: also while nothing is in it."""
 
-    def __init__(self, num_bytes: int, *, stays: bool):
-        self.pages, self.arena, self.stays = PinnedPages(num_bytes), Arena(num_bytes), stays
+    pages: PinnedPages
+    arena: Arena
+    stays: bool
 
 
 class _Range:
@@ -183,22 +168,12 @@ class PinnedArena:
     """All page-locked memory of one device. Any thread may ask; buffers may go on any, also inside a collection."""
 
     def __init__(self, device: torch.device, node: int | None = None):
-        self.num_registrations = 0
-        """Calls of the driver so far that went well: one per LARGEST, where what was reserved is enough."""
-        self.num_refused = 0
-        """Stretches of a reservation that the driver refused, some of which it took in smaller ones."""
         self._device, self._node = device, node
         # Changed under the lock; the first ones are those that were reserved.
         self._stretches: list[_Stretch] = []
         self._lock = threading.Lock()
         # Filled by finalizers, which take no lock: the thread they run on may have it.
         self._returned: deque[tuple[_Stretch, int]] = deque()
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of them that buffers have."""
-        self._note_returned()
-        return sum(stretch.arena.used for stretch in self._stretches)
 
     def reserve(self, sizes: Sequence[int]) -> int:
         """Register now what buffers of these sizes need, in as few stretches as LARGEST allows. They are taken in this
@@ -220,7 +195,6 @@ class PinnedArena:
                 try:
                     done.append(self._register(sum(run), stays=True))
                 except (RuntimeError, MemoryError):
-                    self.num_refused += 1
                     if len(run) > 1:
                         runs += [run[len(run) // 2 :], run[: len(run) // 2]]
                         continue
@@ -258,10 +232,9 @@ class PinnedArena:
             stretch.pages.unregister()
 
     def _register(self, num_bytes: int, *, stays: bool) -> _Stretch:
-        stretch = _Stretch(num_bytes, stays=stays)
+        stretch = _Stretch(PinnedPages(num_bytes), Arena(num_bytes), stays)
         with torch.cuda.device(self._device):
             stretch.pages.register(self._node)
-        self.num_registrations += 1
         return stretch
 
     def _cut(self, stretch: _Stretch, num_bytes: int, zeroed: bool) -> torch.Tensor | None:

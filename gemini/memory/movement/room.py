@@ -23,7 +23,7 @@ from gemini.ledger import NEEDED, OF_BUDGET, WELCOME, Ledger, Turn, Want
 from gemini.memory.chunks.chunk import Chunk
 from gemini.memory.chunks.states import Use, UseChange
 from gemini.memory.devices.device import Device, Window
-from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.foresight import Foresight
 from gemini.planning.policy import Candidate, EvictionPolicy, NextUse, victims_of
 
@@ -238,7 +238,7 @@ class Room:
         they computed. Nothing while some windows are read: their memory is one piece.
         """
         tier, needed = self.tier, self.ledger.needs.get(self.tier, 0)
-        missing = -(-(needed - self.ledger.of_windows(tier)) // PAGE) * PAGE
+        missing = in_pages(needed - self.ledger.of_windows(tier))
         if not (self.is_apart and self.ledger.is_shared and missing > 0 and self.evict_all()):
             return
         self._growth = Want(self.ledger, tier, missing, "pool", frozenset({Turn.LESS}))
@@ -252,7 +252,7 @@ class Room:
             return want is not self._growth and self.shrink(want.missing())
         # Another model's window may lack a place in one piece only: of the budget it lacks its size. Whole pages.
         missing = want.num_bytes - self.ledger.free(self.tier)
-        return self.shrink(-(-missing // PAGE) * PAGE)
+        return self.shrink(in_pages(missing))
 
     def shrink(self, num_bytes: int) -> bool:
         """Windows have that much less from now on, which is free; False if some are read. All of them go: their memory

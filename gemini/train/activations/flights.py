@@ -22,7 +22,7 @@ import torch
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME, Ledger, Turn, Want
 from gemini.memory.devices.device import Event
-from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pages import in_pages
 from gemini.memory.movement.mover import Working
 from gemini.memory.movement.transfers import Lane, Transfer
 from gemini.memory.store import ChunkStore
@@ -578,7 +578,3 @@ def _without_traceback(error: Exception) -> Exception:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def in_pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gemini.errors import BudgetExceeded, warn
 from gemini.interrupts import WHOLE
 from gemini.ledger import WELCOME
-from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pages import PAGE, in_pages
 from gemini.memory.movement.mover import tiles
 from gemini.memory.nvme import SpillFile
 from gemini.memory.store import ChunkStore
 from gemini.tiers import Tier
-from gemini.train.activations.flights import Flights, Gone, Offloaded, in_pages
+from gemini.train.activations.flights import Flights, Gone, Offloaded
 from gemini.train.modules import saved_weights, token_tiles
 from gemini.train.modules.calls import Calls
 from gemini.train.modules.reading import compiled_part

@@ -19,7 +19,7 @@ from gemini import replacing
 from gemini.errors import StorageError, of_storage
 from gemini.memory.chunks.chunk import Plane
 from gemini.memory.devices.device import Device, Event
-from gemini.memory.devices.pages import PAGE
+from gemini.memory.devices.pages import in_pages
 from gemini.planning.planes import GRADS, PlaneKind
 from gemini.ranks.agree import Handshake
 from gemini.train.checkpoint.format import VALUES, check_target, key_in_file, whole_shape, write_manifest
@@ -108,7 +108,7 @@ class Piece(NamedTuple):
         num_bytes = plane.items(self.stop) * size - first
         # Files are read in whole pages, which every plane fills. Behind the items stand those of another param, or
         # nothing.
-        pages = staging[: -(-num_bytes // PAGE) * PAGE]
+        pages = staging[: in_pages(num_bytes)]
         items = pages[:num_bytes].view(plane.dtype)
         here, there = plane.host_view(self.start, self.stop), plane.device_view(self.start, self.stop)
         if here is not None:
