@@ -27,6 +27,8 @@ from gemini.kernels.arrays import Arrays, Segment, Where, with_scale
 from gemini.planning.planes import ADAM as ADAM_SPEC
 from gemini.planning.planes import RuleSpec
 
+States = Mapping[str, Tensor]
+"""The states of an update by name: planes, flat, and factors in their shapes."""
 LARGEST = torch.finfo(torch.float32).max
 """The largest number that a hyperparameter may be."""
 _SLAB = 2**20
@@ -174,12 +176,10 @@ class UpdateRule(ABC):
         """
 
     @abstractmethod
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
-        """One update in place, in torch lines: of ``master``, flat and fp32, and of the states by name.
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
+        """One update in place, in torch lines: of ``master``, flat and fp32, and of the states.
 
-        Factors are among the states, in their shapes. ``grad`` has the dtype it was kept in. ``where`` is None for
+        ``grad`` has the dtype it was kept in. ``where`` is None for
         rules that need "elements" only; one that needs "param" is given all elements of one, flat, and its shape in it.
         """
 
@@ -231,32 +231,17 @@ class ElementwiseRule(UpdateRule):
             super().run(arrays, with_scale(segments, grad_scale))
 
 
-def kernel_scalars(kernel: str, **numbers: float) -> Any:
+def kernel_scalars(kernel: str, step: int = 0, **numbers: float) -> Any:
     """Make the scalars of the update that is called ``kernel`` in csrc/rules.h: a named tuple of its numbers, by the
-    names and in the order of the struct there, and of ``kernel``. They are computed in double and rounded to fp32 here,
-    once.
+    names and in the order of the struct there, of ``kernel``, and of ``step``, where compact states are dithered by it.
+    Numbers are computed in double and rounded to fp32 here, once.
     """
-    return _scalars_named(tuple(numbers))(*map(to_fp32, numbers.values()), kernel)
+    return _scalars_named(tuple(numbers))(*map(to_fp32, numbers.values()), kernel, step)
 
 
 @cache
 def _scalars_named(names: tuple[str, ...]) -> Any:
-    return namedtuple("KernelScalars", (*names, "kernel"))
-
-
-class AdamScalars(NamedTuple):
-    c1: float
-    c2: float
-    beta2: float
-    decay: float
-    wd: float
-    neg_step: float
-    inv_sqrt_bc2: float
-    eps: float
-    grad_scale: float
-    kernel: str
-    step: int
-    """For the dither of compact states."""
+    return namedtuple("KernelScalars", (*names, "kernel", "step"))
 
 
 @dataclass(frozen=True)
@@ -272,24 +257,23 @@ class AdamRule(ElementwiseRule):
         "decoupled": Hyper(True, "True for AdamW, False for Adam."),
     }
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> AdamScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         (beta1, beta2), lr, weight_decay = map(float, group["betas"]), float(group["lr"]), float(group["weight_decay"])
-        exact = (
-            1.0 - beta1,
-            1.0 - beta2,
-            beta2,
-            1.0 - lr * weight_decay,
-            weight_decay,
-            -(lr / (1.0 - beta1**step)),
-            1.0 / math.sqrt(1.0 - beta2**step),
-            float(group["eps"]),
-            grad_scale,
+        return kernel_scalars(
+            "adamw" if is_decoupled(group) else "adam",
+            step,
+            c1=1.0 - beta1,
+            c2=1.0 - beta2,
+            beta2=beta2,
+            decay=1.0 - lr * weight_decay,
+            wd=weight_decay,
+            neg_step=-(lr / (1.0 - beta1**step)),
+            inv_sqrt_bc2=1.0 / math.sqrt(1.0 - beta2**step),
+            eps=float(group["eps"]),
+            grad_scale=grad_scale,
         )
-        return AdamScalars._make((*map(to_fp32, exact), "adamw" if is_decoupled(group) else "adam", step))
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, m, v = scalars, states["exp_avg"], states["exp_avg_sq"]
         g = grad.float() * s.grad_scale
         if s.kernel == "adam":

@@ -64,7 +64,7 @@ class Segment(NamedTuple):
     def dither(self) -> int:
         """Where the sequence begins by which compact states of these elements are rounded."""
         assert self.where is not None, "compact states are rounded by their place"
-        return dither_of(self.where.name, self.where.offset, getattr(self.scalars, "step", 0))
+        return dither_of(self.where.name, self.where.offset, self.scalars.step)
 
 
 def kernel_and_scalars(scalars: tuple[Any, ...]) -> tuple[str, tuple[float, ...]]:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from gemini.interrupts import without_grad
 from gemini.planning.planes import ALIGN, FORMS, ITEMSIZES, FactorSpec, PlaneSpec, RuleSpec, shapes_of
-from gemini.rules import UpdateRule, Where
+from gemini.rules import States, UpdateRule, Where
 from gemini.train.optimizers.optimizer import HybridOptimizer
 from gemini.train.params.handle import make_factors
 
@@ -59,9 +60,8 @@ class Anatomy(NamedTuple):
     numbers: tuple[str, ...]
     """States that are one fp32 number for a whole param, which its updates change."""
     counts: tuple[tuple[str, type], ...]
-    """States that count the param's updates, and what they are: ``Tensor``, ``int`` or ``float``."""
-    nones: tuple[str, ...]
-    """States that are None."""
+    """States that count the param's updates, and what they are: ``Tensor``, ``int`` or ``float``; those that are None.
+    """
     group_counts: tuple[tuple[str, type], ...]
     """Entries of the param group that count updates."""
     factors: tuple[FactorSpec, ...] = ()
@@ -73,10 +73,13 @@ class Anatomy(NamedTuple):
         numbers = tuple(PlaneSpec(name, "float32", ALIGN) for name in self.numbers)
         return (*(PlaneSpec(name, dtype) for name, dtype in self.planes), *numbers)
 
+    def tensors(self, shape: tuple[int, ...]) -> list[str]:
+        """The names of what is kept of a param of that shape in planes and factors."""
+        return [*(name for name, _ in self.planes), *self.numbers, *shapes_of(self.factors, shape)]
+
     def keeps(self, shape: tuple[int, ...]) -> set[str]:
-        """The names of the states of a param of that shape."""
-        alike = *(name for name, _ in self.planes), *self.numbers, *(name for name, _ in self.counts), *self.nones
-        return {*alike, *shapes_of(self.factors, shape)}
+        """The names of all states of a param of that shape."""
+        return {*self.tensors(shape), *(name for name, _ in self.counts)}
 
 
 def called(kind: type) -> str:
@@ -179,38 +182,32 @@ class AdoptedRule(UpdateRule):
         return AdoptedScalars(step, grad_scale, tuple((name, frozen(group[name])) for name, _ in self.given))
 
     @without_grad
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         shape = where.shape if self.spec.whole and where is not None else master.shape
         param, before = nn.Parameter(master.view(shape)), scalars.step - 1
         param.grad = grad.to(torch.float32, copy=True).mul_(scalars.grad_scale).view(shape)  # it may write to it
         optimizer = make(self.kind, [param], dict(scalars.hypers))
+        kept = {name: states[name] for name in self.anatomy.tensors(shape)}
         if before:  # else it begins its states itself
-            optimizer.state[param] = self._state_of(states, before, shape)
-        for name, kind in self.anatomy.group_counts:
-            optimizer.param_groups[0][name] = _count(kind, before)
+            given: dict[str, Any] = {**kept, **{name: kept[name].view(shape) for name, _ in self.anatomy.planes}}
+            given |= {name: kept[name][0].cpu() for name in self.anatomy.numbers}  # where torch has such numbers
+            optimizer.state[param] = given | {name: _count(of, before) for name, of in self.anatomy.counts}
+        for name, of in self.anatomy.group_counts:
+            optimizer.param_groups[0][name] = _count(of, before)
         step(optimizer)
-        state = optimizer.state[param]
-        for name, _ in self.anatomy.planes:
-            if state[name].data_ptr() != states[name].data_ptr():
-                states[name].copy_(state[name].reshape(-1))
-        for name in self.anatomy.numbers:
-            states[name].fill_(state[name])
-        for name in shapes_of(self.anatomy.factors, shape):
-            states[name].copy_(state[name])
+        for name, held in kept.items():
+            value = optimizer.state[param][name]
+            if not value.dim():
+                held.fill_(value)  # a number of the whole param: to every block
+            elif value.data_ptr() != held.data_ptr():
+                held.copy_(value.reshape(held.shape))
         if param.data_ptr() != master.data_ptr():
             master.copy_(param.reshape(-1))
 
-    def _state_of(self, states: Mapping[str, Tensor], before: int, shape: tuple[int, ...]) -> dict[str, Any]:
-        state: dict[str, Any] = {name: states[name].view(shape) for name, _ in self.anatomy.planes}
-        state.update({name: states[name][0].cpu() for name in self.anatomy.numbers})  # where torch has such numbers
-        state.update({name: states[name] for name in shapes_of(self.anatomy.factors, shape)})
-        state.update({name: _count(kind, before) for name, kind in self.anatomy.counts})
-        return {**state, **dict.fromkeys(self.anatomy.nones)}
-
 
 def _count(kind: type, count: int) -> Any:
+    if kind is NoneType:
+        return None
     return torch.tensor(float(count), dtype=torch.float32, device="cpu") if kind is Tensor else kind(count)
 
 
@@ -274,8 +271,15 @@ def _adopted(kind: type[Optimizer], hypers: Hypers) -> AdoptedRule:
     given = _not_still(given)
     wanted = trained(kind, given)
     anatomy, numel = anatomy_of(wanted, given), SHAPE[0] * SHAPE[1]
-    if anatomy.factors:
-        anatomy = with_vectors(anatomy, trained(kind, given, SHAPES[1]))
+    if anatomy.factors:  # then of a param of one dimension something else is kept
+        vector = trained(kind, given, SHAPES[1])[-1]
+        more = vector.state.keys() - anatomy.keeps(SHAPES[1])
+        vectors = tuple(
+            FactorSpec(name, "vector")
+            for name, value in vector.state.items()
+            if name in more and isinstance(value, Tensor) and value.shape == vector.value.shape
+        )
+        anatomy = anatomy._replace(factors=(*anatomy.factors, *vectors))
     for needs, pieces in (("place", (slice(0, ALIGN), slice(ALIGN, numel))), ("param", (slice(0, numel),))):
         if anatomy.factors and needs != "param":
             continue
@@ -308,27 +312,20 @@ def _does_alike(rule: AdoptedRule, given: Mapping[str, Any], wanted: list[Snapsh
         spec.kind: torch.zeros(spec.num_items(master.numel()), dtype=getattr(torch, spec.dtype), device="cpu")
         for spec in rule.spec.planes
     } | make_factors(rule.spec, shape)
+    planes = dict(rule.anatomy.planes)
     for number, snapshot in enumerate(wanted, 1):
         scalars = AdoptedScalars(number, 1.0, tuple(given.items()))
         rule.update(master, gradient(number, shape).view(-1)[piece], states, scalars, where)
-        same = _equal(master, snapshot.value.view(-1)[piece])
-        for name, _ in rule.anatomy.planes:
-            same &= _equal(states[name], snapshot.state[name].reshape(-1)[piece])
-        for name in shapes_of(rule.anatomy.factors, shape):
-            same &= _equal(states[name], snapshot.state[name])
-        for name in rule.anatomy.numbers:
-            same &= bool((states[name] == snapshot.state[name]).all())
-        if not same:
+        pairs = [(master, snapshot.value.view(-1)[piece])]
+        for name in rule.anatomy.tensors(shape):
+            held, value = states[name], snapshot.state[name]
+            if name in planes:
+                value = value.reshape(-1)[piece]
+            pairs.append((held, value if value.dim() else value.repeat(len(held))))
+        # As bytes: NaN is equal to itself.
+        if not all(torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in pair)) for pair in pairs):
             return False
     return True
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(_bytes_of(a), _bytes_of(b))
-
-
-def _bytes_of(values: Tensor) -> Tensor:
-    return values.contiguous().view(-1).view(torch.uint8)  # a tensor without dims has no view as bytes
 
 
 @lru_cache(maxsize=512)
@@ -420,7 +417,6 @@ def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, 
     Raises:
         Refusal: if it cannot even do that, or draws random numbers.
     """
-
     param = nn.Parameter(begin_of(shape))
     before = torch.get_rng_state()
     found = []
@@ -431,21 +427,14 @@ def trained(kind: type[Optimizer], hypers: Mapping[str, Any], shape: tuple[int, 
             step(optimizer)
             group = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
             found.append(Snapshot(param.detach().clone(), deepcopy(dict(optimizer.state[param])), group))
-    except Refusal:
-        raise
     except Exception as e:
-        raise Refusal(f"it cannot update a param of shape {tuple(param.shape)} with step(): {_told(e)}") from e
+        raise Refusal(f"it cannot update a param of shape {shape} with step(): {type(e).__name__}: {e}") from e
     finally:
         drew = not torch.equal(before, torch.get_rng_state())
         torch.set_rng_state(before)
     if drew:
         raise Refusal("it draws random numbers inside step(): its results would depend on the order of updates")
     return found
-
-
-def _told(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 # ---- what is found ---------------------------------------------------------------------------------------------------
@@ -456,46 +445,35 @@ def anatomy_of(steps: list[Snapshot], given: Mapping[str, Any]) -> Anatomy:
     names = steps[-1].state.keys()
     if any(snapshot.state.keys() != names for snapshot in steps):
         raise Refusal("it keeps other states in later steps than in its first one")
-    planes, numbers, counts, nones, factors = [], [], [], [], []
+    planes, numbers, counts, factors = [], [], [], []
     for name in names:
         values = [snapshot.state[name] for snapshot in steps]
         last, shape = values[-1], steps[-1].value.shape
-        if all(value is None for value in values):
-            nones.append(name)
-        elif _counts(values):
-            counts.append((name, Tensor if isinstance(last, Tensor) else type(last)))
+        dtype = str(getattr(last, "dtype", "")).removeprefix("torch.")
+        if _counts(values) or all(value is None for value in values):
+            counts.append((name, _type_of(last)))
         elif not all(isinstance(value, Tensor) for value in values):
             raise Refusal(f"its state {name!r} is a {type(last).__name__}, which no plane can keep")
-        elif last.shape == shape and str(last.dtype).removeprefix("torch.") in ITEMSIZES:
-            planes.append((name, str(last.dtype).removeprefix("torch.")))
-        elif last.dim() == 0 and last.dtype is torch.float32:
+        elif last.shape == shape and dtype in ITEMSIZES:
+            planes.append((name, dtype))
+        elif last.dim() == 0 and dtype == "float32":
             numbers.append(name)
-        elif (form := _form_of(last, tuple(shape))) is not None:
+        elif dtype == "float32" and len(shape) > 1 and (form := _form_of(last, tuple(shape))) is not None:
             factors.append(FactorSpec(name, form))
         else:
             raise Refusal(
-                f"its state {name!r} is {str(last.dtype).removeprefix('torch.')} {list(last.shape)} for a param of "
-                f"{list(shape)}: neither an item for each element, nor for each row or column, nor one for all"
+                f"its state {name!r} is {dtype} {list(last.shape)} for a param of {list(shape)}: neither an item for "
+                "each element, nor for each row or column, nor one for all"
             )
-    of_group = _group_counts(steps, given)
-    return Anatomy(tuple(planes), tuple(numbers), tuple(counts), tuple(nones), of_group, tuple(factors))
+    return Anatomy(tuple(planes), tuple(numbers), tuple(counts), _group_counts(steps, given), tuple(factors))
 
 
 def _form_of(state: Tensor, shape: tuple[int, ...]) -> str | None:
-    if state.dtype is not torch.float32 or len(shape) < 2:
-        return None
     return next((f for f in FORMS if FactorSpec("", f).shape_of(shape) == tuple(state.shape)), None)
 
 
-def with_vectors(anatomy: Anatomy, steps: list[Snapshot]) -> Anatomy:
-    """With what is kept of a param of one dimension, beside what is kept of a matrix."""
-    known, last = anatomy.keeps(SHAPES[1]), steps[-1]
-    more = tuple(
-        FactorSpec(name, "vector")
-        for name, value in last.state.items()
-        if name not in known and isinstance(value, Tensor) and value.shape == last.value.shape
-    )
-    return anatomy._replace(factors=(*anatomy.factors, *more))
+def _type_of(value: Any) -> type:
+    return Tensor if isinstance(value, Tensor) else type(value)
 
 
 def _counts(values: Iterable[Any]) -> bool:
@@ -514,7 +492,7 @@ def _group_counts(steps: list[Snapshot], given: Mapping[str, Any]) -> tuple[tupl
     for name in steps[-1].group:
         values = [snapshot.group.get(name) for snapshot in steps]
         if _counts(values):
-            found.append((name, Tensor if isinstance(values[-1], Tensor) else type(values[-1])))
+            found.append((name, _type_of(values[-1])))
         elif name not in given or any(frozen(value) != frozen(given[name]) for value in values):
             raise Refusal(
                 f"it changes {name!r} in its param group, which all params share: that is no state of one of them"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gemini.kernels.arrays import Arrays, Segment, Where
 from gemini.planning.planes import PlaneKind, PlaneSpec, RuleSpec
-from gemini.rules import ADAM, ElementwiseRule, Hyper, UpdateRule, kernel_scalars
+from gemini.rules import ADAM, ElementwiseRule, Hyper, States, UpdateRule, kernel_scalars
 
 EMA: PlaneKind = "ema"
 _DECAY = Hyper(0.999, within="in [0, 1]")
@@ -36,9 +36,7 @@ class MovingAverage(ElementwiseRule):
         """``group``: the decay, and whether the average begins here."""
         return kernel_scalars("average", weight=1.0 - group["decay"], fresh=group["fresh"], grad_scale=grad_scale)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         ema = states[EMA]
         if scalars.fresh:
             ema.copy_(master)
@@ -120,9 +118,7 @@ class AveragedRule(UpdateRule):
         average = None if stays else _AVERAGE.scalars({"decay": float(decay), "fresh": 0.0}, step, 1.0)
         return AveragedScalars(self.rule.scalars(group, step, grad_scale), average, step == 1)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         if scalars.is_first:
             _AVERAGE.update(master, grad, states, _BEGIN, where)
         self.rule.update(master, grad, states, scalars.own, where)

@@ -20,7 +20,7 @@ from gemini.interrupts import without_grad
 from gemini.kernels.reference import decode, dither_of, encode
 from gemini.planning.compact import compact, scale_of, spec_for
 from gemini.planning.planes import PlaneKind, RuleSpec
-from gemini.rules import ElementwiseRule, UpdateRule, Where, rule_of
+from gemini.rules import ElementwiseRule, States, UpdateRule, Where, rule_of
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,12 @@ class CompactRule(ElementwiseRule):
     def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Hashable:
         return self.exact.scalars(group, step, grad_scale)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         assert where is not None and where.offset % kernels.COMPACT_BLOCK == 0
         names = [spec.kind for spec in self.exact.spec.planes]
         values = {kind: decode(states[kind], states[scale_of(kind)]) for kind in names}
         self.exact.update(master, grad, values, scalars, None)
-        dither = dither_of(where.name, where.offset, getattr(scalars, "step", 0))
+        dither = dither_of(where.name, where.offset, scalars.step)
         for kind in names:
             encode(values[kind], states[kind], states[scale_of(kind)], dither)
 

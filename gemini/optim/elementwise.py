@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gemini.planning.rules import RULES
-from gemini.rules import ElementwiseRule, Hyper, Where, exact_sqrt, kernel_scalars
+from gemini.rules import ElementwiseRule, Hyper, States, Where, exact_sqrt, kernel_scalars
 
 # ---- SGD -------------------------------------------------------------------------------------------------------------
 
@@ -55,9 +55,7 @@ class SGDRule(ElementwiseRule):
             grad_scale=grad_scale,
         )
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, buffer = scalars, states["momentum_buffer"]
         g = grad.float() * s.grad_scale + master * s.wd
         buffer.mul_(s.momentum).add_(g * s.fresh)
@@ -86,9 +84,7 @@ class PlainSGDRule(ElementwiseRule):
         wd, neg_lr = float(group["weight_decay"]), -float(group["lr"])
         return kernel_scalars("plain_sgd", wd=wd, neg_lr=neg_lr, grad_scale=grad_scale)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         g = grad.float() * scalars.grad_scale + master * scalars.wd
         master.add_(g * scalars.neg_lr)
 
@@ -123,9 +119,7 @@ class LionRule(ElementwiseRule):
             grad_scale=grad_scale,
         )
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, m = scalars, states["exp_avg"]
         g = grad.float() * s.grad_scale
         u = m * s.beta1 + g * s.c1
@@ -176,9 +170,7 @@ class AdanRule(ElementwiseRule):
             grad_scale=grad_scale,
         )
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, (m, d, n, before) = scalars, (states[spec.kind] for spec in self.spec.planes)
         g = grad.float() * s.grad_scale
         diff = (g - before) * s.has_before
@@ -239,9 +231,7 @@ class SophiaGRule(ElementwiseRule):
             grad_scale=grad_scale,
         )
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, m, h = scalars, states["exp_avg"], states["hessian"]
         g = grad.float() * s.grad_scale
         if s.kernel == "sophia_estimate":
@@ -286,9 +276,7 @@ class SophiaHRule(ElementwiseRule):
             grad_scale=grad_scale,
         )
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         s, m, h = scalars, states["exp_avg"], states["hessian"]
         g = grad.float() * s.grad_scale
         if s.kernel == "sophia_h_estimate":

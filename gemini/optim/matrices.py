@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemini.planning.rules import RULES
-from gemini.rules import ADAM, AdamScalars, Arrays, Hyper, Segment, UpdateRule, Where
+from gemini.rules import ADAM, Arrays, Hyper, Segment, States, UpdateRule, Where
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration of Muon's authors: chosen for a steep slope at 0, they take singular values near 1."""
@@ -85,17 +85,15 @@ class MuonRule(UpdateRule):
         )
         return [group for group in split if group["params"]]
 
-    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> MuonScalars | AdamScalars:
+    def scalars(self, group: Mapping[str, Any], step: int, grad_scale: float) -> Any:
         if group["adamw"]:
             return ADAM.scalars({**group, "decoupled": True}, step, grad_scale)
         lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
         how = float(group["momentum"]), group["nesterov"], group["ns_steps"], float(group["ns_eps"]), group["adjust_lr"]
         return MuonScalars(lr, weight_decay, *how, grad_scale)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
-        if isinstance(scalars, AdamScalars):
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
+        if not isinstance(scalars, MuonScalars):
             ADAM.run(Arrays(master, None, states, grad), [Segment(0, master.numel(), scalars)])
             return
         assert where is not None
@@ -167,9 +165,7 @@ class AdaLomoRule(UpdateRule):
         beta, clip = 1.0 - step ** float(group["decay_rate"]), float(group["clip_threshold"])
         return AdaLomoScalars(lr, float(group["weight_decay"]), beta, eps, least, clip, grad_scale)
 
-    def update(
-        self, master: Tensor, grad: Tensor, states: Mapping[str, Tensor], scalars: Any, where: Where | None
-    ) -> None:
+    def update(self, master: Tensor, grad: Tensor, states: States, scalars: Any, where: Where | None) -> None:
         assert where is not None
         s, shape = scalars, where.shape
         g = (grad.float() * s.grad_scale).view(shape)

@@ -3,7 +3,6 @@ knows neither torch nor our code, so that the torch reference is tested too and 
 
 import os
 import sys
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from benchmarks._progress import run
 from gemini import kernels
-from gemini.rules import ADAM, AdamScalars, Arrays, Segment
+from gemini.rules import ADAM, Arrays, Segment
 
 LENGTHS = (0, 1, 7, 63, 64, 65, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1)
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,17 +73,17 @@ def same_sums(given: list[float], expected: list[float]) -> bool:
     return np.array_equal(np.array(given), np.array(expected), equal_nan=True)
 
 
-def adam(step: int = 1, grad_scale: float = 1.0, **group: Any) -> AdamScalars:
+def adam(step: int = 1, grad_scale: float = 1.0, **group: Any) -> Any:
     """The scalars of an update by Adam; the defaults are those of the rule."""
     return ADAM.scalars({**ADAM.defaults, **group}, step, grad_scale)
 
 
 def adam_update(
     weights: Tensor, residual: Tensor | None, exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor,
-    how: AdamScalars | Sequence[Segment], **on_device: Tensor | None,
+    how: Any, **on_device: Tensor | None,
 ) -> None:  # fmt: skip
-    """One update by Adam in place, of all elements or of segments."""
-    segments = [Segment(0, weights.numel(), how)] if isinstance(how, AdamScalars) else how
+    """One update by Adam in place, of all elements, by scalars, or of a list of segments."""
+    segments = how if isinstance(how, list) else [Segment(0, weights.numel(), how)]
     arrays = Arrays(weights, residual, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}, grad)
     ADAM.run(arrays, segments, **on_device)
 

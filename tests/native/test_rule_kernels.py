@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gemini import kernels
 from gemini.kernels.cuda import _MOST_SEGMENTS
-from gemini.rules import Arrays, Segment, Where
+from gemini.rules import Arrays, Segment, Where, kernel_scalars
 from tests.native.emulated_cuda import emulate
 from tests.native.native_cases import GRAD_DTYPES, LENGTHS, NATIVE_ISAS, any_bits
 
@@ -223,7 +223,10 @@ BY_ANOTHER: dict[str, tuple[Callable[[], None], str]] = {
     "states": (by_another(EXACT["adan"].scalars()), "states of another rule"),
     "scalars": (by_another((1.0, "lion")), "scalars of another rule"),
     "no rule": (by_another((1.0, "tiger")), "no rule is called tiger"),
-    "no compact form": (by_another((0.0,) * 7 + ("sophia",), "adamw, compact"), "a rule without a compact form"),
+    "no compact form": (
+        by_another(kernel_scalars("sophia", **dict.fromkeys("abcdefg", 0.0)), "adamw, compact"),
+        "a rule without a compact form",
+    ),
 }
 
 
