@@ -346,9 +346,9 @@ def test_states_without_averages_are_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(PlanMismatch, match="rule 'Adam with EMA', the model was wrapped for 'Adam'"):
         gemini.load_checkpoint(tmp_path / "averaged", *models["alone"])
     states = models["alone"][1].state_dict()
-    with pytest.raises(ValueError, match=r"has no 'ema', only .*: the rule 'Adam with EMA' has"):
+    with pytest.raises(ValueError, match=r"has no 'ema', and the rule 'Adam with EMA' has"):
         models["averaged"][1].load_state_dict(states)
-    with pytest.raises(ValueError, match="has 'ema', which Adam does not have"):
+    with pytest.raises(ValueError, match="has 'ema', and the rule 'Adam' has"):
         models["alone"][1].load_state_dict(models["averaged"][1].state_dict())
     for model, old in zip((averaged, alone), before, strict=True):
         assert_same_snapshot(snapshot(model), old)

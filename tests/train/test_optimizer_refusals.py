@@ -64,11 +64,6 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "maximize": ({"maximize": True}, "maximize=True"),
     "amsgrad": ({"amsgrad": True}, "amsgrad=True"),
     "differentiable": ({"differentiable": True}, "differentiable=True"),
-    "momentum": ({"momentum": 0.9}, "momentum=0.9"),
-    "nesterov": ({"nesterov": True}, "nesterov=True"),
-    "rho": ({"rho": 0.9}, "rho=0.9"),
-    "momentum_decay": ({"momentum_decay": 4e-3}, "momentum_decay"),
-    "no bias correction": ({"bias_correction": False}, "bias_correction=False"),
     "lr nan": ({"lr": NAN}, "lr of .* finite"),
     "lr inf": ({"lr": INF}, "lr of .* finite"),
     "lr beyond fp32": ({"lr": 1e39}, "lr of .* finite"),
@@ -79,9 +74,7 @@ GROUPS: dict[str, tuple[dict[str, Any], str]] = {
     "weight decay negative": ({"weight_decay": -0.1}, "weight_decay of .* not negative"),
     "beta of 1": ({"betas": (0.9, 1.0)}, "betas of .* two numbers"),
     "beta nan": ({"betas": (NAN, 0.9)}, "betas of .* two numbers"),
-    "a beta that is a tensor": ({"betas": (0.9, torch.tensor(0.99))}, "betas of .* two floats or two tensors"),
     "one beta": ({"betas": (0.9,)}, "betas of .* two numbers"),
-    "coupled": ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False"),
 }
 TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "lr string": ({"lr": "1e-3"}, "lr of .* must be a number"),
@@ -105,12 +98,8 @@ def test_a_wrong_group_is_refused_wherever_it_comes_from(
         gemini.HybridAdam(groups)
     with pytest.raises(kind, match=message):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], **keys})
-    if "decoupled" not in keys:  # of a loaded state it is compared
-        wrong = {"state": good["state"], "param_groups": [{**good["param_groups"][0], **keys}]}
-        if "decoupled_weight_decay" in keys:
-            del wrong["param_groups"][0]["decoupled"]
-        with pytest.raises(kind, match="L2 weight decay" if "decoupled_weight_decay" in keys else message):
-            optimizer.load_state_dict(wrong)
+    with pytest.raises(kind, match=message):
+        optimizer.load_state_dict({"state": good["state"], "param_groups": [{**good["param_groups"][0], **keys}]})
     world.unchanged(before)
     world.backward()
     optimizer.param_groups[0].update(keys)
@@ -216,13 +205,7 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no step": (without("step"), "no 'step'"),
     "no exp_avg": (without("exp_avg"), "no 'exp_avg'"),
     "no exp_avg_sq": (without("exp_avg_sq"), "no 'exp_avg_sq'"),
-    "step 0 with moments": (changed("step", lambda _: 0), "'exp_avg'.*'step' is 0"),
-    "negative square": (changed("exp_avg_sq", one_element(-1e-12)), "'exp_avg_sq'.*negative"),
-    "nan square": (changed("exp_avg_sq", one_element(NAN)), "'exp_avg_sq'.*inf or NaN"),
-    "nan moment": (changed("exp_avg", one_element(NAN)), "'exp_avg'.*inf or NaN"),
-    "inf moment": (changed("exp_avg", one_element(-INF)), "'exp_avg'.*inf or NaN"),
     "step beyond counting": (changed("step", lambda _: 1e30), "'step'.*whole number"),
-    "moment beyond fp32": (changed("exp_avg", lambda v: v.double().fill_(1e39)), "'exp_avg'.*fp32"),
     "integer moment": (changed("exp_avg", lambda v: v.int()), "'exp_avg'.*int32"),
     "complex moment": (changed("exp_avg_sq", lambda v: v.to(torch.complex64)), "'exp_avg_sq'.*complex64"),
     "list": (changed("exp_avg", lambda v: v.tolist()), "'exp_avg'.*not a dense tensor"),
@@ -231,11 +214,10 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "transposed": (changed("exp_avg", lambda v: v[:, :16].t()), "'exp_avg'.*shape"),
     "flat": (changed("exp_avg_sq", lambda v: v.reshape(-1)), "'exp_avg_sq'.*shape"),
     "residual of floats": (changed("residual", lambda v: v.float()), "'residual'.*float32"),
-    "of sgd": (changed("momentum_buffer", lambda _: torch.zeros(32, 32)), "'momentum_buffer'.*does not have"),
-    "of nadam": (changed("mu_product", lambda _: torch.tensor(0.9)), "'mu_product'.*does not have"),
-    "of adagrad": (changed("sum", lambda _: torch.zeros(32, 32)), "'sum'.*does not have"),
-    "of amsgrad": (changed("max_exp_avg_sq", lambda _: torch.zeros(32, 32)), "'max_exp_avg_sq'.*does not have"),
-    "no dict": (lambda states: states.update({2: [1, 2]}), "is a list"),
+    "of sgd": (changed("momentum_buffer", lambda _: torch.zeros(32, 32)), "has 'momentum_buffer'"),
+    "of nadam": (changed("mu_product", lambda _: torch.tensor(0.9)), "has 'mu_product'"),
+    "of adagrad": (changed("sum", lambda _: torch.zeros(32, 32)), "has 'sum'"),
+    "of amsgrad": (changed("max_exp_avg_sq", lambda _: torch.zeros(32, 32)), "has 'max_exp_avg_sq'"),
 }
 
 
@@ -252,46 +234,14 @@ def test_a_wrong_state_is_refused(change: Callable[[dict[str, Any]], None], mess
     world.unchanged(before)
 
 
-def test_what_is_no_state_is_refused(world: World) -> None:
-    before, state = world.look(), world.optimizer.state_dict()
-    for wrong in (state["state"], [1], {"state": {}}):
-        with pytest.raises(ValueError, match="param_groups"):
-            world.optimizer.load_state_dict(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="none of its groups"):
-        world.optimizer.load_state_dict({**state, "state": {99: {}}})
-    group = state["param_groups"][0]
-    for groups in (None, [None], [{"lr": 0.1}], [{**group, "params": 6}]):
-        with pytest.raises(ValueError, match='"params" .a list'):
-            world.optimizer.load_state_dict({**state, "param_groups": groups})
-    for names in ([0, 0, 1, 2, 3, 4], [[0], 1, 2, 3, 4, 5]):
-        with pytest.raises(ValueError, match="each param once"):
-            world.optimizer.load_state_dict({**state, "param_groups": [{**group, "params": names}]})
-    for states in (None, [1]):
-        with pytest.raises(ValueError, match='"state" must be a dict'):
-            world.optimizer.load_state_dict({**state, "state": states})
-    world.unchanged(before)
-
-
-STOCK: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    **{
-        name: getattr(torch.optim, name)
-        for name in ("RAdam", "NAdam", "Adagrad", "Adamax", "RMSprop", "Adadelta", "ASGD")
-    },
-}
-
-
-@pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize("steps", [0, 1])
-def test_states_of_other_optimizers_are_refused(name: str, steps: int, world: World) -> None:
+@pytest.mark.parametrize("name", ["SGD", "NAdam", "Adagrad", "Adamax", "RMSprop", "Adadelta", "ASGD"])
+def test_states_of_other_optimizers_are_refused(name: str, world: World) -> None:
     raw = Blocks()
-    stock = STOCK[name](raw.parameters())
-    for _ in range(steps):
-        raw(noise(2, 5, 32, dtype=torch.float32)).square().mean().backward()
-        stock.step()
+    stock = getattr(torch.optim, name)(raw.parameters(), lr=0.1, **({"momentum": 0.9} if name == "SGD" else {}))
+    raw(noise(2, 5, 32, dtype=torch.float32)).square().mean().backward()
+    stock.step()
     before = world.look()
-    with pytest.raises(ValueError, match="another optimizer of torch: HybridAdam loads"):
+    with pytest.raises(ValueError, match="the loaded state of .* has .*the rule 'Adam' has 'step', 'exp_avg'"):
         world.optimizer.load_state_dict(stock.state_dict())
     world.unchanged(before)
 

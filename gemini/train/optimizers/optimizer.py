@@ -165,13 +165,11 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: naming what is wrong in it.
         """
-        checks.check_layout(self.param_groups, state_dict)
-        for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            self._check_loaded_group(group, mine, f"group {number} of the loaded state")
         checks.check_states(self.rule, self.param_groups, state_dict)
-
-    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
-        self.check_group({**mine, **group}, what)
+        for number, (group, mine) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            self.check_group({**mine, **group}, f"group {number} of the loaded state")
+            if self.rule == rules.ADAM:
+                checks.check_decay(group, mine, f"group {number} of the loaded state")
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of params with hyperparameters of its own, as in torch.
@@ -351,8 +349,8 @@ class HybridOptimizer(torch.optim.Optimizer):
         loaded before or after this one, or in parts.
 
         Raises:
-            ValueError, TypeError: for other param groups, the state of another optimizer, and values that no update can
-                have produced; the message names the param and the key. Nothing was changed.
+            ValueError, TypeError: for other param groups and the state of another optimizer; the message names the
+                param and the key. Nothing was changed.
             GeminiError: if another optimizer has taken some of the params over.
         """
         self._load(state_dict, self._optimizer_load_state_dict_pre_hooks.values())
@@ -567,9 +565,6 @@ class HybridAdam(HybridOptimizer):
 
     def check_group(self, group: Group, what: str) -> None:
         checks.check_group(group, what)
-
-    def _check_loaded_group(self, group: Group, mine: Group, what: str) -> None:
-        checks.check_loaded_group(group, mine, what)
 
 
 def _is_same(group: Group, checked: Group) -> bool:
